@@ -1,0 +1,241 @@
+"""Train one of the embedded demo models from nothing, on text that ships with CPython.
+
+    accelerate launch scripts/train_demo.py --arch llama
+
+Byte-level causal language models of about one million parameters. Training runs in float32 for a wall-clock budget
+(``--minutes``) or, to repeat a run exactly, for a number of steps (``--steps``); the weights are cast to the stored
+dtype at the end. Writes an ordinary checkpoint and ``training.json``, and prints the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import math
+import os
+import platform
+import pydoc_data.topics
+import random
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import accelerate
+import tokenizers
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import broadcast, set_seed
+from tokenizers import decoders, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+EOS = "<|endoftext|>"
+EOS_ID = 256  # ids 0..255 are the byte values themselves
+SEQ_LEN = 512  # also max_position_embeddings: a learned position beyond the training length would be noise
+HELD_OUT = 0.02  # share of the documents kept for evaluation
+PROMPT = "The following table"
+
+COMMON = dict(vocab_size=EOS_ID + 1, bos_token_id=EOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
+DECODER = dict(
+    COMMON,
+    hidden_size=128,
+    intermediate_size=384,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=SEQ_LEN,
+)
+
+
+def make_model(arch: str) -> tuple[transformers.PreTrainedModel, torch.dtype]:
+    """Return a freshly initialised float32 model and the dtype its weights are stored in."""
+    if arch == "llama":
+        config = transformers.LlamaConfig(**DECODER, num_hidden_layers=5, head_dim=32)
+        return transformers.LlamaForCausalLM(config), torch.bfloat16
+    if arch == "qwen3":
+        config = transformers.Qwen3Config(**DECODER, num_hidden_layers=4, head_dim=64, tie_word_embeddings=True)
+        return transformers.Qwen3ForCausalLM(config), torch.bfloat16
+    config = transformers.GPT2Config(
+        **COMMON, n_embd=128, n_layer=5, n_head=4, n_positions=SEQ_LEN, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config), torch.float32
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A BPE over the 256 bytes with no merges: token id = byte value, plus one token for end of text and padding."""
+    alphabet = bytes_to_unicode()
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=EOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        model_max_length=SEQ_LEN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def docstrings(source: Path) -> list[str]:
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [doc for node in ast.walk(tree) if isinstance(node, owners) and (doc := ast.get_docstring(node))]
+
+
+def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (training, held-out) token ids, int64, 1-D: language reference, licence, standard library docstrings.
+
+    One document per topic and per module, in an order fixed by a seed, each ended by the end-of-text token. Nothing
+    is imported, so the text depends on the CPython version alone.
+    """
+    stdlib = Path(os.__file__).resolve().parent
+    documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    documents += [path.read_text(encoding="utf-8") for path in [stdlib / "LICENSE.txt"] if path.exists()]
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "__pycache__"}
+    seen: set[str] = set()
+    for path in sorted(stdlib.rglob("*.py")):
+        if left_out.isdisjoint(path.relative_to(stdlib).parts):
+            fresh = [doc for doc in dict.fromkeys(docstrings(path)) if doc not in seen]
+            seen.update(fresh)
+            if fresh:
+                documents.append("\n\n".join(fresh))
+    documents = [text.strip() + "\n" for text in documents]
+    random.Random(0).shuffle(documents)
+    split = len(documents) - round(len(documents) * HELD_OUT)
+
+    def encode(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([i for text in texts for i in (*text.encode("utf-8"), EOS_ID)])
+
+    return encode(documents[:split]), encode(documents[split:])
+
+
+def parameter_groups(model: torch.nn.Module, lr: float, norm_lr: float) -> list[dict]:
+    """Decay matrices only; vectors (norm weights, biases) get their own learning rate, so that they really train."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return [
+        dict(params=matrices, peak_lr=lr, lr=lr, weight_decay=0.1),
+        dict(params=vectors, peak_lr=norm_lr, lr=norm_lr, weight_decay=0.0),
+    ]
+
+
+def schedule(progress: float, warmup: float = 0.02) -> float:
+    """Linear warm-up, then cosine to zero at ``progress`` 1."""
+    if progress < warmup:
+        return max(progress / warmup, 0.01)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, tokens: torch.Tensor) -> float:
+    """Mean loss in nats per byte over non-overlapping windows."""
+    batches = tokens[: len(tokens) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN).split(8)
+    total = sum(model(input_ids=batch, labels=batch).loss.item() * len(batch) for batch in batches)
+    return total / sum(map(len, batches))
+
+
+def continuations(model, tokenizer, length: int = 240) -> dict[str, str]:
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    torch.manual_seed(0)
+    samples = {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, temperature=0.7)}
+    return {
+        name: tokenizer.decode(model.generate(**inputs, max_new_tokens=length, **how)[0], skip_special_tokens=True)
+        for name, how in samples.items()
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", required=True, choices=["llama", "qwen3", "gpt2"])
+    parser.add_argument("--minutes", type=float, default=10.0, help="wall-clock budget of the training loop")
+    parser.add_argument("--steps", type=int, help="train for this many steps instead, whatever they take")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows per step and process")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--norm-lr", type=float, default=1e-2, help="learning rate of norm weights and biases")
+    parser.add_argument("--seed", type=int, default=0)
+    default = Path(__file__).resolve().parents[1] / "hf_rmsnorm" / "demo"
+    parser.add_argument("--output", type=Path, help="folder to write (default: the package's demo folder)")
+    args = parser.parse_args()
+    args.output = args.output or default / args.arch
+    if args.minutes <= 0 or (args.steps is not None and args.steps < 1) or args.batch_size < 1:
+        parser.error("--minutes, --steps and --batch-size must be positive")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    accelerator = Accelerator(mixed_precision="no")
+    # `accelerate launch` gives a CPU process one thread unless told otherwise
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // accelerator.num_processes))
+    set_seed(args.seed)
+    train, held_out = read_corpus()
+    model, stored_dtype = make_model(args.arch)
+    optimizer = torch.optim.AdamW(parameter_groups(model, args.lr, args.norm_lr), betas=(0.9, 0.95), fused=True)
+    # overlapping windows (a view, no copy): an epoch meets the same byte at four positions
+    windows = train.unfold(0, SEQ_LEN, SEQ_LEN // 4)
+    loader = DataLoader(windows, batch_size=args.batch_size, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    losses: deque[float] = deque(maxlen=50)
+    first_loss = None
+    start = time.monotonic()
+    bar = tqdm(total=args.steps, disable=not accelerator.is_main_process, mininterval=2.0, file=sys.stderr)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, batch in enumerate(batches):
+        elapsed = (time.monotonic() - start) / (60 * args.minutes)
+        progress = step / args.steps if args.steps else elapsed
+        # every process must take the same learning rate and stop at the same step
+        progress = broadcast(torch.tensor(progress, device=accelerator.device)).item()
+        if progress >= 1:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * schedule(progress)
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        first_loss = losses[0] if first_loss is None else first_loss
+        bar.update()
+        bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}", done=f"{progress:.0%}", refresh=False)
+    seconds = time.monotonic() - start
+    bar.close()
+
+    if accelerator.is_main_process:
+        trained = accelerator.unwrap_model(model).cpu().to(stored_dtype)
+        trained.save_pretrained(args.output)
+        make_tokenizer().save_pretrained(args.output)
+        saved = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()  # the stored values
+        result = {
+            "arch": args.arch,
+            "parameters": saved.num_parameters(),
+            "stored_dtype": str(stored_dtype).removeprefix("torch."),
+            "loss_start": round(first_loss, 4),
+            "loss_end": round(sum(losses) / len(losses), 4),
+            "held_out_nats_per_byte": round(held_out_loss(saved, held_out), 4),
+            "steps": step,
+            "tokens": step * args.batch_size * accelerator.num_processes * SEQ_LEN,
+            "corpus_bytes": len(train) + len(held_out),
+            "seconds": round(seconds, 1),
+            "seed": args.seed,
+            "processes": accelerator.num_processes,
+            "threads_per_process": torch.get_num_threads(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__}
+            | {module.__name__: module.__version__ for module in (transformers, accelerate)},
+            "samples": continuations(saved, AutoTokenizer.from_pretrained(args.output)),
+        }
+        text = json.dumps(result, indent=2, ensure_ascii=False)
+        (args.output / "training.json").write_text(text + "\n", encoding="utf-8")
+        print(text)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
