@@ -45,6 +45,7 @@ COMMON = dict(vocab_size=EOS_ID + 1, bos_token_id=EOS_ID, eos_token_id=EOS_ID, p
 DECODER = dict(
     COMMON,
     hidden_size=128,
+    initializer_range=0.06,
     intermediate_size=384,
     num_attention_heads=4,
     num_key_value_heads=2,
