@@ -1,0 +1,117 @@
+"""Sets up the project's virtual environment, ``.venv``, with the standard library alone.
+
+The versions come from ``constraints.txt``, the packages from wherever pip is configured to look. An environment is
+used again as it is while ``constraints.txt``, ``pyproject.toml`` and the checkout's place stay the same, and is made
+anew otherwise, or where an earlier run did not finish.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "hf-rmsnorm.json"  # its presence says that the environment is ours, its content that it is complete
+
+REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "setuptools")  # setuptools builds the project
+EXTRAS = {"test": ("pytest", "hypothesis", "ruff", "build")}
+# Only for a torch that brings none: the last triton that supports each Python.
+TRITON = ("triton==3.9.0; python_version >= '3.11'", "triton==3.8.0; python_version < '3.11'")
+
+
+def python() -> Path:
+    """The environment's interpreter."""
+    return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def ensure(*extras: str) -> Path:
+    """Make `.venv` hold the project, its requirements and those of `extras`; return its interpreter.
+
+    Exits with one line that says what to do where that is impossible.
+    """
+    if sys.version_info < (3, 10):  # noqa: UP036 - this file is what meets an older Python
+        sys.exit(f"Python 3.10 or newer is needed, this is {platform.python_version()}: run it with a newer python3")
+    fingerprint = _fingerprint()
+    stamp = _read_stamp()
+    if stamp.get("fingerprint") == fingerprint and _runs():
+        done = set(stamp["extras"])
+        if done.issuperset(extras):
+            return python()
+    else:
+        done = set()
+        _make_venv()
+    wanted = sorted(done.union(extras))
+    STAMP.write_text("{}", encoding="utf-8")  # until the end, this run counts as interrupted
+    _install(wanted)
+    STAMP.write_text(json.dumps({"fingerprint": fingerprint, "extras": wanted}) + "\n", encoding="utf-8")
+    return python()
+
+
+def _fingerprint() -> str:
+    parts = [str(ROOT).encode(), *(p.read_bytes() for p in (ROOT / "constraints.txt", ROOT / "pyproject.toml"))]
+    return hashlib.sha256(b"\0".join(parts + [Path(__file__).read_bytes()])).hexdigest()
+
+
+def _read_stamp() -> dict:
+    try:
+        return json.loads(STAMP.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or cut short: nothing is known to be installed
+        return {}
+
+
+def _runs() -> bool:
+    return python().exists() and subprocess.run([str(python()), "-c", ""]).returncode == 0
+
+
+def _make_venv() -> None:
+    if VENV.exists():
+        if not STAMP.exists() and any(VENV.iterdir()):
+            sys.exit(f"{VENV} was not made by this script: move it away and run this again")
+        for entry in VENV.iterdir():  # all but the stamp, so that this too can be interrupted
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry != STAMP:
+                entry.unlink()
+    if importlib.util.find_spec("ensurepip") is None:
+        sys.exit(
+            "this Python has no ensurepip to make virtual environments with: install it (on Debian and Ubuntu the "
+            "package python3-venv) and run this again"
+        )
+    print(f"Making {VENV}", flush=True)
+    VENV.mkdir(exist_ok=True)
+    STAMP.write_text("{}", encoding="utf-8")
+    venv.create(VENV, symlinks=os.name != "nt", with_pip=True)
+
+
+def _install(extras: list[str]) -> None:
+    print("Installing what constraints.txt pins (the first time this takes minutes, most of them torch)", flush=True)
+    names = [*REQUIREMENTS, *(name for extra in extras for name in EXTRAS[extra])]
+    _pip("-c", str(ROOT / "constraints.txt"), *names)
+    if _lacks_triton():
+        # CUDA and ROCm builds of torch bring the triton they were built with; only a CPU build comes without.
+        _pip("--no-deps", *TRITON)
+    # --no-deps: everything is there, and a ROCm torch's triton goes by another name that pip would add to.
+    _pip("--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+
+
+def _lacks_triton() -> bool:
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return False  # there are no wheels: the package works without, on torch's own forward
+    test = "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)"
+    return subprocess.run([str(python()), "-c", test]).returncode != 0
+
+
+def _pip(*args: str) -> None:
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    command = [str(python()), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *args]
+    if subprocess.run(command).returncode:
+        sys.exit("pip could not install what is needed (its message is above): mend that and run this again")

@@ -1,0 +1,22 @@
+"""From a fresh clone to a test result: ``python3 scripts/run_tests.py [pytest arguments]``.
+
+Makes ``.venv`` with everything pinned, runs the linter and then pytest; exits with pytest's code, or with the
+linter's where only that one complains.
+"""
+
+import subprocess
+import sys
+
+import _bootstrap
+
+
+def main() -> int:
+    python = str(_bootstrap.ensure("test"))
+    print("ruff check", flush=True)
+    ruff = subprocess.run([python, "-m", "ruff", "check", "."], cwd=_bootstrap.ROOT).returncode
+    tests = subprocess.run([python, "-m", "pytest", *sys.argv[1:]], cwd=_bootstrap.ROOT).returncode
+    return tests or ruff
+
+
+if __name__ == "__main__":
+    sys.exit(main())
