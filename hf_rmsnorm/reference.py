@@ -47,3 +47,49 @@ def reference_norm(
     if bias is not None:
         h = h + bias
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
+
+
+def reference_stats(x: torch.Tensor, spec: NormSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
+    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = h.mean(-1, keepdim=True) if spec.centered else None
+    if mean is not None:
+        h = h - mean
+    rstd = torch.rsqrt(h.pow(2).mean(-1) + spec.eps).flatten().float()
+    return rstd, None if mean is None else mean.flatten().float()
+
+
+def reference_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    spec: NormSpec,
+    need: tuple[bool, bool, bool] | list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The closed-form gradients (dx, dweight, dbias), None where `need` is False.
+
+    With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)), less rstd * mean(g) where the norm
+    is centered; dweight = sum(dy * xhat); dbias = sum(dy). Computed in float32, or float64 for float64 inputs.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    h = x.to(compute)
+    if spec.centered:
+        h = h - h.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + spec.eps)
+    xhat = h * rstd
+    g = dy.to(compute)
+    dx = dweight = dbias = None
+    if need[1]:
+        rounded = xhat.to(spec.hat_dtype(x.dtype, weight.dtype)).to(compute)
+        dweight = (g * rounded).flatten(0, -2).sum(0).to(weight.dtype)
+    if need[2]:
+        dbias = g.flatten(0, -2).sum(0).to(bias.dtype)
+    if need[0]:
+        if weight is not None:
+            g = g * (weight.to(compute) + spec.weight_offset)
+        dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+        if spec.centered:
+            dx = dx - g.mean(-1, keepdim=True)
+        dx = (dx * rstd).to(x.dtype)
+    return dx, dweight, dbias

@@ -1,0 +1,55 @@
+"""Device functions that the forward and the backward kernels share."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
+    """Offset in elements of each row of a tensor whose rows lie at (row // inner, row % inner).
+
+    Strides arrive divided by UNIT, so that the compiler can see that they are multiples of it: that is what makes
+    16-byte loads possible without one compile per stride. Products are 64-bit: a tensor may pass 2^31 elements.
+    """
+    outer = tl.cast(rows // inner, tl.int64) * (outer_stride * UNIT)
+    return outer + tl.cast(rows % inner, tl.int64) * (inner_stride * UNIT)
+
+
+@triton.jit
+def load(pointers, mask, DENSE: tl.constexpr):
+    """Load, without a mask where the tile covers only valid elements; masked lanes read as zero."""
+    if DENSE:  # noqa: SIM108  a branch, so that only one of them is compiled
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=mask, other=0.0)
+    return values
+
+
+@triton.jit
+def store(pointers, values, mask, DENSE: tl.constexpr):
+    """Store in the pointer's element type, without a mask where the tile covers only valid elements."""
+    if DENSE:
+        tl.store(pointers, values.to(pointers.dtype.element_ty))
+    else:
+        tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
+    """Round the normalised x where the formula does it before the weight; always returns float32 values."""
+    if ROUNDING == "before_weight":
+        xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
+    elif ROUNDING == "weight_dtype":
+        xhat = xhat.to(W.dtype.element_ty).to(tl.float32)
+    return xhat
+
+
+@triton.jit
+def scale_of(w, W, OFFSET: tl.constexpr, ROUNDING: tl.constexpr):
+    """The factor applied to xhat, in float32: weight + OFFSET, that sum rounded as the formula rounds it."""
+    scale = w.to(tl.float32)
+    if OFFSET != 0.0:
+        scale = scale + OFFSET
+        if ROUNDING != "once":
+            scale = scale.to(W.dtype.element_ty).to(tl.float32)
+    return scale

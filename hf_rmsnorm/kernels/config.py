@@ -1,0 +1,84 @@
+"""Launch shapes as pure functions of the hidden size: nothing is timed, tuned or searched at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+MAX_HIDDEN_SIZE = 262_144
+TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
+CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
+TILE_ELEMENTS = 2_048  # 16 elements, two 16-byte bf16 loads, for each thread of four warps
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Shape of one forward launch: `block` columns by `rows` rows a program; `loop` picks the two-pass kernel."""
+
+    block: int
+    rows: int
+    num_warps: int
+    loop: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Shape of one backward launch; `programs_per_sm` sizes the persistent grid (and so the partial sums)."""
+
+    block: int
+    rows: int
+    num_warps: int
+    stages: int
+    reload_weight: bool
+    programs_per_sm: int
+    loop: bool = False
+
+
+@dataclass(frozen=True)
+class ColumnsConfig:
+    """Shape of the dweight/dbias launch for wide rows, and of the final reduction of partial rows."""
+
+    block: int
+    rows: int
+    num_warps: int
+
+
+COLUMNS = ColumnsConfig(block=256, rows=16, num_warps=8)
+REDUCE = ColumnsConfig(block=64, rows=32, num_warps=4)
+
+
+@cache
+def forward_config(hidden_size: int) -> ForwardConfig:
+    block = next_power_of_2(hidden_size)
+    if block > TILE_MAX:
+        return ForwardConfig(8_192, 1, 16, loop=True)
+    if block <= 2_048:  # several short rows share a program, so that every thread still has 16 elements
+        return ForwardConfig(block, TILE_ELEMENTS // block, 4)
+    return ForwardConfig(block, 1, 8 if block <= 8_192 else 16)
+
+
+@cache
+def backward_config(hidden_size: int, centered: bool, itemsize: int, shared_limit: int) -> BackwardConfig:
+    """`itemsize`: bytes of an element of x and dy; `shared_limit`: bytes of shared memory one program may use."""
+    block = next_power_of_2(hidden_size)
+    if block > (CENTERED_BACKWARD_TILE_MAX if centered else TILE_MAX):
+        return BackwardConfig(8_192, 1, 16, 1, False, 1, loop=True)
+    # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
+    rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
+    num_warps = 4 if block <= 2_048 else 8 if block <= 4_096 else 16
+    stages = 3 if block <= 8_192 else 2
+    prefetched = 2 * rows * block * itemsize  # x and dy of one step
+    while stages > 1 and (stages - 1) * prefetched > shared_limit:
+        stages -= 1
+    return BackwardConfig(
+        block=block,
+        rows=rows,
+        num_warps=num_warps,
+        stages=stages,
+        reload_weight=block > 8_192,
+        programs_per_sm=min(16, max(1, 8_192 // block)),
+    )

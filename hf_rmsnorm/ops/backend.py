@@ -1,0 +1,169 @@
+"""Which implementation serves a call: the Triton kernels, the plain-torch formula, or the layer's own forward."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+BACKENDS = ("auto", "triton", "reference")
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HIDDEN_SIZE = 262_144
+MAX_ROWS = 2**31 - 1
+PLAIN_TYPES = (torch.Tensor, Parameter)
+
+
+class _Choice(threading.local):
+    name = "auto"
+
+
+_choice = _Choice()
+# (backend, thread) of the newest forward, by weight; filled only while `use_backend` is in play. It is what lets an
+# activation checkpoint's recompute notice that it runs under another backend than its forward did.
+_forwards: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class use_backend:
+    """Choose, in this thread and inside the ``with``, what computes the norms.
+
+    Args:
+        name: ``"auto"`` launches Triton on devices it serves (and anywhere under ``TRITON_INTERPRET=1``); elsewhere
+            a patched module runs its own original forward. ``"triton"`` insists on the kernels and raises where they
+            cannot run. ``"reference"`` computes the plain-torch formula everywhere.
+
+    Raises:
+        ValueError: the name is none of these.
+
+    A backward uses the backend that its forward used. A recompute under activation checkpointing must run under the
+    same one, and raises otherwise: keep ``loss.backward()`` inside the ``with``.
+
+    Example:
+        >>> import torch
+        >>> from hf_rmsnorm import rms_norm, use_backend
+        >>> with use_backend("reference"):
+        ...     rms_norm(torch.tensor([1.0, 2.0, 3.0, 4.0]), eps=0.0)
+        tensor([0.3651, 0.7303, 1.0954, 1.4606])
+    """
+
+    def __init__(self, name: str):
+        if name not in BACKENDS:
+            raise ValueError(f"use_backend({name!r}): no such backend, choose one of {', '.join(BACKENDS)}")
+        self.name = name
+
+    def __enter__(self):
+        self._previous = _choice.name
+        _choice.name = self.name
+        return self
+
+    def __exit__(self, *exc):
+        _choice.name = self._previous
+
+
+@cache
+def _device_refusal(device_type: str, index: int | None) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device_type == "cuda":
+        if torch.version.hip is None and torch.cuda.get_device_capability(index) < (8, 0):
+            return f"this GPU has compute capability {torch.cuda.get_device_capability(index)}; Triton needs 8.0"
+        return None
+    if device_type == "xpu":
+        return None
+    return f"Triton has no backend for {device_type} tensors"
+
+
+@torch.compiler.assume_constant_result
+def device_refusal(device_type: str, index: int | None = None) -> str | None:
+    """Why Triton kernels cannot run on a device, or None where they can."""
+    return _device_refusal(device_type, index)
+
+
+def describe_backend(device: torch.device | str) -> tuple[str, str]:
+    """What ``auto`` does on a device: ("triton" or "original", the reason in words)."""
+    device = torch.device(device)
+    refusal = device_refusal(device.type, device.index)
+    if refusal is not None:
+        return "original", f"{refusal}: patched modules run their own forward"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "triton", "TRITON_INTERPRET=1: kernels run in Triton's interpreter, exact but slow"
+    return "triton", f"Triton compiles for {device.type}"
+
+
+def refusal(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
+    """Why the kernels do not serve this call, or None where they do."""
+    if x.dtype not in KERNEL_DTYPES:
+        return f"x is {x.dtype}; the kernels serve float32, float16 and bfloat16"
+    if x.dim() == 0 or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
+        return f"the last dimension of x, shape {tuple(x.shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if parameter.dtype not in KERNEL_DTYPES:
+            return f"{name} is {parameter.dtype}; the kernels serve float32, float16 and bfloat16"
+        if parameter.shape != x.shape[-1:]:
+            return f"{name} has shape {tuple(parameter.shape)} where x has {x.shape[-1]} columns"
+        if parameter.device != x.device:
+            return f"{name} is on {parameter.device} and x on {x.device}: move one of them"
+    if x.numel() // x.shape[-1] > MAX_ROWS:
+        return f"x has more than {MAX_ROWS} rows"
+    return device_refusal(x.device.type, x.device.index)
+
+
+def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> str:
+    """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call to the layer's own forward.
+
+    Raises:
+        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve the call; or this is the
+            recompute of a checkpointed forward that ran under another backend.
+    """
+    choice = _choice.name
+    if choice == "reference":
+        backend = "reference"
+    else:
+        reason = refusal(x, weight, bias)
+        if reason is None:
+            backend = "triton"
+        elif choice == "triton":
+            raise RuntimeError(f"use_backend('triton'): {reason}")
+        else:
+            backend = "original"
+    if (choice != "auto" or _forwards) and weight is not None and not torch.compiler.is_compiling():
+        backend = _same_as_forward(backend, choice, weight)
+    return backend
+
+
+def _same_as_forward(backend: str, choice: str, weight: torch.Tensor) -> str:
+    recompute = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    if not recompute:
+        if choice == "auto":
+            _forwards.pop(weight, None)
+        else:
+            _forwards[weight] = (backend, threading.get_ident())
+        return backend
+    before, thread = _forwards.get(weight, (None, None))
+    if before is None:  # the forward ran under auto
+        before = "original" if refusal(weight, None, None) is not None else "triton"
+    elif thread != threading.get_ident():
+        return before  # autograd's own thread, which no `use_backend` of the caller reaches
+    if before != backend:
+        raise RuntimeError(
+            f"an activation checkpoint recomputes a norm under backend {backend!r}, but its forward ran under "
+            f"{before!r}: keep backward() inside the same use_backend(...)"
+        )
+    return backend
+
+
+def plain(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether a kernel may read these tensors' memory directly: no subclass, no functorch wrapper."""
+    return (
+        type(x) in PLAIN_TYPES
+        and (weight is None or type(weight) in PLAIN_TYPES)
+        and (bias is None or type(bias) in PLAIN_TYPES)
+    )

@@ -1,0 +1,203 @@
+"""`rms_norm` and `layer_norm`: one call from eager, autograd, compiled, exported and checkpointed code alike."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from ..formula import NormSpec, Rounding
+from ..reference import reference_norm
+from .backend import plain, resolve_backend
+from .operators import contiguous_output, norm_backward_op, norm_forward_op, spec_args, spec_from
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class _FusedNorm(torch.autograd.Function):
+    # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, centered, weight_offset, rounding, functional):
+        args = (eps, centered, weight_offset, rounding, functional)
+        y, rstd, mean = _launch_forward(x, weight, bias, args, True)
+        ctx.save_for_backward(x, weight, bias, rstd, mean)
+        ctx.spec_args = args
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, rstd, mean = ctx.saved_tensors
+        need = list(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled() and not _is_compiling():  # create_graph: the formula itself is differentiable
+            grads = _differentiable_backward(dy, x, weight, bias, ctx.spec_args, need)
+        else:
+            grads = _launch_backward(dy, x, weight, bias, rstd, mean, ctx.spec_args, need)
+        return *grads, None, None, None, None, None
+
+
+def _launch_forward(x, weight, bias, args, stats):
+    if _is_compiling() or not plain(x, weight, bias):
+        return norm_forward_op(x, weight, bias, *args, stats)
+    from ..kernels import launch
+
+    spec = spec_from(weight, bias, *args)
+    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec))
+
+
+def _launch_backward(dy, x, weight, bias, rstd, mean, args, need):
+    if _is_compiling() or not (plain(x, weight, bias) and plain(dy, None, None)):
+        dx, dweight, dbias = norm_backward_op(
+            dy, x, weight, bias, rstd, rstd.new_empty(0) if mean is None else mean, *args, need
+        )
+        return dx if need[0] else None, dweight if need[1] else None, dbias if need[2] else None
+    from ..kernels import launch
+
+    spec = spec_from(weight, bias, *args)
+    return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec))
+
+
+def _differentiable_backward(dy, x, weight, bias, args, need):
+    inputs = [x, weight, bias]
+    with torch.enable_grad():
+        y = reference_norm(x, weight, bias, spec_from(weight, bias, *args))
+        wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
+        grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    return [next(grads) if needed else None for needed in need]
+
+
+def fused_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec, backend: str | None = None
+) -> torch.Tensor:
+    """Compute `spec` on x with the backend in force.
+
+    Args:
+        x: (..., hidden_size), any strides; rows may be empty.
+        weight, bias: (hidden_size,) or None, as the spec says.
+        backend: what `resolve_backend` answered, if the caller has asked already.
+
+    Returns:
+        (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging Face module's output has.
+    """
+    if backend is None:
+        backend = resolve_backend(x, weight, bias)
+    if backend != "triton" or (not _is_compiling() and _transformed()):
+        return reference_norm(x, weight, bias, spec)
+    if spec.functional:
+        x, weight, bias = _autocast_to_float32(x, weight, bias)
+    if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
+        weight = None if weight is None else weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return _FusedNorm.apply(x, weight, bias, *spec_args(spec))
+    return _launch_forward(x, weight, bias, spec_args(spec), False)[0]
+
+
+def _transformed() -> bool:
+    """Whether functorch (vmap, grad, jvp) or forward-mode AD is at work: they need operators they can see through."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _autocast_to_float32(*tensors):
+    # F.layer_norm and F.rms_norm are on autocast's float32 list of every accelerator, and not on the CPU's.
+    device_type = tensors[0].device.type
+    if device_type == "cpu" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    return tuple(t if t is None else t.to(torch.float32) for t in tensors)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    rounding: Rounding = "before_weight",
+) -> torch.Tensor:
+    """RMSNorm over the last dimension (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * (weight_offset + weight).
+
+    Args:
+        x: (..., hidden_size) in float32, float16, bfloat16 or (in plain torch) float64; any strides.
+        weight: (hidden_size,) of any such dtype, or None.
+        eps: added to the mean square.
+        bias: (hidden_size,) or None.
+        weight_offset: 1.0 for `GemmaRMSNorm`.
+        rounding: as in `NormSpec`; the default is that of `LlamaRMSNorm`.
+
+    Returns:
+        (..., hidden_size); dtype as `NormSpec.output_dtype` says.
+
+    Raises:
+        TypeError: x is not a floating-point tensor.
+        ValueError: shapes or devices do not fit, or eps is negative or not finite.
+
+    Example:
+        >>> import torch
+        >>> from hf_rmsnorm import rms_norm
+        >>> rms_norm(torch.tensor([3.0, -1.0, 4.0, -2.0]), torch.ones(4), eps=0.0)
+        tensor([ 1.0954, -0.3651,  1.4606, -0.7303])
+    """
+    has_weight = weight is not None
+    spec = NormSpec(
+        centered=False,
+        eps=_checked_eps(eps),
+        has_weight=has_weight,
+        has_bias=bias is not None,
+        weight_offset=weight_offset if has_weight else 0.0,
+        rounding=rounding if has_weight else "once",
+    )
+    _check(x, weight, bias)
+    return fused_norm(x, weight, bias, spec)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """LayerNorm over the last dimension (Ba et al. 2016), as `F.layer_norm`: autocast, dtypes and strides included.
+
+    Args:
+        x: (..., hidden_size), dtypes as in `rms_norm`.
+        weight, bias: (hidden_size,) or None.
+        eps: added to the variance.
+
+    Returns:
+        (..., hidden_size) in x's dtype (float32 under an accelerator's autocast), row-major.
+
+    Raises:
+        TypeError, ValueError: as `rms_norm`.
+    """
+    spec = NormSpec(
+        centered=True, eps=_checked_eps(eps), has_weight=weight is not None, has_bias=bias is not None, functional=True
+    )
+    _check(x, weight, bias)
+    return fused_norm(x, weight, bias, spec)
+
+
+def _checked_eps(eps) -> float:
+    if not isinstance(eps, (int, float)):
+        raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
+    return float(eps)
+
+
+def _check(x, weight, bias) -> None:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        got = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"x is {got}: pass a floating-point tensor, for example x.float()")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}: the last dimension must hold at least one element")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if not isinstance(parameter, torch.Tensor) or not parameter.is_floating_point():
+            got = f"a tensor of {parameter.dtype}" if isinstance(parameter, torch.Tensor) else type(parameter).__name__
+            raise TypeError(f"{name} is {got}: pass a floating-point tensor")
+        if parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, x {tuple(x.shape)}: pass ({x.shape[-1]},)")
+        if parameter.device != x.device:
+            raise ValueError(f"{name} is on {parameter.device} and x on {x.device}: move one of them")
