@@ -1,0 +1,143 @@
+"""Run a model in float64 as it stands: no second copy, and no float32 cast left inside it.
+
+``model.double()`` is not enough. It rewrites the weights, and most modules of Transformers then still compute part of
+their forward in float32, because they say so (``hidden_states.to(torch.float32)``, ``softmax(..., dtype=float32)``,
+rotary tables, router scores). Here the arithmetic is lifted underneath the model instead, operator by operator.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+# These only pick elements: picking first and widening after gives the same values without a wide copy of the table.
+_GATHERS = {aten.embedding, aten.index, aten.index_select}
+# These compare the dtypes of their inputs before they reach an operator, so their inputs are widened earlier.
+_CHECK_DTYPES = {
+    F.scaled_dot_product_attention,
+    *(getattr(F, f"{name}{n}d") for name in ("conv", "conv_transpose") for n in (1, 2, 3)),
+}
+
+
+def widen(value):
+    """A floating or complex tensor in double precision, a low-precision dtype replaced by double; all else as is."""
+    if isinstance(value, torch.Tensor):
+        if value.is_complex():
+            return value.to(torch.complex128)
+        return value.to(torch.float64) if value.is_floating_point() else value
+    if isinstance(value, torch.dtype):
+        return _WIDE.get(value, value)
+    return value
+
+
+def _is_narrow(value) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return (value.is_floating_point() or value.is_complex()) and value.dtype not in (torch.float64, torch.complex128)
+
+
+class _WidenEarly(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _CHECK_DTYPES:
+            args, kwargs = tree_map(widen, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class Float64Mode(TorchDispatchMode):
+    """Inside this mode every floating operator computes in float64, and every cast to a narrower float casts to it.
+
+    Parameters, buffers and inputs stay stored as they are and are widened as each operator reads them, so the values
+    are those of the checkpoint. What a forward computes never narrows again: ``x.float()``, ``x.to(input_dtype)`` and
+    ``dtype=torch.float32`` arguments all mean float64. Two things are taken as given, because they are data and not
+    arithmetic: stored float32 buffers such as the rotary ``inv_freq`` (the cos and sin tables made from them are
+    float64), and constants a forward makes with ``torch.tensor(0.1)``, which round to the dtype they are made in.
+
+    Raises:
+        RuntimeError: the model writes in place to a parameter or buffer stored in a narrower float.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        schema = func._schema
+        written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+        if func is not aten.lift_fresh.default and func.is_view:
+            return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
+        if any(written):
+            for write, value in zip(written, args, strict=False):
+                if write and _is_narrow(value):
+                    raise RuntimeError(
+                        f"the model writes in place to a tensor stored in {value.dtype} ({schema.name}): "
+                        "its forward cannot be repeated in float64"
+                    )
+        if func.overloadpacket not in _GATHERS:
+            args, kwargs = tree_map(widen, (args, kwargs))
+        out = func(*args, **kwargs)
+        if any(written):
+            return out
+        if _is_narrow(out) and not any(isinstance(a, torch.Tensor) for a in args) and _takes_dtype(schema):
+            out = func(*args, **{**kwargs, "dtype": _WIDE.get(out.dtype, out.dtype)})  # made in the default dtype
+        return tree_map(lambda v: widen(v) if _is_narrow(v) else v, out)
+
+
+def _takes_dtype(schema) -> bool:
+    return any(a.name == "dtype" for a in schema.arguments)
+
+
+@contextmanager
+def _plain_state(model: torch.nn.Module):
+    """Leave the model's attributes and buffers as they were, and choose code paths that exist in float64."""
+    saved = [
+        (vars(m), {k: dict(v) if k in ("_buffers", "_parameters") else v for k, v in vars(m).items()})
+        for m in model.modules()
+    ]
+    configs = {id(c): c for m in model.modules() for c in (getattr(m, "config", None),) if c is not None}
+    choices = []
+    for config in configs.values():
+        for name, plain in (("_attn_implementation", ("sdpa", "eager")), ("_experts_implementation", ("eager",))):
+            chosen = getattr(config, name, None)
+            if isinstance(chosen, str) and chosen not in plain:
+                choices.append((config, name, chosen))
+    try:
+        for config, name, _ in choices:
+            setattr(config, name, "eager")
+        for m in model.modules():
+            if isinstance(m, torch.nn.RMSNorm) and m.eps is None:  # means "that of the input's dtype", widened by now
+                m.eps = torch.finfo(torch.float32).eps
+        yield
+    finally:
+        for config, name, chosen in choices:
+            setattr(config, name, chosen)
+        for live, before in saved:
+            live.clear()
+            live.update(before)
+
+
+@contextmanager
+def in_float64(model: torch.nn.Module):
+    """Inside, calls of ``model`` compute in float64 without gradients; the model is the same before and after.
+
+    Fused kernels (flash attention, grouped experts) that take no float64 give way to the eager code of Transformers.
+
+    Args:
+        model: a module in any floating dtype, on any device that has float64.
+
+    Yields:
+        The model. Floating inputs may be given in any dtype; floating outputs are float64.
+    """
+    with _plain_state(model), torch.no_grad(), Float64Mode(), _WidenEarly():
+        yield model
