@@ -1,0 +1,61 @@
+"""Patch a language model, and see that it says the same as before.
+
+    python examples/generate.py --prompt "The import statement"
+
+Prints what was patched, the text before and after, and how equal the logits are. Without a GPU the Triton kernels run
+in Triton's interpreter, which is exact and slow; with one, they are compiled for it.
+"""
+
+import argparse
+import os
+
+import torch
+
+HAS_GPU = torch.accelerator.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this when it is imported, by the next lines
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+from hf_rmsnorm import patched, verify_equivalence  # noqa: E402
+from hf_rmsnorm.demo import demo_path  # noqa: E402
+from hf_rmsnorm.ops import describe_backend  # noqa: E402
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(demo_path("llama")), help="a local folder or a hub id")
+    parser.add_argument("--prompt", default="The following table")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+
+    device = torch.accelerator.current_accelerator() if HAS_GPU else torch.device("cpu")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
+    inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
+
+    def generate() -> list[int]:
+        return model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)[0].tolist()
+
+    before = generate()
+    with patched(model) as report:  # or patch_model(model), to keep it patched
+        after = generate()
+
+    print(report)
+    print(f"\n--- before the patch\n{tokenizer.decode(before, skip_special_tokens=True)}")
+    print(f"\n--- after the patch\n{tokenizer.decode(after, skip_special_tokens=True)}")
+    print(f"\n--- equivalence: {'the tokens are equal' if before == after else 'THE TOKENS DIFFER'}")
+    verdict = verify_equivalence(model, inputs)
+    print(verdict)
+    backend, reason = describe_backend(device)
+    print(f"\nBackend on {device}: {backend}, because {reason}.")
+    if not HAS_GPU and backend == "triton":
+        print("There is no GPU here: the text after the patch and the proof come from the Triton kernels all the same,")
+        print("run by Triton's interpreter. Without TRITON_INTERPRET=1 a patched model on a CPU runs its own forward.")
+    return 0 if before == after and verdict.passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

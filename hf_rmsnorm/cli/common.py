@@ -1,0 +1,88 @@
+"""What the subcommands share: their result, their errors, their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+
+DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}
+
+
+class CliError(Exception):
+    """What went wrong and what to do about it, in one line."""
+
+
+@dataclass
+class Result:
+    """What a subcommand hands to `main`: ``data`` for ``--json``, ``text`` otherwise, and the exit code."""
+
+    data: dict
+    text: str
+    code: int = 0
+
+
+def one_line(text: object, limit: int = 400) -> str:
+    """The text with every run of white space as one space, cut at limit characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings"
+    )
+
+
+def add_globs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--include", metavar="GLOB", action="append", help="patch only module paths that match")
+    parser.add_argument("--exclude", metavar="GLOB", action="append", help="leave module paths that match alone")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="where to run, as in cuda:1 (default: the accelerator if there is one)")
+
+
+def pick_device(name: str | None):
+    """The device called name, or by default the current accelerator if there is one, else the CPU."""
+    import torch
+
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if name is None:
+        return torch.device("cpu") if present is None else present
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise CliError(f"unknown device {name!r}: pass cpu, cuda or cuda:1, say") from None
+    if device.type not in ("cpu", getattr(present, "type", "cpu")):
+        raise CliError(f"there is no {device.type} device here: leave --device out or pass --device cpu")
+    if device.type != "cpu" and (device.index or 0) >= torch.accelerator.device_count():
+        raise CliError(f"there is no {device}: {torch.accelerator.device_count()} {device.type} device(s) are here")
+    return device
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number above zero."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def interpret_on_cpu(device) -> None:
+    """Have Triton's interpreter run the kernels where device is the CPU.
+
+    Triton reads the variable when it decorates a kernel, so this comes before anything that imports triton
+    (transformers does when it loads a model). Where triton is imported already, nothing changes.
+    """
+    if device.type == "cpu" and "triton" not in sys.modules:
+        os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,70 @@
+"""Parse, run one subcommand, print its result or its error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from .. import __version__
+from . import env, generate, report, verify
+from .common import CliError, one_line
+
+COMMANDS = (report, verify, generate, env)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="hf-rmsnorm", description="Fused RMSNorm and LayerNorm for Hugging Face models.")
+    parser.add_argument("--version", action="version", version=f"hf-rmsnorm {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        summary = module.__doc__.splitlines()[0]
+        sub = commands.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=module.__doc__)
+        module.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        sub.add_argument("--traceback", action="store_true", help="show where an error comes from")
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; those of the process by default.
+
+    Returns:
+        0, or 1 where `verify` says FAIL, or 2 after an error, which is one line on stderr.
+    """
+    args = build_parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("once", UserWarning)
+        try:
+            result = args.run(args)
+        except Exception as error:
+            if args.traceback:
+                raise
+            hint = "" if isinstance(error, (CliError, ValueError)) else f"{type(error).__name__}: "
+            print(f"hf-rmsnorm: error: {hint}{one_line(error)}", file=sys.stderr)
+            return 2
+        finally:
+            for line in dict.fromkeys(one_line(w.message) for w in caught if issubclass(w.category, UserWarning)):
+                print(f"hf-rmsnorm: warning: {line}", file=sys.stderr)
+    try:
+        print(json.dumps(result.data, indent=2) if args.json else result.text, flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        sys.stdout = None
+    return result.code

@@ -1,0 +1,141 @@
+"""From MODEL on the command line to a model: its folder or hub id, its config, its weights, its tokenizer."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from ..demo import DEMO_MODELS, demo_path
+from .common import CliError, one_line
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class Source(NamedTuple):
+    """Where a model comes from: ``name`` as typed, ``where`` for `from_pretrained`."""
+
+    name: str
+    where: str
+    is_local: bool
+    is_demo: bool
+    trust_remote_code: bool
+
+    @property
+    def kwargs(self) -> dict:
+        """Arguments for every `from_pretrained`; only a hub id may reach for the network."""
+        return {"local_files_only": self.is_local, "trust_remote_code": self.trust_remote_code}
+
+
+def find(model: str, trust_remote_code: bool = False) -> Source:
+    """Resolve MODEL without touching the network.
+
+    Raises:
+        CliError: it is neither a demo, nor a folder with a config.json, nor shaped like a hub id.
+    """
+    if model.startswith("demo:"):
+        name = model.removeprefix("demo:")
+        if name not in DEMO_MODELS:
+            raise CliError(f"no demo {name!r}: choose one of {', '.join(f'demo:{n}' for n in DEMO_MODELS)}")
+        return Source(model, str(demo_path(name)), True, True, False)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CliError(f"{model} has no config.json: pass the folder that save_pretrained wrote")
+        return Source(model, str(folder), True, False, trust_remote_code)
+    if folder.exists():
+        raise CliError(f"{model} is a file: pass the folder that holds it")
+    if not HUB_ID.fullmatch(model) or model.startswith("."):
+        raise CliError(f"there is no folder {model}: pass a local folder, a hub id such as org/name, or demo:llama")
+    return Source(model, model, False, False, trust_remote_code)
+
+
+@contextmanager
+def _loading(source: Source, what: str):
+    """Turn whatever transformers raises about a checkpoint into one line."""
+    try:
+        yield
+    except Exception as error:
+        message = one_line(error, 300)
+        if "trust_remote_code" in message:
+            cure = "it brings its own code: read that, then pass --trust-remote-code"
+        elif source.is_local:
+            cure = "mend the folder, or pass another one"
+        else:
+            cure = "check the id and the network, or pass a local folder or demo:llama"
+        raise CliError(f"cannot load {what} of {source.name}: {cure} ({type(error).__name__}: {message})") from error
+
+
+def load_config(source: Source):
+    from transformers import AutoConfig
+
+    with _loading(source, "the config"):
+        return AutoConfig.from_pretrained(source.where, **source.kwargs)
+
+
+def _auto_class(config):
+    """AutoModelForCausalLM where the config has one; else the class it was saved from; else AutoModel."""
+    import transformers
+
+    remote = getattr(config, "auto_map", None) or {}
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in remote:
+        return transformers.AutoModelForCausalLM
+    for mapping, auto in (
+        (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
+        (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
+    ):
+        if type(config) in mapping:
+            return auto
+    return transformers.AutoModel
+
+
+def empty_model(source: Source):
+    """The model's modules without their weights: on the meta device, so that the size does not matter."""
+    from accelerate import init_empty_weights
+
+    config = load_config(source)
+    with _loading(source, "the modules"), init_empty_weights():
+        return _auto_class(config).from_config(config, trust_remote_code=source.trust_remote_code).eval()
+
+
+def load_model(source: Source, dtype: str, device):
+    """The model with its weights, in evaluation mode; dtype is a torch dtype's name or "auto" (as stored)."""
+    config = load_config(source)
+    with _loading(source, "the weights"):
+        model = _auto_class(config).from_pretrained(source.where, dtype=dtype, **source.kwargs)
+        return model.to(device).eval()
+
+
+def load_tokenizer(source: Source):
+    """The tokenizer, or None where the checkpoint has none."""
+    from transformers import AutoTokenizer
+
+    if source.is_local and not any(Path(source.where).glob("*token*")) and not any(Path(source.where).glob("vocab*")):
+        return None
+    with _loading(source, "the tokenizer"):
+        return AutoTokenizer.from_pretrained(source.where, **source.kwargs)
+
+
+def tokens(model, tokenizer, text: str, limit: int | None):
+    """Token ids of text, (1, n) on the model's device, n at most limit; seeded random ids without a tokenizer."""
+    import torch
+
+    if tokenizer is None:
+        vocabulary = model.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (1, limit or 64), generator=torch.Generator().manual_seed(0))
+    else:
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :limit]
+        if ids.shape[1] == 0:
+            raise CliError("the prompt has no tokens: pass some text with --prompt")
+    return ids.to(model.device)
+
+
+def quieten():
+    """No progress bars and no advice from transformers: what matters is printed by the subcommand."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,74 @@
+"""Whether MODEL computes the same with its norms fused: PASS or FAIL, and how far apart.
+
+Without a GPU the Triton kernels run in Triton's interpreter, which is exact and slow (see --max-tokens). Exits with 1
+on FAIL.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from . import models
+from .common import DTYPES, Result, add_device, add_model, interpret_on_cpu, pick_device, positive
+
+PROMPT = (
+    "The following table lists the statements that may be used in a function. An expression is evaluated before the "
+    "result is bound to a name; if it raises an exception, the name keeps the value that it had, and the search for a "
+    "handler begins."
+)
+
+
+def add_arguments(parser) -> None:
+    add_model(parser)
+    parser.add_argument("--prompt", default=PROMPT, help="the text to compare on (default: a built-in one)")
+    parser.add_argument(
+        "--dtype",
+        choices=[*DTYPES, "all"],
+        help="the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=64, metavar="N", help="use the first N tokens of the prompt (default 64)"
+    )
+    add_device(parser)
+
+
+def run(args) -> Result:
+    source = models.find(args.model, args.trust_remote_code)
+    device = pick_device(args.device)
+    interpret_on_cpu(device)
+    models.quieten()
+    from .. import use_backend, verify_equivalence
+    from ..ops.backend import describe_backend
+
+    backend, reason = describe_backend(device)
+    if backend != "triton":  # its own forward against itself would prove nothing
+        backend = "reference"
+        reason += "; so this compares the plain-torch formula, not the kernels"
+    choice = nullcontext() if backend == "triton" else use_backend("reference")
+
+    dtype = args.dtype or ("all" if source.is_demo else "auto")
+    tokenizer = models.load_tokenizer(source)
+    runs = []
+    for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
+        model = models.load_model(source, each, device)
+        inputs = models.tokens(model, tokenizer, args.prompt, args.max_tokens)
+        with choice:
+            verdict = verify_equivalence(model, inputs=inputs)
+        runs.append((str(model.dtype).removeprefix("torch."), inputs.shape[1], verdict))
+        del model
+
+    passed = all(verdict.passed for *_, verdict in runs)
+    data = {
+        "model": source.name,
+        "passed": passed,
+        "device": str(device),
+        "backend": backend,
+        "backend_reason": reason,
+        "runs": [{"dtype": name, "tokens": count, **verdict.to_dict()} for name, count, verdict in runs],
+    }
+    blocks = [
+        f"{source.name} in {name}, {count} tokens: {'PASS' if verdict.passed else 'FAIL'}\n{verdict}"
+        for name, count, verdict in runs
+    ]
+    blocks.append(f"Backend {backend} on {device}: {reason}.")
+    return Result(data, "\n\n".join(blocks), 0 if passed else 1)
