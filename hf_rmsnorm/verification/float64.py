@@ -100,11 +100,11 @@ def _takes_dtype(schema) -> bool:
 
 @contextmanager
 def _plain_state(model: torch.nn.Module):
-    """Leave the model's attributes and buffers as they were, and choose code paths that exist in float64."""
-    saved = [
-        (vars(m), {k: dict(v) if k in ("_buffers", "_parameters") else v for k, v in vars(m).items()})
-        for m in model.modules()
-    ]
+    """Choose code paths that exist in float64, and leave the model's attributes and buffers as they were.
+
+    A forward may keep what it computes, as rotary tables do that grow with the sequence; nothing of that may stay.
+    """
+    saved = [(d, dict(d)) for m in model.modules() for d in (vars(m), m._buffers, m._parameters)]
     configs = {id(c): c for m in model.modules() for c in (getattr(m, "config", None),) if c is not None}
     choices = []
     for config in configs.values():
@@ -123,8 +123,9 @@ def _plain_state(model: torch.nn.Module):
         for config, name, chosen in choices:
             setattr(config, name, chosen)
         for live, before in saved:
-            live.clear()
-            live.update(before)
+            for name in live.keys() - before.keys():
+                del live[name]
+            live.update({name: value for name, value in before.items() if live.get(name) is not value})
 
 
 @contextmanager

@@ -1,0 +1,180 @@
+"""What a verification found: plain records, one verdict, a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from .compare import LogitDifference, NoiseFloor
+from .norms import MAX_DIFFERING, MAX_ULP, NormCheck
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class GreedyDifference:
+    """Where greedy generation first differs: in prompt ``row`` of input ``index``, at new token ``step`` (from 0).
+
+    ``margin`` is by how much the reference's logits prefer its token there, ``tie_margin`` how much both models' own
+    errors against float64 can explain: up to that the two words are a tie in this dtype.
+    """
+
+    index: int
+    row: int
+    step: int
+    reference_token: int
+    candidate_token: int
+    margin: float
+    tie_margin: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin <= self.tie_margin
+
+
+@dataclass(frozen=True)
+class GreedyComparison:
+    """Greedy generation by both models: passed if all tokens are equal up to a tie, and ``first_difference`` if any.
+
+    ``sequences`` prompts were continued, the longest by ``new_tokens`` tokens; 0 where nothing was generated, with
+    the reason.
+    """
+
+    sequences: int
+    new_tokens: int
+    first_difference: GreedyDifference | None = None
+    reason: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.first_difference is None
+
+    @property
+    def passed(self) -> bool:
+        return self.first_difference is None or self.first_difference.is_tie
+
+
+@dataclass(frozen=True)
+class EquivalenceReport:
+    """The outcome of :func:`verify_equivalence`; ``print(report)`` is a table with a verdict on every line.
+
+    Attributes:
+        model: class name of the reference.
+        dtype, device: of the reference's parameters.
+        logits: candidate against reference.
+        noise_floor: verdict (a).
+        norms: verdict (b), one record per changed module; None if it was not asked for.
+        greedy: whether both generate the same tokens.
+        launches: Triton kernels that the candidate launched, by kernel name; empty if none ran.
+        backend: what `use_backend` was to choose for the candidate; None left the choice in force.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    logits: LogitDifference
+    noise_floor: NoiseFloor
+    norms: tuple[NormCheck, ...] | None
+    greedy: GreedyComparison
+    launches: dict[str, int]
+    backend: str | None
+
+    @property
+    def norms_passed(self) -> bool:
+        return all(norm.passed for norm in self.norms or ())
+
+    @property
+    def passed(self) -> bool:
+        """Both verdicts hold, and no greedy token differs beyond a tie."""
+        return self.noise_floor.passed and self.norms_passed and self.greedy.passed
+
+    def to_dict(self) -> dict:
+        """Every field and verdict as plain JSON values; a number that is not finite becomes a string."""
+        data = dataclasses.asdict(self)
+        data["passed"] = self.passed
+        floor, greedy = self.noise_floor, self.greedy
+        data["noise_floor"] |= {"allowed_max": floor.allowed_max, "allowed_rms": floor.allowed_rms}
+        data["noise_floor"]["passed"] = floor.passed
+        data["norms_passed"] = self.norms_passed
+        data["greedy"] |= {"equal": greedy.equal, "passed": greedy.passed}
+        if greedy.first_difference is not None:
+            data["greedy"]["first_difference"]["is_tie"] = greedy.first_difference.is_tie
+        return _plain(data)
+
+    def __str__(self) -> str:
+        logits, floor = self.logits, self.noise_floor
+        lines = [
+            f"{self.model}, {self.dtype} on {self.device}: {logits.tokens} tokens, vocabulary {logits.vocabulary}",
+            _line(
+                "logits against reference",
+                f"max {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}, KL per token {logits.kl_mean:.2g} "
+                f"(max {logits.kl_max:.2g}), top-1 equal {logits.top1_agreement:.2%}",
+            ),
+            _line(
+                "(a) max error to float64",
+                f"reference {floor.reference_max:.3g}, candidate {floor.candidate_max:.3g}, "
+                f"allowed {floor.allowed_max:.3g}",
+                floor.max_passed,
+                floor.reason,
+            ),
+            _line(
+                "    RMS error to float64",
+                f"reference {floor.reference_rms:.3g}, candidate {floor.candidate_rms:.3g}, "
+                f"allowed {floor.allowed_rms:.3g}",
+                floor.rms_passed,
+            ),
+            *self._norm_lines(),
+            _line("greedy generation", self._greedy_text(), self.greedy.passed),
+            _line("Triton kernels launched", self._launch_text()),
+            _line("equivalent", "", self.passed),
+        ]
+        return "\n".join(lines)
+
+    def _norm_lines(self) -> list[str]:
+        if self.norms is None:
+            return [_line("(b) norm by norm", "not asked for")]
+        if not self.norms:
+            return [_line("(b) norm by norm", "no module differs between reference and candidate", True)]
+        good = sum(norm.passed for norm in self.norms)
+        text = f"{good} of {len(self.norms)} within {MAX_ULP:g} ulp and, in half precision, {MAX_DIFFERING:.1%} changed"
+        lines = [_line("(b) norm by norm", text, self.norms_passed)]
+        worst = sorted(self.norms, key=lambda n: (n.passed, not n.reason, -n.worst_ulp, -n.differing_fraction))
+        for norm in worst[:_SHOWN]:
+            text = f"{norm.dtype}, {norm.differing_fraction:.3%} differ, worst {norm.worst_ulp:.2g} ulp"
+            lines.append(_line(f"      {norm.path}", text if norm.elements else "", norm.passed, norm.reason))
+        if len(self.norms) > _SHOWN:
+            lines.append(f"      ... and {len(self.norms) - _SHOWN} that do no worse")
+        return lines
+
+    def _greedy_text(self) -> str:
+        greedy, first = self.greedy, self.greedy.first_difference
+        if not greedy.sequences:
+            return greedy.reason
+        if first is None:
+            return f"{greedy.sequences} x {greedy.new_tokens} tokens, all equal"
+        kind = "a tie within the noise floor" if first.is_tie else f"noise explains {first.tie_margin:.3g}"
+        return (
+            f"input {first.index} row {first.row} differs first at new token {first.step}: {first.reference_token} "
+            f"became {first.candidate_token}, preferred by {first.margin:.3g} ({kind})"
+        )
+
+    def _launch_text(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
+        return counts or "none: the candidate ran in plain torch"
+
+
+def _line(name: str, text: str, passed: bool | None = None, reason: str = "") -> str:
+    verdict = {None: "", True: "PASS", False: "FAIL"}[passed]
+    text = ": ".join(part for part in (text, reason) if part)
+    return f"  {verdict:4}  {name:<26} : {text}".rstrip(" :")
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

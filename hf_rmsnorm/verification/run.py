@@ -1,0 +1,329 @@
+"""Run both models on the same inputs and judge whether one may stand for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from .compare import compare_logits
+from .float64 import in_float64
+from .norms import changed_modules, check_norms, recording, run_originals
+from .report import EquivalenceReport, GreedyComparison, GreedyDifference
+
+
+def verify_equivalence(
+    reference_model: nn.Module,
+    candidate_model: nn.Module | None = None,
+    inputs: Mapping | torch.Tensor | Sequence | None = None,
+    *,
+    max_new_tokens: int = 32,
+    backend: str | None = None,
+    norms: bool | Iterable[str] = True,
+    rows_per_norm: int = 64,
+) -> EquivalenceReport:
+    """Decide whether a candidate computes what a reference does, up to the reference's own rounding.
+
+    The verdict has two parts. (a) **Noise floor**: both models' logits are compared with a float64 run of the
+    reference, in which also the float32 casts inside its modules are float64; the candidate's maximum and RMS error
+    may be 1.5 times the reference's own (see `NoiseFloor`). (b) **Norm by norm**: each changed module runs on inputs
+    recorded from the reference run and must agree with its original almost bit for bit (see `NormCheck`), which is
+    what finds a wrong rounding order: logits alone cannot see it. Besides, greedy generation must give the same
+    tokens, up to a tie within the noise floor; it is the part that runs the decoding path.
+
+    Args:
+        reference_model: a Transformers model that returns logits, in the dtype to judge. Fused modules in it never
+            run as the reference: they are taken out for the reference's runs and put back.
+        candidate_model: what to judge, on the same device with the same parameter names and shapes: a patched model
+            or a changed copy. None means the reference model itself, patched (as it is, if it is patched already),
+            so that no second copy is needed.
+        inputs: token ids, a LongTensor of shape (batch, tokens) or (tokens,); or keyword arguments of the model, as
+            a tokenizer returns them; or a list of either. A few hundred tokens are enough: logits are kept in float64.
+            Where a two-dimensional attention mask is 0, logits are not compared.
+        max_new_tokens: how many tokens to generate per prompt; 0 generates nothing.
+        backend: what `use_backend` shall choose for the candidate; None leaves the choice in force.
+        norms: which modules part (b) checks: True for every leaf module that differs between the two (by class or by
+            a plain attribute), or their paths; False to leave (b) out, and with it the demand that both models have the
+            same parameters.
+        rows_per_norm: about how many rows (vectors that a norm normalises) part (b) takes for each module.
+
+    Returns:
+        An `EquivalenceReport`: ``passed``, ``to_dict()``, and a table when printed.
+
+    Raises:
+        ValueError: no inputs, or empty ones, or token ids outside the vocabulary; a model without logits; models with
+            different vocabularies, parameters or devices; a path in `norms` that is no module.
+        TypeError: a model that is not a module, inputs that are neither tensors nor mappings.
+
+    Both models are run in eval mode without gradients. Training flags, hooks, attributes and the patch are as before
+    afterwards, after an error too.
+
+    Example:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_rmsnorm import verify_equivalence
+        >>> from hf_rmsnorm.demo import demo_path
+        >>> model = AutoModelForCausalLM.from_pretrained(demo_path("llama"))
+        >>> verify_equivalence(model, inputs=torch.tensor([[72, 101, 108, 108, 111]]), max_new_tokens=4).passed
+        True
+    """
+    if candidate_model is reference_model:
+        candidate_model = None
+    models = (reference_model,) if candidate_model is None else (reference_model, candidate_model)
+    batches = _check(models, inputs, same_parameters=norms is not False)
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(_evaluating(model))
+        was_patched = stack.enter_context(_original_forwards(reference_model))
+        if candidate_model is None:
+            candidate_model = reference_model
+            candidate_state = lambda: _patched(reference_model, was_patched)  # noqa: E731
+        else:
+            candidate_state = nullcontext
+        with candidate_state() as patch:
+            paths = _paths(reference_model, candidate_model, patch, norms)
+        class_names = {path: type(reference_model.get_submodule(path)).__name__ for path in paths or ()}
+
+        with recording(reference_model, paths or (), rows_per_norm) as samples:
+            reference_logits = [_logits(reference_model, batch) for batch in batches]
+        with torch.no_grad():
+            run_originals(reference_model, samples)
+        with in_float64(reference_model):
+            exact_logits = [_logits(reference_model, batch) for batch in batches]
+        reference_tokens = [_generate(reference_model, batch, max_new_tokens) for batch in batches]
+
+        with candidate_state(), _backend(backend), _launches() as launches:
+            candidate_logits = [_logits(candidate_model, batch) for batch in batches]
+            candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
+            with torch.no_grad():
+                checks = check_norms(candidate_model, samples, class_names)
+
+    difference, floor = compare_logits(reference_logits, candidate_logits, exact_logits)
+    greedy = _compare_greedy(reference_tokens, candidate_tokens, 2 * (floor.reference_max + floor.candidate_max))
+    return EquivalenceReport(
+        model=type(reference_model).__name__,
+        dtype=str(_first_parameter(reference_model).dtype).removeprefix("torch."),
+        device=str(_device(reference_model)),
+        logits=difference,
+        noise_floor=floor,
+        norms=None if paths is None else checks,
+        greedy=greedy,
+        launches=dict(launches),
+        backend=backend,
+    )
+
+
+# --- what is given ------------------------------------------------------------------------------------------------
+
+
+def _check(models: tuple[nn.Module, ...], inputs, same_parameters: bool) -> list[dict]:
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"verify_equivalence needs loaded models, got {type(model).__name__}: load it first")
+        if _device(model).type == "meta":
+            raise ValueError(f"{type(model).__name__} is on the meta device and has no weights: load it with weights")
+    sizes = [_vocabulary(model) for model in models]
+    devices = [_device(model) for model in models]
+    if len(models) == 2:
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the vocabularies differ: {sizes[0]} words in the reference, {sizes[1]} in the candidate; compare "
+                "models that share a tokenizer"
+            )
+        if devices[0] != devices[1]:
+            raise ValueError(
+                f"the reference is on {devices[0]} and the candidate on {devices[1]}: move one with .to({devices[0]!s})"
+            )
+        if same_parameters:
+            _check_parameters(*models)
+    return _batches(inputs, models[0], sizes[0], devices[0])
+
+
+def _check_parameters(reference: nn.Module, candidate: nn.Module) -> None:
+    ours = {name: tuple(p.shape) for name, p in reference.named_parameters()}
+    theirs = {name: tuple(p.shape) for name, p in candidate.named_parameters()}
+    for name in (*ours, *theirs):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"the architectures differ: {name} is {ours.get(name, 'missing')} in the reference "
+                f"({type(reference).__name__}) and {theirs.get(name, 'missing')} in the candidate "
+                f"({type(candidate).__name__}); pass norms=False to compare logits and generation alone"
+            )
+
+
+def _first_parameter(model: nn.Module) -> torch.Tensor:
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: nothing to verify")
+    return parameter
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Of the first parameter that is not offloaded; the CPU if accelerate offloads them all."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), _first_parameter(model).device)
+    offloaded = hasattr(model, "hf_device_map") or hasattr(model, "_hf_hook")
+    return torch.device("cpu") if device.type == "meta" and offloaded else device
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(embedding, "weight", None)
+    return None if weight is None else weight.shape[0]
+
+
+def _batches(inputs, model: nn.Module, vocabulary: int | None, device: torch.device) -> list[dict]:
+    if inputs is None:
+        raise ValueError("no inputs: pass token ids (batch, tokens), what a tokenizer returns, or a list of either")
+    if isinstance(inputs, (torch.Tensor, Mapping)):
+        inputs = [inputs]
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        raise TypeError(f"inputs is {type(inputs).__name__}: pass token ids or what a tokenizer returns for the text")
+    batches = []
+    for i, given in enumerate(inputs):
+        if not isinstance(given, (torch.Tensor, Mapping)):
+            raise TypeError(f"inputs[{i}] is {type(given).__name__}: pass token ids or a dict of tensors")
+        batch = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
+        batch.pop("labels", None)
+        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        for name, tensor in batch.items():
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
+                raise ValueError(f"inputs[{i}] is empty: {name} has shape {tuple(tensor.shape)}; pass tokens")
+        ids = batch.get("input_ids")
+        if ids is not None:
+            if ids.is_floating_point() or ids.dim() not in (1, 2):
+                raise ValueError(
+                    f"inputs[{i}]: input_ids is {ids.dtype} of shape {tuple(ids.shape)}; pass integers (batch, tokens)"
+                )
+            if ids.dim() == 1:
+                batch["input_ids"] = ids = ids[None]
+            if vocabulary is not None and not 0 <= ids.min() <= ids.max() < vocabulary:
+                raise ValueError(
+                    f"inputs[{i}]: token ids from {ids.min()} to {ids.max()} where the model knows 0 to "
+                    f"{vocabulary - 1}; use its own tokenizer"
+                )
+        batches.append(batch)
+    if not any(isinstance(v, torch.Tensor) for batch in batches for v in batch.values()):
+        raise ValueError("inputs are empty: pass at least one token")
+    return batches
+
+
+# --- the states a model is in -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _evaluating(model: nn.Module):
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+
+
+@contextmanager
+def _original_forwards(model: nn.Module):
+    """Take a patch out and put it back; yields the paths that were patched."""
+    from hf_rmsnorm import patch_model, unpatch_model
+
+    before = {path: type(module) for path, module in model.named_modules()}
+    unpatch_model(model)
+    was_patched = [path for path, module in model.named_modules() if type(module) is not before[path]]
+    try:
+        yield was_patched
+    finally:
+        if was_patched:
+            patch_model(model, include=was_patched)
+
+
+def _patched(model: nn.Module, paths: list[str]):
+    from hf_rmsnorm import patched
+
+    return patched(model, include=paths or None)
+
+
+def _backend(name: str | None):
+    from hf_rmsnorm import use_backend
+
+    return nullcontext() if name is None else use_backend(name)
+
+
+def _launches():
+    from hf_rmsnorm import count_launches
+
+    return count_launches()
+
+
+def _paths(reference: nn.Module, candidate: nn.Module, patch, norms) -> list[str] | None:
+    if norms is False:
+        return None
+    if norms is not True:
+        paths, known = list(norms), dict(reference.named_modules())
+        for path in paths:
+            if path not in known:
+                raise ValueError(f"norms names {path!r}, which is no module of {type(reference).__name__}")
+        return paths
+    return changed_modules(reference, candidate) if patch is None else [record.path for record in patch.swapped]
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def _logits(model: nn.Module, batch: dict) -> torch.Tensor:
+    """(tokens kept by the attention mask, vocabulary) in the dtype the model returns."""
+    with torch.no_grad():
+        out = model(**batch)
+    logits = getattr(out, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(f"{type(model).__name__} returns no logits: load it with a head, as AutoModelForCausalLM does")
+    mask = batch.get("attention_mask")
+    if mask is not None and logits.dim() == 3 and mask.shape == logits.shape[:2]:
+        return logits[mask.bool()]
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _generate(model: nn.Module, batch: dict, max_new_tokens: int) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """New tokens (batch, steps) and the logits behind them (batch, steps, vocabulary); or why there are none."""
+    if max_new_tokens <= 0:
+        return "not asked for"
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        return f"{type(model).__name__} does not generate"
+    config = model.generation_config
+    pad = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
+    pad = pad[0] if isinstance(pad, (list, tuple)) else pad
+    if "input_ids" in batch and "attention_mask" not in batch and not model.config.is_encoder_decoder:
+        batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}  # every token given is meant
+    out = model.generate(
+        **batch,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=pad,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[:, -len(out.logits) :], torch.stack(out.logits, 1)
+
+
+def _compare_greedy(reference: list, candidate: list, tie_margin: float) -> GreedyComparison:
+    sequences = steps = 0
+    first = None
+    for index, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
+        if isinstance(ours, str):
+            return GreedyComparison(0, 0, reason=ours)
+        tokens, logits = ours
+        sequences, steps = sequences + len(tokens), max(steps, tokens.shape[1])
+        shared = min(tokens.shape[1], theirs[0].shape[1])
+        unequal = (tokens[:, :shared] != theirs[0][:, :shared]).nonzero()
+        if first is not None or not len(unequal):
+            continue
+        row, step = min(unequal.tolist(), key=lambda place: place[1])
+        a, b = tokens[row, step].item(), theirs[0][row, step].item()
+        scores = logits[row, step].double()
+        first = GreedyDifference(index, row, step, a, b, (scores[a] - scores[b]).item(), tie_margin)
+    return GreedyComparison(sequences, steps, first)
