@@ -47,7 +47,7 @@ def main():
     print(f"\n--- before the patch\n{tokenizer.decode(before, skip_special_tokens=True)}")
     print(f"\n--- after the patch\n{tokenizer.decode(after, skip_special_tokens=True)}")
     print(f"\n--- equivalence: {'the tokens are equal' if before == after else 'THE TOKENS DIFFER'}")
-    verdict = verify_equivalence(model, inputs)
+    verdict = verify_equivalence(model, inputs=torch.tensor([before]), max_new_tokens=16)
     print(verdict)
     backend, reason = describe_backend(device)
     print(f"\nBackend on {device}: {backend}, because {reason}.")

@@ -6,8 +6,6 @@ on FAIL.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from . import models
 from .common import DTYPES, Result, add_device, add_model, interpret_on_cpu, pick_device, positive
 
@@ -29,6 +27,9 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, default=64, metavar="N", help="use the first N tokens of the prompt (default 64)"
     )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=32, metavar="N", help="compare N greedily generated tokens (default 32)"
+    )
     add_device(parser)
 
 
@@ -37,14 +38,13 @@ def run(args) -> Result:
     device = pick_device(args.device)
     interpret_on_cpu(device)
     models.quieten()
-    from .. import use_backend, verify_equivalence
+    from .. import verify_equivalence
     from ..ops.backend import describe_backend
 
     backend, reason = describe_backend(device)
     if backend != "triton":  # its own forward against itself would prove nothing
         backend = "reference"
         reason += "; so this compares the plain-torch formula, not the kernels"
-    choice = nullcontext() if backend == "triton" else use_backend("reference")
 
     dtype = args.dtype or ("all" if source.is_demo else "auto")
     tokenizer = models.load_tokenizer(source)
@@ -52,23 +52,18 @@ def run(args) -> Result:
     for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
         model = models.load_model(source, each, device)
         inputs = models.tokens(model, tokenizer, args.prompt, args.max_tokens)
-        with choice:
-            verdict = verify_equivalence(model, inputs=inputs)
-        runs.append((str(model.dtype).removeprefix("torch."), inputs.shape[1], verdict))
+        runs.append(verify_equivalence(model, inputs=inputs, backend=backend, max_new_tokens=args.max_new_tokens))
         del model
 
-    passed = all(verdict.passed for *_, verdict in runs)
+    passed = all(verdict.passed for verdict in runs)
     data = {
         "model": source.name,
         "passed": passed,
         "device": str(device),
         "backend": backend,
         "backend_reason": reason,
-        "runs": [{"dtype": name, "tokens": count, **verdict.to_dict()} for name, count, verdict in runs],
+        "runs": [verdict.to_dict() for verdict in runs],
     }
-    blocks = [
-        f"{source.name} in {name}, {count} tokens: {'PASS' if verdict.passed else 'FAIL'}\n{verdict}"
-        for name, count, verdict in runs
-    ]
+    blocks = [f"{source.name} in {run.dtype}: {'PASS' if run.passed else 'FAIL'}\n{run}" for run in runs]
     blocks.append(f"Backend {backend} on {device}: {reason}.")
     return Result(data, "\n\n".join(blocks), 0 if passed else 1)

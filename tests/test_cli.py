@@ -1,0 +1,326 @@
+"""The command line: what each subcommand says, as text and as JSON, and how it fails."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from hf_rmsnorm.cli.main import main
+from hf_rmsnorm.demo import DEMO_MODELS, demo_path
+
+NORMS = {"demo:llama": 5 * 2 + 1, "demo:qwen3": 4 * 4 + 1, "demo:gpt2": 5 * 2 + 1}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"the command line reached for the network: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    try:
+        code = main([str(arg) for arg in argv])
+    except SystemExit as stop:  # how argparse leaves
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run_json(capsys, *argv) -> dict:
+    code, out, err = run(capsys, *argv, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def fails(capsys, *argv) -> str:
+    """The one line on stderr that the arguments end in."""
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("hf-rmsnorm") and err.count("\n") == 1 and err.endswith("\n")
+    assert "Traceback" not in err
+    return err
+
+
+def save_config(folder, config):
+    config.save_pretrained(folder)
+    return folder
+
+
+# report
+
+
+@pytest.mark.parametrize("model", NORMS)
+def test_report_lists_every_norm_of_a_demo_as_swapped(capsys, model):
+    data = run_json(capsys, "report", model)
+    assert len(data["swapped"]) == NORMS[model] and data["skipped"] == []
+    code, out, _ = run(capsys, "report", model)
+    assert code == 0
+    assert all(record["path"] in out for record in data["swapped"])
+    kind = "LayerNorm" if model == "demo:gpt2" else "RMSNorm"
+    assert out.count(f"{kind}(") >= NORMS[model]
+
+
+def test_report_of_a_70b_config_needs_no_weights(capsys, tmp_path):
+    config = transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+    )
+    data = run_json(capsys, "report", save_config(tmp_path, config))
+    assert len(data["swapped"]) == 161 and data["class_name"] == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "config, class_name, norms",
+    [
+        (transformers.BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2), "BertLMHeadModel", 6),
+        (transformers.T5Config(num_layers=2, d_model=32), "T5ForConditionalGeneration", 12),
+        (transformers.ViTConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2), "ViTModel", 5),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_report_knows_models_that_are_no_causal_lms(capsys, tmp_path, config, class_name, norms):
+    data = run_json(capsys, "report", save_config(tmp_path, config))
+    assert (data["class_name"], len(data["swapped"])) == (class_name, norms)
+
+
+def test_report_takes_include_and_exclude(capsys):
+    data = run_json(capsys, "report", "demo:qwen3", "--include", "*.layers.0.*", "--exclude", "*.q_norm")
+    assert {record["path"].rpartition(".")[2] for record in data["swapped"]} == {
+        "input_layernorm", "post_attention_layernorm", "k_norm"
+    }  # fmt: skip
+
+
+def test_report_of_a_model_without_norms_warns_and_is_strict_on_request(capsys, tmp_path):
+    folder = save_config(tmp_path, transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8))
+    code, out, err = run(capsys, "report", folder, "--json")
+    assert code == 0 and json.loads(out)["swapped"] == []
+    assert re.fullmatch(r"hf-rmsnorm: warning: .+\n", err)
+    fails(capsys, "report", folder, "--strict")
+
+
+REMOTE = """
+import pathlib
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+pathlib.Path({marker!r}).touch()
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = torch.nn.LayerNorm(16)
+        self.post_init()
+"""
+
+
+def test_report_runs_a_checkpoints_code_only_when_told_to(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    marker, folder = tmp_path / "ran", tmp_path / "own"
+    folder.mkdir()
+    (folder / "modeling.py").write_text(REMOTE.format(marker=str(marker)))
+    auto_map = {"AutoConfig": "modeling.OwnConfig", "AutoModel": "modeling.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    assert "--trust-remote-code" in fails(capsys, "report", folder)
+    assert not marker.exists()
+    data = run_json(capsys, "report", folder, "--trust-remote-code")
+    assert marker.exists() and [record["path"] for record in data["swapped"]] == ["norm"]
+
+
+# verify
+
+
+def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
+    """In a process of its own, as a user runs it: triton has to start under the interpreter where there is no GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "hf_rmsnorm", "verify", "demo:llama", "--json"]
+    command += ["--max-tokens", "16", "--max-new-tokens", "4"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["passed"] and [run["dtype"] for run in data["runs"]] == ["float32", "bfloat16"]
+    assert all(run["passed"] and run["logits"]["tokens"] == 16 for run in data["runs"])
+    assert data["backend"] == "triton" and all(sum(run["launches"].values()) > 0 for run in data["runs"])
+    if not torch.accelerator.is_available():
+        assert "interpreter" in data["backend_reason"]
+
+
+def test_verify_in_one_dtype_prints_its_verdict_and_backend(capsys):
+    code, out, _ = run(capsys, "verify", "demo:gpt2", "--dtype", "fp32", "--max-tokens", "4", "--max-new-tokens", "2")
+    assert code == 0
+    assert "demo:gpt2 in float32: PASS" in out and "bfloat16" not in out
+    assert re.search(r"^Backend (triton|reference) on ", out, re.MULTILINE)
+
+
+def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenizer(capsys, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(demo_path("qwen3") / name, tmp_path)
+    data = run_json(capsys, "verify", tmp_path, "--max-tokens", "3", "--max-new-tokens", "0")
+    assert [(run["dtype"], run["logits"]["tokens"]) for run in data["runs"]] == [("bfloat16", 3)]
+
+
+def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
+    import hf_rmsnorm
+
+    class Verdict:
+        passed, dtype = False, "bfloat16"
+
+        def to_dict(self):
+            return {"passed": False}
+
+    monkeypatch.setattr(hf_rmsnorm, "verify_equivalence", lambda *args, **kwargs: Verdict(), raising=False)
+    code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "bf16")
+    assert code == 1 and "demo:llama in bfloat16: FAIL" in out
+
+
+# generate
+
+
+def test_generate_shows_both_texts_and_both_speeds(capsys):
+    argv = ("generate", "demo:llama", "--prompt", "The import statement", "--max-new-tokens", "12")
+    data = run_json(capsys, *argv)
+    before, after = data["unpatched"], data["patched"]
+    assert data["same_tokens"] and data["first_difference"] is None and data["swapped"] == NORMS["demo:llama"]
+    assert before["token_ids"] == after["token_ids"] and 0 < len(after["token_ids"]) <= 12
+    assert before["tokens_per_second"] > 0 and after["tokens_per_second"] > 0
+    code, out, _ = run(capsys, *argv)
+    assert code == 0 and out.count("The import statement" + before["text"]) == 2
+    assert out.count("per second") == 2 and "Same tokens" in out
+
+
+def test_generate_decodes_greedily_whatever_the_checkpoint_asks_for(capsys, tmp_path):
+    shutil.copytree(demo_path("gpt2"), tmp_path, dirs_exist_ok=True)
+    transformers.GenerationConfig(do_sample=True, temperature=9.0, num_beams=2).save_pretrained(tmp_path)
+    argv = ("--prompt", "The", "--max-new-tokens", "8")
+    assert run_json(capsys, "generate", tmp_path, *argv)["patched"]["token_ids"] == (
+        run_json(capsys, "generate", "demo:gpt2", *argv)["patched"]["token_ids"]
+    )
+
+
+@pytest.mark.parametrize(
+    "a, b, index", [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0), ([], [], None)]
+)
+def test_first_difference(a, b, index):
+    from hf_rmsnorm.cli.generate import first_difference
+
+    assert first_difference(a, b) == index
+
+
+# env
+
+
+def test_env_names_versions_devices_and_the_reason_for_each_backend(capsys):
+    data = run_json(capsys, "env")
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["devices"][0]["device"] == "cpu" and all(device["reason"] for device in data["devices"])
+    code, out, _ = run(capsys, "env")
+    assert code == 0 and torch.__version__ in out and data["devices"][0]["reason"] in out
+
+
+# errors
+
+
+@pytest.mark.parametrize("command", ["report", "verify", "generate"])
+@pytest.mark.parametrize(
+    "model, cure",
+    [
+        ("demo:bert", "demo:qwen3"),
+        ("./missing", "pass a local folder"),
+        ("a/b/c", "pass a local folder"),
+        ("{tmp}", "save_pretrained"),
+        ("{tmp}/file", "is a file"),
+        ("{tmp}/broken", "mend the folder"),
+        ("{tmp}/unknown", "mend the folder"),
+    ],
+)
+def test_a_model_that_is_none_fails_with_the_cure(capsys, tmp_path, command, model, cure):
+    (tmp_path / "file").touch()
+    for name, config in (("broken", "{"), ("unknown", '{"model_type": "no-such-type"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    prompt = ["--prompt", "x"] if command == "generate" else []
+    assert cure in fails(capsys, command, model.format(tmp=tmp_path), *prompt)
+
+
+def test_a_hub_id_out_of_reach_fails_with_the_cure(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "network" in fails(capsys, "report", "no-such-org/no-such-model")
+
+
+@pytest.mark.parametrize("command", ["verify", "generate"])
+def test_a_folder_without_weights_fails_with_the_cure(capsys, tmp_path, command):
+    shutil.copytree(demo_path("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    assert "weights" in fails(capsys, command, tmp_path, *(["--prompt", "x"] if command == "generate" else []))
+
+
+@pytest.mark.parametrize(
+    "argv, part",
+    [
+        ([], "COMMAND"),
+        (["patch"], "invalid choice"),
+        (["report"], "MODEL"),
+        (["report", "demo:llama", "--include", "no.such.*"], "no.such.*"),
+        (["verify", "demo:llama", "--dtype", "int8"], "int8"),
+        (["verify", "demo:llama", "--max-tokens", "0"], "below 1"),
+        (["verify", "demo:llama", "--prompt", ""], "--prompt"),
+        (["verify", "demo:llama", "--device", "toaster"], "toaster"),
+        (["verify", "demo:llama", "--device", "mps:7"], "mps"),
+        (["generate", "demo:llama"], "--prompt"),
+        (["generate", "demo:llama", "--prompt", ""], "--prompt"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments_fail_in_one_line(capsys, argv, part):
+    assert part in fails(capsys, *argv)
+
+
+def test_generate_needs_a_tokenizer_and_a_model_that_generates(capsys, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(demo_path("llama") / name, tmp_path)
+    assert "tokenizer" in fails(capsys, "generate", tmp_path, "--prompt", "x")
+    vit = transformers.ViTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
+    transformers.ViTModel(vit).save_pretrained(tmp_path / "vit")
+    shutil.copy(demo_path("llama") / "tokenizer.json", tmp_path / "vit")
+    shutil.copy(demo_path("llama") / "tokenizer_config.json", tmp_path / "vit")
+    assert "does not generate text" in fails(capsys, "generate", tmp_path / "vit", "--prompt", "x")
+
+
+def test_traceback_is_there_for_who_asks():
+    from hf_rmsnorm.cli.common import CliError
+
+    with pytest.raises(CliError):
+        main(["report", "./missing", "--traceback"])
+
+
+# the program
+
+
+def test_help_and_version_import_nothing_heavy(tmp_path):
+    code = (
+        "import sys\nfrom hf_rmsnorm.cli.main import main\n"
+        "for argv in (['--version'], ['verify', '--help']):\n"
+        "    try: main(argv)\n"
+        "    except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "hf-rmsnorm 0." in done.stdout
+
+
+def test_demos_are_the_ones_in_the_help(capsys):
+    _, out, _ = run(capsys, "report", "--help")
+    assert all(f"demo:{name}" in out for name in DEMO_MODELS)

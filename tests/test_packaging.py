@@ -1,0 +1,185 @@
+"""The wheel holds what it must and works without the checkout; the bootstrap survives being interrupted."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "hf_rmsnorm", source / "hf_rmsnorm", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (source / "dist").glob("*.whl")
+    return path
+
+
+def test_wheel_holds_the_licence_and_the_demo_models_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (licence,) = [name for name in names if name.endswith("licenses/LICENSE")]
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+        for model in ("llama", "qwen3", "gpt2"):
+            for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+                path = f"hf_rmsnorm/demo/{model}/{name}"
+                assert archive.read(path) == (ROOT / path).read_bytes()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"hf_rmsnorm"}
+
+
+def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
+    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*pip, str(wheel)], check=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(target)!r})\n"
+        "import hf_rmsnorm; from hf_rmsnorm.cli.main import main\n"
+        f"assert hf_rmsnorm.__file__.startswith({str(target)!r}), hf_rmsnorm.__file__\n"
+        "sys.exit(main(['report', 'demo:qwen3', '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["swapped"]) == 17  # 4 layers of 2 norms and 2 q/k norms, and the last
+
+
+@pytest.fixture
+def bootstrap(monkeypatch, tmp_path):
+    """scripts/_bootstrap.py over an empty folder; what it would install is written down instead."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import _bootstrap
+
+    root = tmp_path / "clone"
+    root.mkdir()
+    for name in ("constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, root)
+    monkeypatch.setattr(_bootstrap, "ROOT", root)
+    monkeypatch.setattr(_bootstrap, "VENV", root / ".venv")
+    monkeypatch.setattr(_bootstrap, "STAMP", root / ".venv" / _bootstrap.STAMP.name)
+    log = []
+
+    def make(where, **kwargs):
+        log.append("venv")
+        interpreter = _bootstrap.python()
+        interpreter.parent.mkdir(parents=True)
+        interpreter.symlink_to(sys.executable)
+
+    monkeypatch.setattr(_bootstrap.venv, "create", make)
+    monkeypatch.setattr(_bootstrap, "_pip", lambda *args: log.append(args))
+    monkeypatch.setattr(_bootstrap, "_lacks_triton", lambda: False)
+    _bootstrap.log = log
+    return _bootstrap
+
+
+def names_in(log) -> set:
+    return {name for entry in log if entry != "venv" for name in entry if NAME.fullmatch(name)}
+
+
+def test_bootstrap_installs_once_and_then_only_what_is_new(bootstrap):
+    bootstrap.ensure()
+    assert bootstrap.log[0] == "venv" and names_in(bootstrap.log).issuperset(bootstrap.REQUIREMENTS)
+    assert "pytest" not in names_in(bootstrap.log)
+    bootstrap.log.clear()
+    bootstrap.ensure()
+    assert bootstrap.log == []
+    bootstrap.ensure("test")
+    assert "venv" not in bootstrap.log and "pytest" in names_in(bootstrap.log)
+    bootstrap.log.clear()
+    bootstrap.ensure("test")
+    bootstrap.ensure()  # has less, needs less
+    assert bootstrap.log == []
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["first pip", "second pip"])
+def test_bootstrap_starts_anew_after_an_interrupted_run(bootstrap, monkeypatch, at):
+    calls = []
+
+    def interrupt(*args):
+        calls.append(args)
+        if len(calls) > at:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(bootstrap, "_pip", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bootstrap.ensure()
+    (bootstrap.VENV / "half-installed").write_text("")
+    bootstrap.log.clear()
+    bootstrap.ensure()
+    assert bootstrap.log[0] == "venv" and not (bootstrap.VENV / "half-installed").exists()
+
+
+@pytest.mark.parametrize("change", ["constraints", "place", "interpreter"])
+def test_bootstrap_starts_anew_when_what_it_made_no_longer_holds(bootstrap, monkeypatch, change):
+    bootstrap.ensure()
+    bootstrap.log.clear()
+    if change == "constraints":
+        (bootstrap.ROOT / "constraints.txt").write_text("torch==2.12.0\n")
+    elif change == "place":
+        moved = bootstrap.ROOT.rename(bootstrap.ROOT.with_name("moved"))
+        monkeypatch.setattr(bootstrap, "ROOT", moved)
+        monkeypatch.setattr(bootstrap, "VENV", moved / ".venv")
+        monkeypatch.setattr(bootstrap, "STAMP", moved / ".venv" / bootstrap.STAMP.name)
+    else:
+        bootstrap.python().unlink()
+        bootstrap.python().symlink_to(bootstrap.ROOT / "removed")
+    bootstrap.ensure()
+    assert bootstrap.log[0] == "venv"
+
+
+def test_bootstrap_leaves_a_foreign_environment_alone(bootstrap):
+    bootstrap.VENV.mkdir()
+    (bootstrap.VENV / "pyvenv.cfg").write_text("mine")
+    with pytest.raises(SystemExit, match="move it away"):
+        bootstrap.ensure()
+    assert (bootstrap.VENV / "pyvenv.cfg").read_text() == "mine" and bootstrap.log == []
+
+
+def test_bootstrap_brings_triton_only_to_a_torch_without(bootstrap, monkeypatch):
+    bootstrap.ensure()
+    assert ("--no-deps", *bootstrap.TRITON) not in bootstrap.log
+    bootstrap.STAMP.write_text("{}")
+    bootstrap.log.clear()
+    monkeypatch.setattr(bootstrap, "_lacks_triton", lambda: True)
+    bootstrap.ensure()
+    assert ("--no-deps", *bootstrap.TRITON) in bootstrap.log
+
+
+def test_bootstrap_failure_is_one_line(bootstrap, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(bootstrap, "python", lambda: Path(sys.executable))
+    with pytest.raises(SystemExit, match="pip could not install"):
+        bootstrap._pip("--no-index", "hf-rmsnorm-does-not-exist")
+
+
+def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
+    def bare(requirements):
+        return {NAME.match(requirement)[0] for requirement in requirements}
+
+    assert bare(PROJECT["dependencies"]) - {"triton"} == set(bootstrap.REQUIREMENTS) - {"setuptools"}
+    assert bare(PROJECT["optional-dependencies"]["test"]) - {"setuptools"} == set(bootstrap.EXTRAS["test"])
+    pinned = dict(
+        line.split(" ")[0].split("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+    )
+    assert {*bootstrap.REQUIREMENTS, *bootstrap.EXTRAS["test"]} <= set(pinned)
+    assert pinned["torch"] == "2.13.0" and "triton" not in pinned
