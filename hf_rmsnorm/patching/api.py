@@ -1,0 +1,120 @@
+"""`patch_model`, `unpatch_model` and `patched`: the whole of what a user calls."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from .report import PatchReport
+from .swap import restore, swap
+from .walk import Entry, Globs, Plan, make_plan
+
+
+def patch_model(
+    model: torch.nn.Module, include: Globs = None, exclude: Globs = None, strict: bool = False
+) -> PatchReport:
+    """Swap every norm that is recognised by its arithmetic for the fused kernels, in place.
+
+    Each norm keeps its parameters, buffers, hooks, name and `state_dict`; only its class changes, to a subclass of the
+    one it had. Nothing outside this model changes. Patching again changes nothing and reports the same.
+
+    Args:
+        model: any `torch.nn.Module`, on any devices; it may be a single norm.
+        include: a glob over module paths as in ``model.named_modules()``, or a list of them (`fnmatch`; ``*`` crosses
+            dots, so ``"*.q_norm"`` reaches every layer). Only norms that match one are swapped. None: all.
+        exclude: the same for norms to leave alone; it wins over include. A module at several paths matches if one does.
+        strict: raise, before anything changes, if a norm would be neither swapped nor left out by include or exclude:
+            a leaf that normalises over its last dimension, or whose class is named RMSNorm or LayerNorm.
+
+    Returns:
+        What was swapped, with which formula, and what was left alone, with the reason.
+
+    Raises:
+        TypeError: model is not a module, or a glob is not a string.
+        ValueError: a glob matches no norm; or, under strict, a norm cannot be swapped or there is none.
+
+    Warns:
+        UserWarning: no norm was swapped.
+
+    Example:
+        >>> import torch, hf_rmsnorm
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        >>> print(hf_rmsnorm.patch_model(model))
+        1 norms swapped, 0 left alone
+          swapped    1 x LayerNorm: LayerNorm(eps=1e-05, one rounding, bias)
+              1
+    """
+    plan, _ = _patch(model, include, exclude, strict)
+    return plan.report()
+
+
+def unpatch_model(model: torch.nn.Module) -> int:
+    """Give every patched norm its original class and forward back, exactly.
+
+    Args:
+        model: a module that was patched, in whole or in part, or never.
+
+    Returns:
+        The number of modules restored.
+
+    Raises:
+        TypeError: model is not a module.
+    """
+    _check_module("unpatch_model", model)
+    return sum([restore(module) for module in model.modules()])
+
+
+@contextlib.contextmanager
+def patched(
+    model: torch.nn.Module, include: Globs = None, exclude: Globs = None, strict: bool = False
+) -> Iterator[PatchReport]:
+    """`patch_model` for the length of a ``with``; undone on exceptions too. Norms patched before stay patched.
+
+    Args and errors: those of `patch_model`. Gives the report to ``as``.
+    """
+    plan, changed = _patch(model, include, exclude, strict)
+    try:
+        yield plan.report()
+    finally:
+        for entry in changed:
+            restore(entry.module)
+
+
+def _patch(model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool) -> tuple[Plan, list[Entry]]:
+    _check_module("patch_model", model)
+    plan = make_plan(model, include, exclude)
+    if strict:
+        _check_strict(model, plan)
+    changed = []
+    try:
+        for entry in plan.entries:
+            if entry.recipe is not None and not entry.already:
+                swap(entry.module, entry.recipe)
+                changed.append(entry)
+    except BaseException:
+        for entry in changed:
+            restore(entry.module)
+        raise
+    if not any(entry.recipe for entry in plan.entries):
+        found = f"none of {len(plan.entries)} could be swapped, print the report" if plan.entries else "there is none"
+        warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=3)
+    return plan, changed
+
+
+def _check_module(function: str, model) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}: load the model first")
+
+
+def _check_strict(model: torch.nn.Module, plan: Plan) -> None:
+    if not plan.entries:
+        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
+    if plan.unserved:
+        first = plan.unserved[0]
+        raise ValueError(
+            f"strict: {len(plan.unserved)} norms cannot be swapped, first {first.paths[0]!r} "
+            f"({type(first.module).__name__}): {first.reason}; list it in exclude to accept that"
+        )

@@ -1,0 +1,347 @@
+"""From a module's answers to crafted inputs to the one formula that reproduces them bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import torch
+
+from ..formula import ROUNDINGS, NormSpec
+from ..layers import Recipe
+from ..ops.backend import MAX_HIDDEN_SIZE
+from ..reference import reference_norm
+from .lookalikes import describe
+from .probe import Probe, Unusable, plain_attributes
+
+EPS32 = 2.0**-23
+# Room for a float32 square root and its reciprocal, each rounded, when eps is read back from an output.
+EPS_READING = 2e-6
+HALF_PAIRS = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+MAX_DIFFERING = 1e-3
+MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64))
+
+
+class NotInFamily(Exception):
+    """The module normalises over its last dimension by a formula that `NormSpec` cannot say."""
+
+
+class NotANorm(Exception):
+    """The module does not normalise over the last dimension of its input."""
+
+
+class Fit:
+    """Finds the recipe of one probed module.
+
+    `recipe()` raises `NotANorm`, `NotInFamily` or `Unusable` where there is none.
+    """
+
+    def __init__(self, probe: Probe):
+        self.probe = probe
+        self.generator = torch.Generator().manual_seed(0)
+        self.size = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.functional = False
+
+    def recipe(self) -> Recipe:
+        self._find_size()
+        self._check_normalises()
+        centered, weight, bias, offset = self._find_structure()
+        spec = NormSpec(centered, 0.0, weight is not None, bias is not None, offset, functional=self.functional)
+        recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight))
+        recipe = self._find_eps(recipe)
+        self._check_other_attributes(recipe)
+        recipe, exact = self._find_rounding(recipe)
+        self._verify(recipe, exact)
+        return recipe
+
+    # Inputs
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32)
+
+    def _rows(self, minimum: int = 0, half: bool = False) -> torch.Tensor:
+        """(rows, hidden_size) float32 rows that tell formulas apart.
+
+        Plain rows, rows with a large mean, rows so small that eps rules, large ones, one outlier, and zeros.
+        """
+        small, large = (1e-4, 1e3) if half else (1e-12, 1e12)
+        scales = torch.tensor([1.0, 1.0, 30.0, 0.02, 1e-3, 3e-4, small, large, 1.0, 2.0, 1.0, 0.0], dtype=torch.float32)
+        means = torch.tensor([0.0, 0.1, -100.0, 0.3, 0.0, 1e-3, small, 0.0, 8.0, -0.5, 0.0, 0.0], dtype=torch.float32)
+        repeats = max(1, math.ceil(minimum / (len(scales) * self.size)))
+        x = self._normal(repeats, len(scales), self.size) * scales[:, None] + means[:, None]
+        x[:, 10, self.size // 2] = 300.0
+        return x.flatten(0, 1)
+
+    def _randomise(self) -> None:
+        for name, size in self.probe.sizes.items():
+            size = size or self.size
+            self.tensors[name] = 0.7 + 0.4 * self._normal(size)
+        self.probe.set(**self.tensors)
+
+    # One step of `recipe` each
+
+    def _find_size(self) -> None:
+        """Settle the length of the last dimension, and see that one tensor in gives one like it, twice the same."""
+        sizes = {size for size in self.probe.sizes.values() if size > 1} or set(self.probe.sizes.values())
+        if not sizes - {0}:
+            sizes = _hinted_sizes(self.probe) + [64]
+        if max(sizes) > MAX_HIDDEN_SIZE:
+            raise Unusable(f"its hidden size is above {MAX_HIDDEN_SIZE}")
+        failure = None
+        for self.size in sizes:
+            self._randomise()
+            x = self._normal(2, 3, self.size)
+            try:
+                y, self.functional = self.probe.run_watched(x)
+            except Unusable as error:
+                failure = failure or error
+                continue
+            if not _same_bits(y, self.probe.run(x)):
+                raise Unusable("two calls on the same input differ")
+            return
+        raise failure
+
+    def _check_normalises(self) -> None:
+        """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
+        x = 100.0 * (self._normal(4, self.size) + 0.5)
+        y = self.probe.run(x)
+        if not y.isfinite().all():
+            bad = [f"{name} is {value}" for name, value in self.probe.numbers.items() if not 0 <= value < math.inf]
+            raise NotInFamily(f"it gives NaN or infinity on ordinary input{': ' if bad else ''}{', '.join(bad)}")
+        scaled = self.probe.run(x * torch.tensor([[1.0], [2.0], [64.0], [1024.0]], dtype=torch.float32))
+        if not _close(scaled, y, 1e-3):
+            if _close(self.probe.run(x * 1024), y, 1e-3):
+                raise NotANorm("it normalises over another dimension than the last")
+            raise NotANorm(describe(self.probe, x, y) or "it does not normalise over the last dimension")
+        moved = x.clone()
+        moved[0, 0] += 300.0
+        change = self.probe.run(moved) != y
+        if change[1:].any():
+            raise NotANorm("the result of a row depends on other rows")
+        if self.size > 1 and not change[0, 1:].any():
+            raise NotANorm("it does not normalise over the last dimension")
+
+    def _find_structure(self) -> tuple[bool, str | None, str | None, float]:
+        """(centered, weight attribute, bias attribute, weight offset), from rows so large that eps is nothing."""
+        x = 100.0 * (self._normal(4, self.size) + 0.5)
+        y = self.probe.run(x).double()
+        names = [name for name, tensor in self.tensors.items() if tensor.shape[0] == self.size]
+        for centered, weight, bias in itertools.product((False, True), [None, *names], [None, *names]):
+            if bias is not None and bias == weight:
+                continue
+            h = x.double()
+            h = h - h.mean(-1, keepdim=True) if centered else h
+            h = h * h.pow(2).mean(-1, keepdim=True).rsqrt()
+            shift = 0.0 if bias is None else self.tensors[bias].double()
+            for offset in (0.0, 1.0) if weight else (0.0,):
+                scale = 1.0 if weight is None else self.tensors[weight].double() + offset
+                if _close(h * scale + shift, y, 2e-5):
+                    return centered, weight, bias, offset
+        raise NotInFamily(describe(self.probe, x, y) or "its formula is not one that this package knows")
+
+    def _fixed_size(self, weight: str | None) -> int | None:
+        if weight is not None:
+            return None
+        try:
+            self.probe.run(self._normal(2, self.size + 8))
+        except Unusable:
+            return self.size
+        return None
+
+    def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
+        """eps as the module's own output on rows of about that magnitude tells it, to about `EPS_READING`."""
+        neutral = {}
+        if recipe.weight:
+            neutral[recipe.weight] = torch.full((self.size,), 1.0 - recipe.spec.weight_offset, dtype=torch.float32)
+        if recipe.bias:
+            neutral[recipe.bias] = torch.zeros(self.size, dtype=torch.float32)
+        self.probe.set(**neutral)
+        x = scale * (1.0 + self._normal(1, self.size))
+        y = self.probe.run(x).double()
+        self.probe.set(**{name: self.tensors[name] for name in neutral})
+        h = x.double()
+        h = h - h.mean() if recipe.spec.centered else h
+        rstd = (y * h).sum() / (h * h).sum()
+        square = h.pow(2).mean().item()
+        eps = rstd.item() ** -2 - square if rstd else math.inf
+        return 0.0 if abs(eps) <= 1e-5 * square else eps
+
+    def _find_eps(self, recipe: Recipe) -> Recipe:
+        reading = self._read_eps(recipe)
+        if not (math.isfinite(reading) and reading >= 0.0):
+            bad = [f"{name} is {value}" for name, value in self.probe.numbers.items() if value < 0]
+            raise NotInFamily(f"its eps is negative: {', '.join(bad) or 'small rows give NaN'}")
+        if reading and abs(self._read_eps(recipe, 0.5 * math.sqrt(reading)) - reading) > 1e-3 * reading:
+            raise NotInFamily(f"its eps is not inside the root, as in x / (RMS + eps): about {math.sqrt(reading):.3g}")
+        for name, value in self.probe.numbers.items():
+            if _reads_as(reading, value) and self._drives_eps(recipe, name, 2.0 * value + 1e-3):
+                return replace(recipe, spec=recipe.spec.with_eps(float(value)), eps=name, eps_value=value)
+        for value in (float(f"{reading:.3g}"), *MACHINE_EPS):
+            if _reads_as(reading, value):
+                recipe = replace(recipe, spec=recipe.spec.with_eps(value))
+                unset = [k for k, v in plain_attributes(self.probe.module).items() if v is None and self.functional]
+                for name in unset:  # F.rms_norm has a default of its own for eps=None
+                    if self._drives_eps(recipe, name, 1e-3):
+                        return replace(recipe, eps=name)
+                return recipe
+        raise NotInFamily(f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly")
+
+    def _drives_eps(self, recipe: Recipe, name: str, other: float) -> bool:
+        value = getattr(self.probe.module, name)
+        self.probe.set(**{name: other})
+        try:
+            return _reads_as(self._read_eps(recipe), other)
+        except Unusable:
+            return False
+        finally:
+            self.probe.set(**{name: value})
+
+    def _check_other_attributes(self, recipe: Recipe) -> None:
+        """No other number or tensor of the module may matter: only what the recipe names is read at run time."""
+        x = self._rows()
+        y = self.probe.run(x)
+        for name, value in self.probe.numbers.items():
+            if name != recipe.eps and isinstance(value, float):
+                self.probe.set(**{name: 2.0 * value + 0.125})
+                same = _same_bits(self.probe.run(x), y)
+                self.probe.set(**{name: value})
+                if not same:
+                    raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
+
+    def _find_rounding(self, recipe: Recipe) -> tuple[Recipe, bool]:
+        """The rounding order, and whether float32 results are equal to the formula's to the last bit."""
+        x = self._rows()
+        exact = self._agrees(recipe, x, torch.float32, torch.float32, exact=True)
+        if not exact and not self._agrees(recipe, x, torch.float32, torch.float32, exact=False):
+            raise NotInFamily("its float32 results are not those of the formula it is closest to, " + str(recipe.spec))
+        orders = ROUNDINGS if recipe.weight and not self.functional else ("once",)
+        for rounding in orders:
+            candidate = replace(recipe, spec=replace(recipe.spec, rounding=rounding))
+            x = self._rows(4096, half=True)
+            if all(self._agrees(candidate, x, *pair, exact) for pair in HALF_PAIRS):
+                return candidate, exact
+        raise NotInFamily(f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}")
+
+    def _agrees(self, recipe: Recipe, x, x_dtype, weight_dtype, exact: bool) -> bool:
+        """Whether module and formula give the same on x, or both refuse it."""
+        x = x.to(x_dtype)
+        values = {name: tensor.to(weight_dtype) for name, tensor in self.tensors.items()}
+        weight, bias = values.get(recipe.weight), values.get(recipe.bias)
+        self.probe.set(**values)
+        try:
+            y = self.probe.run(x)
+        except Unusable:
+            y = None
+        finally:
+            self.probe.set(**self.tensors)
+        try:
+            expected = reference_norm(x, weight, bias, recipe.spec)
+        except (RuntimeError, TypeError):  # torch's own norms refuse some mixtures of dtypes
+            expected = None
+        if y is None or expected is None:
+            return y is None and expected is None
+        if y.dtype != expected.dtype:
+            return False
+        if exact:
+            return _same_bits(y, expected)
+        if y.dtype == torch.float32:
+            return _within_ulps(y, expected, x.float(), weight, bias, recipe.spec)
+        return _half_agrees(y, expected)
+
+    def _verify(self, recipe: Recipe, exact: bool) -> None:
+        """Shapes, strides, train mode, autocast and gradients: everything a model will ask of the swapped forward."""
+        for dtype in (torch.float32, torch.bfloat16):
+            self._randomise()
+            rows = self._rows(half=dtype == torch.bfloat16)
+            for x in (rows[:5], rows[3:9].view(2, 3, -1), rows.view(3, 2, 2, -1).transpose(1, 2)):
+                if not self._agrees(recipe, x, dtype, dtype, exact):
+                    raise NotInFamily(f"on {x.dim()}-dimensional input its result is not that of {recipe.spec}")
+        x = self._rows()
+        y = self.probe.run(x)
+        self.probe.module.training = True
+        trained, _ = self.probe.run_watched(x)
+        self.probe.module.training = False
+        if not _same_bits(trained, y):
+            raise NotInFamily("it computes something else in train mode")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if not self._agrees(recipe, x, torch.float32, torch.float32, exact):
+                raise NotInFamily("it computes something else under autocast")
+        self._verify_gradients(recipe)
+
+    def _verify_gradients(self, recipe: Recipe) -> None:
+        names = [name for name in (recipe.weight, recipe.bias) if name]
+        x = self._normal(3, self.size).requires_grad_()
+        dy = self._normal(3, self.size)
+        leaves = {name: self.tensors[name].clone().requires_grad_() for name in names}
+        with torch.enable_grad():
+            expected = torch.autograd.grad(
+                reference_norm(x, leaves.get(recipe.weight), leaves.get(recipe.bias), recipe.spec),
+                [x, *leaves.values()],
+                dy,
+            )
+            self.probe.set(**leaves)
+            y = self.probe.run(x)
+            inputs = [x, *(getattr(self.probe.module, name) for name in names)]
+            try:
+                got = torch.autograd.grad(y, inputs, dy)
+            except RuntimeError as error:
+                raise NotInFamily("its output is cut off from the gradient") from error
+        self.probe.set(**self.tensors)
+        for name, a, b in zip(["input", *names], got, expected, strict=True):
+            if not _close(a, b, 1e-4):
+                raise NotInFamily(f"its gradient with respect to its {name} is not that of {recipe.spec}")
+
+
+def _hinted_sizes(probe: Probe) -> list[int]:
+    """Sizes that a module without weights names in its attributes, `normalized_shape` and the like."""
+    hints = [value for value in probe.numbers.values() if isinstance(value, int)]
+    for value in vars(probe.module).values():
+        if isinstance(value, (tuple, list)) and value and isinstance(value[-1], int):
+            hints.append(value[-1])
+    return list(dict.fromkeys(h for h in hints if 2 <= h <= MAX_HIDDEN_SIZE))
+
+
+def _reads_as(reading: float, value: float) -> bool:
+    return abs(reading - value) <= EPS_READING * abs(value)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    b = b.double()
+    return bool(((a.double() - b).abs() <= tolerance * b.abs().amax().clamp_min(1e-30)).all())
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _within_ulps(y, expected, x, weight, bias, spec: NormSpec) -> bool:
+    """Within 2 ulp of the terms summed; a mean rounded otherwise may add its own error, as large as the mean is."""
+    if not torch.equal(y.isfinite(), expected.isfinite()):
+        return False
+    terms = expected.abs() if bias is None else expected.abs() + bias.float().abs()
+    if spec.centered:
+        x = x.double()
+        rstd = (x.var(-1, keepdim=True, unbiased=False) + spec.eps).rsqrt()
+        scale = 1.0 if weight is None else (weight.float() + spec.weight_offset).abs()
+        terms = terms + x.mean(-1, keepdim=True).abs() * rstd * scale
+    return bool(((y.double() - expected.double()).abs() <= 2 * EPS32 * terms).nan_to_num().all())
+
+
+def _half_agrees(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    """The same formula by other primitives: at most one element in a thousand lands on a neighbouring number."""
+    if not torch.equal(y.isnan(), expected.isnan()):
+        return False
+    steps = (_ordinal(y) - _ordinal(expected)).abs()[~y.isnan()]
+    return bool((steps <= 2).all()) and bool((steps > 0).float().mean() <= MAX_DIFFERING)
+
+
+def _ordinal(t: torch.Tensor) -> torch.Tensor:
+    bits = t.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)

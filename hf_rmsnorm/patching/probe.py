@@ -1,0 +1,202 @@
+"""Runs a module's forward on a private CPU copy, so that recognising a norm touches nothing of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What nn.Module keeps on every instance: parameters, hooks and the like. The copy starts with fresh ones.
+MODULE_STATE = frozenset(torch.nn.Module().__dict__) | {"_compiled_call_impl"}
+# A forward set on the instance, by accelerate's hooks or another patcher. The copy runs the class's own forward.
+INSTANCE_FORWARDS = frozenset({"forward", "_old_forward", "_hf_hook"})
+TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class Unusable(Exception):
+    """Why a module cannot be probed, or what its forward does that no norm formula does."""
+
+
+class Probe:
+    """A copy of a module on the CPU, hooks left behind, whose tensors and attributes can be set for each run.
+
+    Args:
+        module: any module on any device, meta included; only its shapes, dtypes, buffers and attributes are read.
+
+    Attributes:
+        sizes: length of each floating one-dimensional parameter or buffer, by name; 0 where it is not known.
+        numbers: value of each int or float attribute, by name.
+
+    Raises:
+        Unusable: the module cannot be copied.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = _copy(module)
+        self.sizes = {name: t.shape[0] for name, t in own_tensors(self.module) if t.dim() == 1}
+        self.numbers = {
+            name: value
+            for name, value in plain_attributes(module).items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+
+    def set(self, **values) -> None:
+        """Set tensors or plain attributes of the copy."""
+        for name, value in values.items():
+            if name in self.module._parameters:
+                self.module._parameters[name] = Parameter(value, requires_grad=value.requires_grad)
+            elif name in self.module._buffers:
+                self.module._buffers[name] = value
+            else:
+                self.module.__dict__[name] = value
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The output for x.
+
+        Raises:
+            Unusable: the forward fails, or returns anything but one floating tensor of x's shape.
+        """
+        before = x.detach().clone()
+        try:
+            y = type(self.module).forward(self.module, x)
+        except Unusable:
+            raise
+        except Exception as error:
+            line = str(error).strip().split("\n")[0]
+            raise Unusable(f"its forward fails on one input tensor: {type(error).__name__}: {line}") from error
+        if not isinstance(y, torch.Tensor):
+            raise Unusable(f"it returns {type(y).__name__}, not one tensor")
+        if y.shape != x.shape or not y.is_floating_point():
+            raise Unusable(f"it turns shape {tuple(x.shape)} into {tuple(y.shape)}")
+        if not torch.equal(x.detach().nan_to_num(), before.nan_to_num()):
+            raise Unusable("it writes into its input")
+        return y
+
+    def run_watched(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """`run`, and whether the output is that of torch's own F.layer_norm or F.rms_norm on x itself.
+
+        Raises:
+            Unusable: as `run`; or the forward draws random numbers (found before any is drawn) or changes its module.
+        """
+        before = self._state()
+        with _NormCalls() as calls, _RefuseRandom():
+            y = self.run(x)
+        if self._state() != before:
+            raise Unusable("its forward changes the module's own state")
+        return y, any(source is x and result is y for source, result in calls.made)
+
+    def _state(self) -> list:
+        tensors = [(name, id(t), t._version) for name, t in own_tensors(self.module)]
+        values = [
+            (name, len(value) if isinstance(value, (list, dict, set)) else value if is_plain(value) else id(value))
+            for name, value in self.module.__dict__.items()
+            if name not in MODULE_STATE
+        ]
+        return [tensors, values, self.module.training]
+
+
+class _RefuseRandom(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unusable("its forward draws random numbers")
+        return func(*args, **(kwargs or {}))
+
+
+class _NormCalls(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in TORCH_NORMS:
+            self.made.append((args[0] if args else kwargs.get("input"), result))
+        return result
+
+
+@contextlib.contextmanager
+def neutral_modes() -> Iterator[None]:
+    """Whatever context the caller is in (inference mode, autocast, a default device), probe in a plain one."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        yield
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's own floating parameters and buffers, its children's left out."""
+    for store in (module._parameters, module._buffers):
+        for name, tensor in store.items():
+            if tensor is not None and tensor.is_floating_point():
+                yield name, tensor
+
+
+def plain_attributes(module: torch.nn.Module) -> dict[str, object]:
+    """Attributes that hold plain values (numbers, strings, flags, tuples of them), the class's own ones included."""
+    found = {}
+    for cls in reversed(type(module).__mro__):
+        if cls not in torch.nn.Module.__mro__:
+            found.update((k, v) for k, v in vars(cls).items() if not k.startswith("__") and is_plain(v))
+    found.update((k, v) for k, v in module.__dict__.items() if k not in MODULE_STATE and is_plain(v))
+    return found
+
+
+def is_plain(value) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
+
+
+def first_input(cls: type) -> str | None:
+    """Name of the forward's first parameter if it is the only one that must be given, else None."""
+    try:
+        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    except (TypeError, ValueError):  # a builtin or otherwise opaque callable has no signature
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    needed += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    return parameters[0].name if needed == [p.name for p in parameters[:1]] and parameters else None
+
+
+def _copy(module: torch.nn.Module) -> torch.nn.Module:
+    copied = object.__new__(type(module))
+    torch.nn.Module.__init__(copied)
+    copied.training = False
+    memo = {id(module): copied}
+    try:
+        for name, value in module.__dict__.items():
+            if name not in MODULE_STATE and name not in INSTANCE_FORWARDS:
+                copied.__dict__[name] = _copy_value(value, memo)
+        for name, tensor in module._parameters.items():
+            value = None if tensor is None else _stand_in(tensor)
+            copied._parameters[name] = value if value is None else Parameter(value, requires_grad=False)
+        for name, tensor in module._buffers.items():
+            copied._buffers[name] = None if tensor is None else _copy_value(tensor, memo)
+        copied._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    except Exception as error:  # arbitrary user objects: whatever stops a copy makes the module one to leave alone
+        raise Unusable(f"it cannot be copied: {type(error).__name__}: {error}") from error
+    return copied
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    shape = getattr(tensor, "ds_shape", tensor.shape)  # DeepSpeed ZeRO-3 keeps the true shape there
+    return torch.ones(shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+
+def _copy_value(value, memo):
+    inside = value if isinstance(value, (list, tuple, set)) else getattr(value, "__dict__", {}).values()
+    if isinstance(value, torch.nn.Module) or any(isinstance(v, torch.nn.Module) for v in inside):
+        raise TypeError("it holds another module outside its children")
+    if isinstance(value, torch.Tensor):
+        return torch.ones_like(value, device="cpu") if value.is_meta else value.detach().cpu().clone()
+    return copy.deepcopy(value, memo)

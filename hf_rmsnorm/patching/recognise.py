@@ -1,0 +1,136 @@
+"""Says of any module which norm formula it computes, or why none, by running it: no name gets a module swapped."""
+
+from __future__ import annotations
+
+import re
+import types
+from dataclasses import dataclass
+
+import torch
+
+from ..layers import Recipe
+from ..ops.backend import MAX_HIDDEN_SIZE
+from .fit import Fit, NotANorm, NotInFamily
+from .probe import (
+    INSTANCE_FORWARDS,
+    MODULE_STATE,
+    Probe,
+    Unusable,
+    first_input,
+    is_plain,
+    neutral_modes,
+    plain_attributes,
+)
+
+# A name only makes a module worth a line in the report when it is not swapped.
+NORM_NAME = re.compile(r"RMSNorm|LayerNorm")
+# Code that normalises calls one of these, directly or in a helper; a module without any tensor is run only if it does.
+REDUCTIONS = {"mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "vector_norm", "normalize"}
+REDUCTIONS |= {"layer_norm", "rms_norm", "einsum", "matmul", "dot", "bmm"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of one module: a recipe; or a reason why it has none; or neither, if it is not a norm at all."""
+
+    recipe: Recipe | None = None
+    reason: str | None = None
+
+
+NOT_A_NORM = Verdict()
+_known: dict[tuple, Verdict] = {}
+
+
+def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None) -> Verdict:
+    """Recognise one module by its arithmetic.
+
+    Args:
+        module: on any device, meta included, in any dtype. It is read; it is neither run nor changed.
+        cache: for verdicts about modules with opaque attributes, which hold only while the caller keeps those alive.
+
+    Returns:
+        The same verdict for every module of one class, attributes and tensor shapes.
+    """
+    named = bool(NORM_NAME.search(class_name(module)))
+    reason = _refusal(module)
+    if reason is not None:
+        return Verdict(reason=reason) if named and reason else NOT_A_NORM
+    key, lasting = _signature(module)
+    known = _known if lasting or cache is None else cache
+    if key not in known:
+        known[key] = _examine(module, named)
+    return known[key]
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """The class's name; of a scripted module, that of the class it was made from."""
+    return getattr(module, "original_name", type(module).__name__)
+
+
+def _examine(module: torch.nn.Module, named: bool) -> Verdict:
+    try:
+        with neutral_modes():
+            return Verdict(recipe=Fit(Probe(module)).recipe())
+    except NotInFamily as error:
+        return Verdict(reason=str(error))
+    except (NotANorm, Unusable) as error:
+        return Verdict(reason=str(error)) if named else NOT_A_NORM
+    except Exception as error:  # whatever a user's class does, the model's other norms are still to be served
+        return Verdict(reason=f"it could not be examined: {type(error).__name__}: {error}")
+
+
+def _refusal(module: torch.nn.Module) -> str | None:
+    """Why the module must not even be run: a reason for norm-like names, "" where it is plainly something else."""
+    cls = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted or traced: patch the model before torch.jit"
+    if any(True for _ in module.children()):
+        return ""
+    forward = cls.forward
+    if forward.__module__.partition(".")[0] == "torch" and forward not in (
+        torch.nn.LayerNorm.forward,
+        torch.nn.RMSNorm.forward,
+    ):
+        return "its forward is one of torch's own that is no norm over the last dimension"
+    tensors = [t for store in (module._parameters, module._buffers) for t in store.values() if t is not None]
+    for tensor in tensors:
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            return "it has no shape yet: run the model once before patching"
+        if tensor.dim() > 1:
+            return f"it holds a tensor of {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; a weight needs one"
+        if tensor.numel() > MAX_HIDDEN_SIZE:
+            return f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}"
+    if not any(t.is_floating_point() for t in tensors) and not _reduces(forward, cls):
+        return "its code calls no mean, sum or norm"
+    if first_input(cls) is None:
+        return "its forward must be given something besides one tensor"
+    return None
+
+
+def _reduces(function, cls: type, depth: int = 4) -> bool:
+    """Whether a function's code, or that of the methods and helpers it names, calls a reduction."""
+    function = getattr(function, "__wrapped__", function)
+    if depth == 0 or not isinstance(function, types.FunctionType):
+        return False
+    names = set(function.__code__.co_names)
+    if names & REDUCTIONS:
+        return True
+    helpers = (getattr(cls, name, None) or function.__globals__.get(name) for name in names)
+    return any(_reduces(helper, cls, depth - 1) for helper in helpers)
+
+
+def _signature(module: torch.nn.Module) -> tuple[tuple, bool]:
+    """What the verdict may depend on, and whether it means the same once the module is gone."""
+    cls = type(module)
+    tensors = tuple(
+        (name, None if t is None else (tuple(getattr(t, "ds_shape", t.shape)), t.is_floating_point()))
+        for name, t in module._parameters.items()
+    )
+    plain = tuple(sorted((name, type(v).__name__, v) for name, v in plain_attributes(module).items() if v == v))
+    opaque = [t for t in module._buffers.values() if t is not None]
+    opaque += [
+        value
+        for name, value in module.__dict__.items()
+        if name not in MODULE_STATE and name not in INSTANCE_FORWARDS and not is_plain(value)
+    ]
+    return (cls, cls.forward, tensors, plain, tuple(map(id, opaque))), not opaque

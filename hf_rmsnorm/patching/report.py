@@ -1,0 +1,111 @@
+"""What a patch did: one record per module path, printed as a compact table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..formula import NormSpec
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A module that runs the fused forward: where it is, its class's name, the formula it was recognised to compute."""
+
+    path: str
+    class_name: str
+    formula: NormSpec
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A norm, or what its name calls one, that was left alone, and why."""
+
+    path: str
+    class_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Every norm of a model after `patch_model`, in the order of ``model.named_modules()``.
+
+    Attributes:
+        swapped: the modules that run the fused forward, those patched earlier included. A module that the model holds
+            at several paths has a record for each.
+        skipped: norms left alone, and modules that only carry a norm's name.
+    """
+
+    swapped: tuple[Swapped, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+
+    def to_dict(self) -> dict:
+        """Plain lists and dicts for JSON: ``{"swapped": [...], "skipped": [...]}``."""
+        return {
+            "swapped": [
+                {
+                    "path": r.path,
+                    "class_name": r.class_name,
+                    "formula": {**r.formula.to_dict(), "text": str(r.formula)},
+                }
+                for r in self.swapped
+            ],
+            "skipped": [{"path": r.path, "class_name": r.class_name, "reason": r.reason} for r in self.skipped],
+        }
+
+    def groups(self) -> list[tuple[str, str, str, list[str]]]:
+        """(``"swapped"`` or ``"skipped"``, class name, formula or reason, paths), modules alike in one group."""
+        grouped: dict[tuple[str, str, str], list[str]] = {}
+        for record in self.swapped:
+            grouped.setdefault(("swapped", record.class_name, str(record.formula)), []).append(record.path)
+        for record in self.skipped:
+            grouped.setdefault(("skipped", record.class_name, record.reason), []).append(record.path)
+        return [(*key, paths) for key, paths in grouped.items()]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.swapped)} norms swapped, {len(self.skipped)} left alone"]
+        for verdict, class_name, what, paths in self.groups():
+            lines.append(f"  {verdict} {len(paths):>4} x {class_name}: {what}")
+            lines += [f"      {path}" for path in compact_paths(paths)]
+        return "\n".join(lines)
+
+
+def compact_paths(paths: Sequence[str]) -> list[str]:
+    """Paths that differ in their numbers written as one, ``model.layers.[0-31].input_layernorm``.
+
+    Args:
+        paths: module paths; the model itself, whose path is empty, is written ``(the model itself)``.
+    """
+    families: dict[str, list[tuple[int, ...]]] = {}
+    for path in dict.fromkeys(paths):
+        template = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "{}", path.replace("{", "{{").replace("}", "}}"))
+        numbers = tuple(int(part) for part in path.split(".") if part.isdecimal())
+        families.setdefault(template, []).append(numbers)
+    written = []
+    for template, tuples in families.items():
+        written += [template.format(*axes) or "(the model itself)" for axes in _boxes(tuples)]
+    return written
+
+
+def _boxes(tuples: list[tuple[int, ...]]) -> list[list[str]]:
+    """Cover tuples of numbers by products of ranges, each written out per position."""
+    axes = [sorted(set(axis)) for axis in zip(*tuples, strict=True)]
+    size = 1
+    for axis in axes:
+        size *= len(axis)
+    if size == len(set(tuples)):
+        return [[_ranges(axis) for axis in axes]]
+    split = next(i for i, axis in enumerate(axes) if len(axis) > 1)
+    return [box for value in axes[split] for box in _boxes([t for t in tuples if t[split] == value])]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    return texts[0] if texts == [f"{runs[0][0]}"] else f"[{','.join(texts)}]"

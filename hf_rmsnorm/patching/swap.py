@@ -1,0 +1,71 @@
+"""Puts a fused class on a module and takes it off again, whatever has been hung on the instance in between."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from ..layers import Recipe, fused_class, fused_part
+
+# Instance attributes that can hold a forward: one set on the module, and the one an accelerate hook calls.
+_FORWARD_ATTRIBUTES = ("forward", "_old_forward")
+
+
+def replaced_forward(module: torch.nn.Module) -> str | None:
+    """Who else has set a forward on the instance, so that a class's forward would not run; None if nobody.
+
+    accelerate's hooks do not count: they call the forward they found, which `swap` exchanges.
+    """
+    stored = module.__dict__.get("_old_forward" if "_hf_hook" in module.__dict__ else "forward")
+    if stored is None or _is_own(stored, module, type(module).forward):
+        return None
+    function = getattr(stored, "__func__", stored)
+    return f"{getattr(function, '__module__', type(function).__module__)}.{getattr(function, '__qualname__', '?')}"
+
+
+def swap(module: torch.nn.Module, recipe: Recipe) -> None:
+    """Give module a fused subclass of its current class.
+
+    Raises:
+        TypeError: the class cannot be subclassed, or its instances cannot change class; nothing has changed then.
+    """
+    base = type(module)
+    cls = fused_class(base, recipe)
+    module.__class__ = cls
+    _rebind(module, base.forward, cls.forward)
+
+
+def restore(module: torch.nn.Module) -> bool:
+    """Undo `swap`, exactly; classes that others derived from the fused one are derived from the original instead.
+
+    Returns:
+        Whether the module was swapped.
+    """
+    fused = fused_part(type(module))
+    if fused is None:
+        return False
+    base = fused._hf_rmsnorm_base
+    module.__class__ = _without(type(module), fused, base)
+    _rebind(module, fused.forward, base.forward)
+    return True
+
+
+def _rebind(module: torch.nn.Module, old, new) -> None:
+    for name in _FORWARD_ATTRIBUTES:
+        if _is_own(module.__dict__.get(name), module, old):
+            module.__dict__[name] = types.MethodType(new, module)
+
+
+def _is_own(stored, module: torch.nn.Module, function) -> bool:
+    return isinstance(stored, types.MethodType) and stored.__self__ is module and stored.__func__ is function
+
+
+def _without(cls: type, fused: type, base: type) -> type:
+    """cls with `fused` replaced by `base` among its ancestors; made anew only if someone subclassed `fused`."""
+    if cls is fused:
+        return base
+    if fused not in cls.__mro__:
+        return cls
+    namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, tuple(_without(b, fused, base) for b in cls.__bases__), namespace)

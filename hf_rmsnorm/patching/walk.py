@@ -1,0 +1,103 @@
+"""Walks a model and decides, before anything is changed, what happens to each of its norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from ..layers import Recipe, fused_part
+from .recognise import Verdict, class_name, recognise
+from .report import PatchReport, Skipped, Swapped
+from .swap import replaced_forward
+
+Globs = str | Sequence[str] | None
+
+
+@dataclass
+class Entry:
+    """One norm: the module, every path it has, its recipe or the reason it stays as it is."""
+
+    module: torch.nn.Module
+    paths: list[str]
+    recipe: Recipe | None = None
+    reason: str | None = None
+    already: bool = False
+    excluded: bool = False
+
+
+@dataclass
+class Plan:
+    """What a patch will do, in the order of the model's modules."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def unserved(self) -> list[Entry]:
+        """Norms that would be neither swapped nor excluded."""
+        return [e for e in self.entries if e.recipe is None and not e.excluded]
+
+    def report(self) -> PatchReport:
+        swapped, skipped = [], []
+        for entry in self.entries:
+            name = class_name(entry.module)
+            for path in entry.paths:
+                if entry.recipe is not None:
+                    swapped.append(Swapped(path, name, entry.recipe.spec))
+                else:
+                    skipped.append(Skipped(path, name, entry.reason))
+        return PatchReport(tuple(swapped), tuple(skipped))
+
+
+def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> Plan:
+    """Recognise every module and apply the globs; nothing is changed.
+
+    Raises:
+        ValueError: a glob matches the path of no norm.
+    """
+    paths: dict[torch.nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    cache: dict[tuple, Verdict] = {}
+    entries = [e for module, names in paths.items() if (e := _entry(module, names, cache)) is not None]
+    include, exclude = _globs("include", include), _globs("exclude", exclude)
+    norm_paths = [path for entry in entries for path in entry.paths]
+    for word, globs in (("include", include), ("exclude", exclude)):
+        for glob in globs or ():
+            if not any(fnmatchcase(path, glob) for path in norm_paths):
+                example = f", for example {norm_paths[0]!r}" if norm_paths else ""
+                raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
+    for entry in entries:
+        if not entry.already:
+            _filter(entry, include, exclude)
+    return Plan(entries)
+
+
+def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
+    other = replaced_forward(module)
+    fused = fused_part(type(module))
+    verdict = recognise(module, cache) if fused is None else Verdict(recipe=fused._hf_rmsnorm_recipe)
+    if verdict.recipe is None and verdict.reason is None:
+        return None
+    if other is not None:
+        return Entry(module, paths, reason=f"its forward was replaced on the instance by {other}")
+    return Entry(module, paths, verdict.recipe, verdict.reason, already=fused is not None)
+
+
+def _filter(entry: Entry, include: list[str] | None, exclude: list[str] | None) -> None:
+    hit = next((glob for glob in exclude or () for path in entry.paths if fnmatchcase(path, glob)), None)
+    if hit is not None:
+        entry.recipe, entry.reason, entry.excluded = None, f"excluded by {hit!r}", True
+    elif include is not None and not any(fnmatchcase(path, glob) for path in entry.paths for glob in include):
+        entry.recipe, entry.reason, entry.excluded = None, "not in include", True
+
+
+def _globs(word: str, globs: Globs) -> list[str] | None:
+    if globs is None:
+        return None
+    globs = [globs] if isinstance(globs, str) else list(globs)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{word} is {globs!r}: pass a glob over module paths, or a list of them")
+    return globs
