@@ -1,0 +1,77 @@
+"""Tiny random models of every family the tests speak of, with norm weights as a trained model has them: not ones."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+# model_type of Transformers -> what its configuration needs besides the common sizes
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "olmo2": {},
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "n_inner": 96,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def build(family, dtype=torch.float32, seed=0, **config):
+    """A tiny causal LM in eval mode, the same for the same arguments; the global generator is left as it was.
+
+    Args:
+        family: a key of `FAMILIES`.
+        dtype: of all parameters.
+        config: changes to its configuration, for example ``num_hidden_layers=4``.
+    """
+    sizes = {} if family == "gpt2" else _COMMON
+    options = {**sizes, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    options = {**options, **FAMILIES[family], **config}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
+        train_norms(model)
+    return model.to(dtype).eval()
+
+
+def train_norms(model):
+    """Spread the weights and biases of norms as training does."""
+    with torch.no_grad():
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                for parameter in module.parameters(recurse=False):
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def norms(model):
+    """(path, module) of every module whose class is named a norm."""
+    return [(path, module) for path, module in model.named_modules() if "Norm" in type(module).__name__]
+
+
+def token_ids(batch=2, length=12, seed=0):
+    """(batch, length) int64 token ids that every family knows."""
+    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
