@@ -16,6 +16,16 @@ ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype norms are computed in: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _promote(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    # Equal dtypes first: torch.promote_types leaves an operator in exported graphs.
+    return a if a == b else torch.promote_types(a, b)
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """What one RMSNorm or LayerNorm computes over the last dimension of its input.
@@ -51,7 +61,7 @@ class NormSpec:
     functional: bool = False
 
     def __post_init__(self):
-        if not (isinstance(self.eps, float) and math.isfinite(self.eps) and self.eps >= 0.0):
+        if not (isinstance(self.eps, float) and 0.0 <= self.eps < math.inf):
             raise ValueError(f"eps is {self.eps!r}: pass a finite float that is zero or more")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
@@ -69,18 +79,17 @@ class NormSpec:
 
     def hat_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype xhat is rounded to before the weight is applied (float32 or wider: not rounded)."""
-        compute = torch.promote_types(x_dtype, torch.float32)
         if self.rounding == "before_weight":
             return x_dtype
         if self.rounding == "weight_dtype" and weight_dtype in HALF_DTYPES:
             return weight_dtype
-        return compute
+        return compute_dtype(x_dtype)
 
     def output_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype the layer returns for an input of x_dtype; weight_dtype is None where there is no weight."""
         if self.rounding == "once" or weight_dtype is None:
             return x_dtype
-        return torch.promote_types(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
+        return _promote(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
 
     def to_dict(self) -> dict:
         """Plain values for JSON: ``kind`` and every field."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .formula import NormSpec
+from .formula import NormSpec, compute_dtype
 
 
 def reference_norm(
@@ -32,7 +32,7 @@ def reference_norm(
         y = F.rms_norm(x, x.shape[-1:], weight, spec.eps)
         return y if bias is None else y + bias
     weight_dtype = None if weight is None else weight.dtype
-    compute = torch.promote_types(x.dtype, torch.float32)
+    compute = compute_dtype(x.dtype)
     h = x.to(compute)
     if spec.centered:
         h = h - h.mean(-1, keepdim=True)
@@ -40,7 +40,7 @@ def reference_norm(
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
     if weight is not None:
         if spec.weight_offset:
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + spec.weight_offset
+            weight = weight.to(compute_dtype(weight.dtype)) + spec.weight_offset
             if spec.rounding != "once":
                 weight = weight.to(weight_dtype)
         h = weight * h
@@ -51,7 +51,7 @@ def reference_norm(
 
 def reference_stats(x: torch.Tensor, spec: NormSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
-    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    h = x.to(compute_dtype(x.dtype))
     mean = h.mean(-1, keepdim=True) if spec.centered else None
     if mean is not None:
         h = h - mean
@@ -72,7 +72,7 @@ def reference_backward(
     With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)), less rstd * mean(g) where the norm
     is centered; dweight = sum(dy * xhat); dbias = sum(dy). Computed in float32, or float64 for float64 inputs.
     """
-    compute = torch.promote_types(x.dtype, torch.float32)
+    compute = compute_dtype(x.dtype)
     h = x.to(compute)
     if spec.centered:
         h = h - h.mean(-1, keepdim=True)

@@ -134,7 +134,7 @@ def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: t
             raise RuntimeError(f"use_backend('triton'): {reason}")
         else:
             backend = "original"
-    if (choice != "auto" or _forwards) and weight is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and weight is not None and (choice != "auto" or _forwards):
         backend = _same_as_forward(backend, choice, weight)
     return backend
 

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from ..formula import NormSpec, Rounding
 from ..reference import reference_norm
 from .backend import plain, resolve_backend
-from .operators import contiguous_output, norm_backward_op, norm_forward_op, spec_args, spec_from
+from .operators import contiguous_output, norm_backward_op, norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -16,11 +16,10 @@ _is_compiling = torch.compiler.is_compiling
 class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, centered, weight_offset, rounding, functional):
-        args = (eps, centered, weight_offset, rounding, functional)
-        y, rstd, mean = _launch_forward(x, weight, bias, args, True)
+    def forward(ctx, x, weight, bias, spec):
+        y, rstd, mean = _launch_forward(x, weight, bias, spec, True)
         ctx.save_for_backward(x, weight, bias, rstd, mean)
-        ctx.spec_args = args
+        ctx.spec = spec
         return y
 
     @staticmethod
@@ -28,37 +27,35 @@ class _FusedNorm(torch.autograd.Function):
         x, weight, bias, rstd, mean = ctx.saved_tensors
         need = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled() and not _is_compiling():  # create_graph: the formula itself is differentiable
-            grads = _differentiable_backward(dy, x, weight, bias, ctx.spec_args, need)
+            grads = _differentiable_backward(dy, x, weight, bias, ctx.spec, need)
         else:
-            grads = _launch_backward(dy, x, weight, bias, rstd, mean, ctx.spec_args, need)
-        return *grads, None, None, None, None, None
+            grads = _launch_backward(dy, x, weight, bias, rstd, mean, ctx.spec, need)
+        return *grads, None
 
 
-def _launch_forward(x, weight, bias, args, stats):
+def _launch_forward(x, weight, bias, spec, stats):
     if _is_compiling() or not plain(x, weight, bias):
-        return norm_forward_op(x, weight, bias, *args, stats)
+        return norm_forward_op(x, weight, bias, *spec_args(spec), stats)
     from ..kernels import launch
 
-    spec = spec_from(weight, bias, *args)
     return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec))
 
 
-def _launch_backward(dy, x, weight, bias, rstd, mean, args, need):
+def _launch_backward(dy, x, weight, bias, rstd, mean, spec, need):
     if _is_compiling() or not (plain(x, weight, bias) and plain(dy, None, None)):
         dx, dweight, dbias = norm_backward_op(
-            dy, x, weight, bias, rstd, rstd.new_empty(0) if mean is None else mean, *args, need
+            dy, x, weight, bias, rstd, rstd.new_empty(0) if mean is None else mean, *spec_args(spec), need
         )
         return dx if need[0] else None, dweight if need[1] else None, dbias if need[2] else None
     from ..kernels import launch
 
-    spec = spec_from(weight, bias, *args)
     return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec))
 
 
-def _differentiable_backward(dy, x, weight, bias, args, need):
+def _differentiable_backward(dy, x, weight, bias, spec, need):
     inputs = [x, weight, bias]
     with torch.enable_grad():
-        y = reference_norm(x, weight, bias, spec_from(weight, bias, *args))
+        y = reference_norm(x, weight, bias, spec)
         wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
         grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     return [next(grads) if needed else None for needed in need]
@@ -91,8 +88,8 @@ def fused_norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _FusedNorm.apply(x, weight, bias, *spec_args(spec))
-    return _launch_forward(x, weight, bias, spec_args(spec), False)[0]
+        return _FusedNorm.apply(x, weight, bias, spec)
+    return _launch_forward(x, weight, bias, spec, False)[0]
 
 
 def _transformed() -> bool:
