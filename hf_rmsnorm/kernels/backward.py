@@ -33,8 +33,9 @@ def norm_backward(
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
+    tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
     if W is not None and not RELOAD_W:
-        w = load(W + cols[None, :], col_mask, BLOCK == N)
+        w = load(W + tile_cols, col_mask, BLOCK == N)
     if DW is not None:
         dw = tl.zeros((ROWS, BLOCK), tl.float32)
     if DB is not None:
@@ -62,7 +63,7 @@ def norm_backward(
         if DX is not None:
             if W is not None:
                 if RELOAD_W:
-                    w = load(W + cols[None, :], col_mask, BLOCK == N)
+                    w = load(W + tile_cols, col_mask, BLOCK == N)
                 g = g * scale_of(w, W, OFFSET, ROUNDING)
             dx = g - xhat * (tl.sum(g * xhat, axis=1) * (1.0 / N))[:, None]
             if MEAN is not None:

@@ -9,8 +9,11 @@ def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
     """Offset in elements of each row of a tensor whose rows lie at (row // inner, row % inner).
 
     Strides arrive divided by UNIT, so that the compiler can see that they are multiples of it: that is what makes
-    16-byte loads possible without one compile per stride. Products are 64-bit: a tensor may pass 2^31 elements.
+    16-byte loads possible without one compile per stride. Products are 64-bit: a tensor may pass 2^31 elements. The
+    division is unsigned: a signed one costs the backward 16 registers more.
     """
+    rows = tl.cast(rows, tl.uint32)
+    inner = tl.cast(inner, tl.uint32)
     outer = tl.cast(rows // inner, tl.int64) * (outer_stride * UNIT)
     return outer + tl.cast(rows % inner, tl.int64) * (inner_stride * UNIT)
 
