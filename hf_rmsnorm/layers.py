@@ -38,6 +38,17 @@ class Recipe:
     eps_value: Any = None
     hidden_size: int | None = None
 
+    def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
+        """The formula with the eps that module holds now; None if that is no eps, but negative or NaN for example."""
+        if self.eps is None:
+            return self.spec
+        eps = getattr(module, self.eps)
+        if eps == self.eps_value:
+            return self.spec
+        if isinstance(eps, (float, int)) and 0.0 <= eps < math.inf:
+            return self.spec.with_eps(float(eps))
+        return None
+
 
 _classes: dict[tuple[type, Recipe], type] = {}
 _classes_lock = threading.Lock()
@@ -94,8 +105,8 @@ def _make_forward(base: type, recipe: Recipe):
     base_forward = base.forward
     signature = inspect.signature(base_forward)
     input_name = list(signature.parameters)[1]
-    spec, weight_name, bias_name, eps_name = recipe.spec, recipe.weight, recipe.bias, recipe.eps
-    eps_value, hidden_size, functional = recipe.eps_value, recipe.hidden_size, recipe.spec.functional
+    weight_name, bias_name = recipe.weight, recipe.bias
+    hidden_size, functional = recipe.hidden_size, recipe.spec.functional
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
@@ -115,17 +126,13 @@ def _make_forward(base: type, recipe: Recipe):
             or (functional and not _one_dtype(x, weight, bias))
         ):
             return base_forward(self, *args, **kwargs)
-        formula = spec
-        if eps_name is not None:
-            eps = getattr(self, eps_name)
-            if eps != eps_value:
-                if not (isinstance(eps, (float, int)) and 0.0 <= eps < math.inf):
-                    return base_forward(self, *args, **kwargs)
-                formula = spec.with_eps(float(eps))
+        spec = recipe.spec_of(self)
+        if spec is None:
+            return base_forward(self, *args, **kwargs)
         backend = resolve_backend(x, weight, bias)
         if backend == "original":
             return base_forward(self, *args, **kwargs)
-        return fused_norm(x, weight, bias, formula, backend)
+        return fused_norm(x, weight, bias, spec, backend)
 
     forward.__doc__ = base_forward.__doc__
     forward.__signature__ = signature

@@ -41,6 +41,9 @@ class Probe:
 
     def __init__(self, module: torch.nn.Module):
         self.module = _copy(module)
+        forward = type(module).forward
+        # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
+        self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
         self.sizes = {name: t.shape[0] for name, t in own_tensors(self.module) if t.dim() == 1}
         self.numbers = {
             name: value
@@ -66,7 +69,7 @@ class Probe:
         """
         before = x.detach().clone()
         try:
-            y = type(self.module).forward(self.module, x)
+            y = self._forward(self.module, x)
         except Unusable:
             raise
         except Exception as error:
@@ -135,10 +138,10 @@ def neutral_modes() -> Iterator[None]:
 
 
 def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own floating parameters and buffers, its children's left out."""
-    for store in (module._parameters, module._buffers):
+    """The module's own floating tensors, its children's left out: parameters, buffers, plain attributes."""
+    for store in (module._parameters, module._buffers, module.__dict__):
         for name, tensor in store.items():
-            if tensor is not None and tensor.is_floating_point():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 yield name, tensor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 from dataclasses import dataclass
@@ -84,20 +85,21 @@ def _refusal(module: torch.nn.Module) -> str | None:
     cls = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted or traced: patch the model before torch.jit"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "its weight is parametrized"
     if any(True for _ in module.children()):
-        return ""
+        return "" if any(True for _ in module.parameters()) else "it has submodules"
     forward = cls.forward
-    if forward.__module__.partition(".")[0] == "torch" and forward not in (
-        torch.nn.LayerNorm.forward,
-        torch.nn.RMSNorm.forward,
-    ):
+    torch_norms = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
+    if getattr(forward, "__module__", "").partition(".")[0] == "torch" and forward not in torch_norms:
         return "its forward is one of torch's own that is no norm over the last dimension"
-    tensors = [t for store in (module._parameters, module._buffers) for t in store.values() if t is not None]
+    stores = (module._parameters, module._buffers, module.__dict__)
+    tensors = [t for store in stores for t in store.values() if isinstance(t, torch.Tensor)]
     for tensor in tensors:
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
             return "it has no shape yet: run the model once before patching"
         if tensor.dim() > 1:
-            return f"it holds a tensor of {tensor.dim()} dimensions, shape {tuple(tensor.shape)}; a weight needs one"
+            return f"it holds a tensor of shape {tuple(tensor.shape)}; a weight must have one dimension"
         if tensor.numel() > MAX_HIDDEN_SIZE:
             return f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}"
     if not any(t.is_floating_point() for t in tensors) and not _reduces(forward, cls):
@@ -109,13 +111,14 @@ def _refusal(module: torch.nn.Module) -> str | None:
 
 def _reduces(function, cls: type, depth: int = 4) -> bool:
     """Whether a function's code, or that of the methods and helpers it names, calls a reduction."""
-    function = getattr(function, "__wrapped__", function)
+    function = getattr(function, "_torchdynamo_orig_callable", inspect.unwrap(function))
     if depth == 0 or not isinstance(function, types.FunctionType):
         return False
     names = set(function.__code__.co_names)
     if names & REDUCTIONS:
         return True
-    helpers = (getattr(cls, name, None) or function.__globals__.get(name) for name in names)
+    helpers = [getattr(cls, name, None) or function.__globals__.get(name) for name in names]
+    helpers += [cell.cell_contents for cell in function.__closure__ or ()]
     return any(_reduces(helper, cls, depth - 1) for helper in helpers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import torch
@@ -17,7 +18,9 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
 
     accelerate's hooks do not count: they call the forward they found, which `swap` exchanges.
     """
-    stored = module.__dict__.get("_old_forward" if "_hf_hook" in module.__dict__ else "forward")
+    stored = module.__dict__.get("forward")
+    if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
+        stored = module.__dict__.get("_old_forward")
     if stored is None or _is_own(stored, module, type(module).forward):
         return None
     function = getattr(stored, "__func__", stored)

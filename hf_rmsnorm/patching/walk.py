@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -78,12 +78,19 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
     other = replaced_forward(module)
     fused = fused_part(type(module))
-    verdict = recognise(module, cache) if fused is None else Verdict(recipe=fused._hf_rmsnorm_recipe)
+    verdict = recognise(module, cache) if fused is None else _verdict_on_fused(module, fused._hf_rmsnorm_recipe)
     if verdict.recipe is None and verdict.reason is None:
         return None
     if other is not None:
         return Entry(module, paths, reason=f"its forward was replaced on the instance by {other}")
     return Entry(module, paths, verdict.recipe, verdict.reason, already=fused is not None)
+
+
+def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
+    spec = recipe.spec_of(module)
+    if spec is None:
+        return Verdict(reason=f"its {recipe.eps} is now {getattr(module, recipe.eps)}: it runs its own forward")
+    return Verdict(recipe=replace(recipe, spec=spec))
 
 
 def _filter(entry: Entry, include: list[str] | None, exclude: list[str] | None) -> None:
