@@ -1,0 +1,305 @@
+"""Everything only a GPU can tell about this package, in one call of under nine minutes.
+
+    python scripts/gpu_check.py                # on a machine with a GPU; nothing needs to be installed but the
+                                               # dependencies and pytest, and no network is used
+    python scripts/gpu_check.py --dry-run      # every path on the CPU with tiny shapes, in Triton's interpreter
+    python scripts/gpu_check.py --show FILE    # print the tables of an earlier result
+
+Sections, each in a process of its own (a crashed CUDA context or a hang ends one section, not the run):
+
+    tests    pytest -m gpu
+    kernels  forward, backward and both, for RMSNorm, LayerNorm and strided q/k norms, against Hugging Face eager,
+             F.rms_norm, torch.compile, Liger and Quack (those two where importable); every implementation is first
+             compared with float64 under the tests' tolerance policy, and marked where it fails
+    host     what one call at [1, 1, 4096] costs the host
+    llama, qwen3
+             batch-1 decode, an 8K-token prefill and a training step of a random 8-layer model, unpatched and patched
+             in turn, then with Liger's norms
+
+Results go to $OUT/gpu_check.json, else to --out, else to scripts/results/<device>-<date>.json, and are written anew
+after every section. Exit code: 0 if the tests and every gate of this package's own kernels passed (sections skipped
+for time are named, and do not count), 1 if not, 2 if the run could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+import gpu_report
+
+ROOT = Path(__file__).resolve().parent.parent
+FORMAT = 1
+# The share of the budget that must have passed before a section is told to stop; time left over goes to the next.
+SECTIONS = {"tests": 0.38, "kernels": 0.72, "host": 0.76, "llama": 0.88, "qwen3": 1.0}
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "liger-kernel", "quack-kernels")
+
+
+class Section:
+    """What a running section is told, and where it leaves its results.
+
+    Attributes:
+        device: "cuda", or "cpu" in a dry run.
+        data: the section's results, written to disk by `save`.
+        failures: what failed of this package; any makes the run fail.
+    """
+
+    def __init__(self, path: Path, dry_run: bool, deadline: float):
+        self.path, self.dry_run, self.deadline = path, dry_run, deadline
+        self.device = "cpu" if dry_run else "cuda"
+        self.data: dict = {}
+        self.failures: list[str] = []
+
+    def left(self) -> float:
+        """Seconds until the section should end."""
+        return self.deadline - time.monotonic()
+
+    def save(self) -> None:
+        write_json(self.path, {"data": self.data, "failures": self.failures})
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write through a temporary file, so that a crash leaves either the old content or the new."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def run_environment(section: Section) -> None:
+    import torch
+
+    from hf_rmsnorm import __version__
+
+    versions = {"hf-rmsnorm": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # absent packages are absent from the list
+            versions[name] = metadata.version(name)
+    versions["torch"] = torch.__version__  # with the build's suffix
+    versions["cuda"], versions["hip"] = torch.version.cuda, torch.version.hip
+    section.data |= {"versions": versions, "platform": platform.platform(), "device": None, "driver": None}
+    if section.device == "cuda" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        section.data |= {
+            "device": properties.name,
+            "devices": torch.cuda.device_count(),
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "memory_bytes": properties.total_memory,
+            "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        }
+    section.data["commit"] = ask("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+
+
+def ask(*command: str) -> str | None:
+    """The first line that a command prints, None where there is no such command or it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.partition("\n")[0].strip() or None if done.returncode == 0 else None
+
+
+def run_tests(section: Section) -> None:
+    """`pytest -m gpu` in a subprocess; when time is up it is interrupted, and reports what it has."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        # A dry run rehearses the bodies of the GPU tests alone; elsewhere any test file may have marked tests.
+        where = ROOT / "tests" / ("test_gpu.py" if section.dry_run else "")
+        command = [sys.executable, "-m", "pytest", str(where), "-m", "gpu", "-q", "-p", "no:cacheprovider",
+                   "--continue-on-collection-errors", f"--junitxml={report}"]  # fmt: skip
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+        environment["TRITON_INTERPRET"] = "1" if section.dry_run else "0"
+        if section.dry_run:
+            environment["HF_RMSNORM_REHEARSE_GPU_TESTS"] = "1"
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, text=True)  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=max(section.left(), 1))
+        except subprocess.TimeoutExpired:
+            section.failures.append("time ran out before all tests had run")
+            process.send_signal(signal.SIGINT)
+            try:
+                output, _ = process.communicate(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+        section.data |= {"command": "pytest -m gpu", "returncode": process.returncode, "tail": output[-6000:]}
+        section.data |= read_junit(report) if report.exists() else {"counts": {}, "failed": [], "slowest": []}
+    if process.returncode:
+        section.failures += [test["name"] for test in section.data["failed"]] or [f"pytest: {process.returncode}"]
+    elif not section.data["counts"]["passed"]:
+        section.failures.append("no GPU test ran")
+
+
+def read_junit(path: Path) -> dict:
+    """Counts, failures with the first lines of their messages, reasons for skips, and the slowest tests."""
+    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    failed, skipped, seconds = [], [], {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        seconds[name] = float(case.get("time", 0))
+        problem = next((e for e in case if e.tag in ("failure", "error")), None)
+        skip = case.find("skipped")
+        counts["failed" if problem is not None else "skipped" if skip is not None else "passed"] += 1
+        if problem is not None:
+            failed.append({"name": name, "message": problem.get("message", "")[:600]})
+        elif skip is not None:
+            skipped.append({"name": name, "message": skip.get("message", "")[:200]})
+    slowest = sorted(seconds.items(), key=lambda item: -item[1])[:10]
+    return {"counts": counts, "failed": failed, "skipped": skipped, "slowest": slowest}
+
+
+def run_section(name: str, section: Section) -> None:
+    """Run one section by name in this process."""
+    if name == "environment":
+        return run_environment(section)
+    if name == "tests":
+        return run_tests(section)
+    import torch
+
+    torch.manual_seed(0)
+    if section.dry_run:
+        torch.set_num_threads(1)
+        stream = contextlib.nullcontext()
+    else:
+        torch.set_float32_matmul_precision("highest")
+        stream = torch.cuda.stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
+    with stream:
+        if name == "kernels":
+            import gpu_bench
+
+            gpu_bench.run_kernels(section)
+        elif name == "host":
+            import gpu_bench
+
+            gpu_bench.run_host(section)
+        else:
+            import gpu_models
+
+            gpu_models.run_model(name, section)
+
+
+def child(name: str, section: Section) -> None:
+    """Body of a section's process: exceptions become part of its result, and its exit code."""
+    os.setpgrp()  # so that the parent can end it with all it started
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the checkout, and the tests for their tolerance policy
+    try:
+        run_section(name, section)
+    except BaseException:
+        section.data["error"] = traceback.format_exc()[-4000:]
+        section.save()
+        sys.exit(1)
+    section.save()
+
+
+def supervise(name: str, folder: Path, dry_run: bool, soft: float, hard: float) -> dict:
+    """Run a section in a new process; `soft` and `hard` are when it should end and when it is made to."""
+    path = folder / f"{name}.json"
+    started = time.monotonic()
+    # "spawn": importing Transformers may look for a GPU, and after that a forked child cannot use it
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(name, Section(path, dry_run, soft)))
+    process.start()
+    process.join(max(hard - time.monotonic(), 1))
+    timed_out = process.is_alive()
+    if timed_out:
+        for group in (os.killpg, os.kill):  # killpg fails if the child had no time to make its group
+            with contextlib.suppress(ProcessLookupError):
+                group(process.pid, signal.SIGKILL)
+        process.join()
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"data": {}, "failures": []}
+    result = {"status": "passed", "seconds": round(time.monotonic() - started, 1), **saved}
+    if saved["failures"]:
+        result["status"] = "failed"
+    if timed_out:
+        result |= {"status": "error", "reason": "did not end in its time and was ended"}
+    elif process.exitcode:
+        error = saved["data"].pop("error", f"the process ended with code {process.exitcode}")
+        result |= {"status": "error", "reason": error.strip().rpartition("\n")[2], "traceback": error}
+    return result
+
+
+def result_path(args, environment: dict) -> Path:
+    """$OUT first, then --out, then a name made of the device and the date."""
+    if os.environ.get("OUT"):
+        return Path(os.environ["OUT"]) / "gpu_check.json"
+    if args.out:
+        return args.out
+    device = re.sub(r"[^a-z0-9]+", "-", (environment["device"] or "dry-run").lower()).strip("-")
+    return ROOT / "scripts" / "results" / f"{device}-{datetime.now(timezone.utc):%Y-%m-%d}.json"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, in Triton's interpreter")
+    parser.add_argument("--budget", type=float, default=510.0, help="seconds for everything (default %(default)g)")
+    parser.add_argument("--only", help=f"comma-separated sections: {','.join(SECTIONS)}")
+    parser.add_argument("--out", type=Path, help="file for the results (the variable OUT, a folder, goes first)")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of an earlier result, run nothing")
+    args = parser.parse_args(argv)
+    args.only = args.only.split(",") if args.only else list(SECTIONS)
+    unknown = set(args.only) - set(SECTIONS)
+    if unknown:
+        parser.error(f"no such section: {', '.join(sorted(unknown))}; choose among {', '.join(SECTIONS)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.show:
+        print(gpu_report.tables(json.loads(args.show.read_text(encoding="utf-8"))))
+        return 0
+    start = time.monotonic()
+    os.environ["TRITON_INTERPRET"] = "1" if args.dry_run else "0"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = supervise("environment", folder, args.dry_run, start + args.budget, start + args.budget)
+        if environment["status"] != "passed" or not (args.dry_run or environment["data"]["device"]):
+            reason = environment.get("reason", "torch sees no GPU; --dry-run rehearses on the CPU")
+            print(f"gpu_check: {reason}", file=sys.stderr)
+            return 2
+        path = result_path(args, environment["data"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        result = {
+            "format": FORMAT,
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "dry_run": args.dry_run,
+            "budget_s": args.budget,
+            "environment": environment["data"],
+            "sections": {name: {"status": "not run yet", "data": {}, "failures": []} for name in args.only},
+        }
+        for name, share in SECTIONS.items():
+            if name not in args.only:
+                continue
+            soft = start + share * args.budget
+            if soft - time.monotonic() < 0.05 * args.budget:
+                section = {"status": "skipped", "reason": "time ran out", "data": {}, "failures": []}
+            else:
+                print(f"gpu_check: {name}, {soft - time.monotonic():.0f} s", file=sys.stderr, flush=True)
+                section = supervise(name, folder, args.dry_run, soft, min(soft + 30, start + args.budget + 15))
+            result["sections"][name] = section
+            result["seconds"] = round(time.monotonic() - start, 1)
+            result["passed"] = all(s["status"] in ("passed", "skipped") for s in result["sections"].values())
+            write_json(path, result)
+    print(gpu_report.tables(result))
+    print(f"\nresults: {path}")
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
