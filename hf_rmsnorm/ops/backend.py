@@ -111,7 +111,8 @@ def refusal(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
             return f"{name} has shape {tuple(parameter.shape)} where x has {x.shape[-1]} columns"
         if parameter.device != x.device:
             return f"{name} is on {parameter.device} and x on {x.device}: move one of them"
-    if x.numel() // x.shape[-1] > MAX_ROWS:
+    # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
+    if not torch.compiler.is_compiling() and x.numel() // x.shape[-1] > MAX_ROWS:
         return f"x has more than {MAX_ROWS} rows"
     return device_refusal(x.device.type, x.device.index)
 

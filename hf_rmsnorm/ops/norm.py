@@ -53,9 +53,11 @@ def _launch_backward(dy, x, weight, bias, rstd, mean, spec, need):
 
 
 def _differentiable_backward(dy, x, weight, bias, spec, need):
-    inputs = [x, weight, bias]
     with torch.enable_grad():
-        y = reference_norm(x, weight, bias, spec)
+        # Through views of their own: where x was itself computed from the same weight, the gradient asked for is the
+        # one along this norm alone.
+        inputs = [t if t is None else t.view_as(t) for t in (x, weight, bias)]
+        y = reference_norm(*inputs, spec)
         wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
         grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     return [next(grads) if needed else None for needed in need]

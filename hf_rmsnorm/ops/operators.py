@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..formula import NormSpec
@@ -89,7 +91,7 @@ _library.impl("norm_backward", _backward, "CompositeExplicitAutograd")
 def _(x, weight, bias, eps, centered, weight_offset, rounding, functional, stats):
     spec = spec_from(weight, bias, eps, centered, weight_offset, rounding, functional)
     y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])  # torch.Size.numel() would fix a dynamic batch
     rstd = x.new_empty(rows, dtype=torch.float32) if stats else _none(x)
     return y, rstd, x.new_empty(rows, dtype=torch.float32) if stats and centered else _none(x)
 
