@@ -7,6 +7,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import transformers
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 
+ROOT = Path(__file__).resolve().parent.parent
 NORMS = {"demo:llama": 5 * 2 + 1, "demo:qwen3": 4 * 4 + 1, "demo:gpt2": 5 * 2 + 1}
 
 
@@ -25,6 +28,13 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """What the command line sets for its own process ends with the test."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def run(capsys, *argv) -> tuple[int, str, str]:
@@ -63,11 +73,15 @@ def save_config(folder, config):
 def test_report_lists_every_norm_of_a_demo_as_swapped(capsys, model):
     data = run_json(capsys, "report", model)
     assert len(data["swapped"]) == NORMS[model] and data["skipped"] == []
-    code, out, _ = run(capsys, "report", model)
-    assert code == 0
-    assert all(record["path"] in out for record in data["swapped"])
-    kind = "LayerNorm" if model == "demo:gpt2" else "RMSNorm"
-    assert out.count(f"{kind}(") >= NORMS[model]
+    assert {record["formula"]["kind"] for record in data["swapped"]} == {
+        "LayerNorm" if model == "demo:gpt2" else "RMSNorm"
+    }
+
+
+def test_report_prints_the_paths_of_the_q_and_k_norms(capsys):
+    code, out, err = run(capsys, "report", "demo:qwen3")
+    assert (code, err) == (0, "") and "17 norms swapped, 0 left alone" in out
+    assert "model.layers.[0-3].self_attn.q_norm\n" in out and "model.layers.[0-3].self_attn.k_norm\n" in out
 
 
 def test_report_of_a_70b_config_needs_no_weights(capsys, tmp_path):
@@ -144,7 +158,7 @@ def test_report_runs_a_checkpoints_code_only_when_told_to(capsys, tmp_path, monk
 
 def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
     """In a process of its own, as a user runs it: triton has to start under the interpreter where there is no GPU."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "hf_rmsnorm", "verify", "demo:llama", "--json"]
     command += ["--max-tokens", "16", "--max-new-tokens", "4"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -189,11 +203,11 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
 
 
 def test_generate_shows_both_texts_and_both_speeds(capsys):
-    argv = ("generate", "demo:llama", "--prompt", "The import statement", "--max-new-tokens", "12")
+    argv = ("generate", "demo:llama", "--prompt", "The import statement", "--max-new-tokens", "4")
     data = run_json(capsys, *argv)
     before, after = data["unpatched"], data["patched"]
     assert data["same_tokens"] and data["first_difference"] is None and data["swapped"] == NORMS["demo:llama"]
-    assert before["token_ids"] == after["token_ids"] and 0 < len(after["token_ids"]) <= 12
+    assert before["token_ids"] == after["token_ids"] and 0 < len(after["token_ids"]) <= 4
     assert before["tokens_per_second"] > 0 and after["tokens_per_second"] > 0
     code, out, _ = run(capsys, *argv)
     assert code == 0 and out.count("The import statement" + before["text"]) == 2
@@ -203,7 +217,7 @@ def test_generate_shows_both_texts_and_both_speeds(capsys):
 def test_generate_decodes_greedily_whatever_the_checkpoint_asks_for(capsys, tmp_path):
     shutil.copytree(demo_path("gpt2"), tmp_path, dirs_exist_ok=True)
     transformers.GenerationConfig(do_sample=True, temperature=9.0, num_beams=2).save_pretrained(tmp_path)
-    argv = ("--prompt", "The", "--max-new-tokens", "8")
+    argv = ("--prompt", "The", "--max-new-tokens", "4")
     assert run_json(capsys, "generate", tmp_path, *argv)["patched"]["token_ids"] == (
         run_json(capsys, "generate", "demo:gpt2", *argv)["patched"]["token_ids"]
     )

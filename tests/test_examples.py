@@ -14,12 +14,12 @@ from hf_rmsnorm.demo import demo_path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(cwd, *argv, **environment) -> subprocess.Popen:
+def start(cwd, *argv) -> subprocess.Popen:
     base = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, *map(str, argv)],
         cwd=cwd,
-        env=base | {"OMP_NUM_THREADS": "1"} | environment,
+        env=base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -34,7 +34,7 @@ def output(process: subprocess.Popen) -> str:
 
 def test_generate_says_the_same_before_and_after_and_proves_it(tmp_path):
     text = output(start(tmp_path, ROOT / "examples" / "generate.py", "--max-new-tokens", "6"))
-    assert "model.layers.0.input_layernorm" in text and "RMSNorm(" in text
+    assert "model.layers.[0-4].input_layernorm" in text and "RMSNorm(" in text
     before, after = text.split("--- before the patch\n")[1].split("--- after the patch\n")
     assert before.strip() == after.split("--- equivalence")[0].strip() != ""
     assert "the tokens are equal" in text and "FAIL" not in text and "PASS" in text

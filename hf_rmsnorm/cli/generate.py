@@ -32,10 +32,11 @@ def run(args) -> Result:
     from .. import patched
     from ..ops.backend import describe_backend
 
+    config = models.load_config(source)
     tokenizer = models.load_tokenizer(source)
     if tokenizer is None:
         raise CliError(f"{source.name} has no tokenizer to read a prompt with: pass a folder that has one")
-    model = models.load_model(source, args.dtype, device)
+    model = models.load_model(source, config, DTYPES.get(args.dtype, "auto"), device)
     if not model.can_generate():
         raise CliError(f"{source.name} is a {type(model).__name__}, which does not generate text: pass a causal LM")
     ids = models.tokens(model, tokenizer, args.prompt, None)

@@ -58,14 +58,14 @@ def _loading(source: Source, what: str):
     try:
         yield
     except Exception as error:
-        message = one_line(error, 300)
-        if "trust_remote_code" in message:
+        if "trust_remote_code" in str(error):
             cure = "it brings its own code: read that, then pass --trust-remote-code"
         elif source.is_local:
             cure = "mend the folder, or pass another one"
         else:
             cure = "check the id and the network, or pass a local folder or demo:llama"
-        raise CliError(f"cannot load {what} of {source.name}: {cure} ({type(error).__name__}: {message})") from error
+        told = f"{type(error).__name__}: {one_line(error, 300)}"
+        raise CliError(f"cannot load {what} of {source.name}: {cure} ({told})") from error
 
 
 def load_config(source: Source):
@@ -91,18 +91,16 @@ def _auto_class(config):
     return transformers.AutoModel
 
 
-def empty_model(source: Source):
+def empty_model(source: Source, config):
     """The model's modules without their weights: on the meta device, so that the size does not matter."""
     from accelerate import init_empty_weights
 
-    config = load_config(source)
     with _loading(source, "the modules"), init_empty_weights():
         return _auto_class(config).from_config(config, trust_remote_code=source.trust_remote_code).eval()
 
 
-def load_model(source: Source, dtype: str, device):
+def load_model(source: Source, config, dtype: str, device):
     """The model with its weights, in evaluation mode; dtype is a torch dtype's name or "auto" (as stored)."""
-    config = load_config(source)
     with _loading(source, "the weights"):
         model = _auto_class(config).from_pretrained(source.where, dtype=dtype, **source.kwargs)
         return model.to(device).eval()

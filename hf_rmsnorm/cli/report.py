@@ -20,21 +20,7 @@ def run(args) -> Result:
     models.quieten()
     from .. import patch_model
 
-    model = models.empty_model(source)
-    _materialise_vectors(model)
+    model = models.empty_model(source, models.load_config(source))
     report = patch_model(model, include=args.include, exclude=args.exclude, strict=args.strict)
     data = {"model": source.name, "class_name": type(model).__name__, **report.to_dict()}
     return Result(data, f"{source.name}: {type(model).__name__}\n{report}")
-
-
-def _materialise_vectors(model) -> None:
-    """Give real values to every leaf module that holds vectors only: recognising a norm means running it."""
-    import torch
-
-    for module in model.modules():
-        parameters = list(module.parameters())
-        if parameters and all(p.is_meta and p.dim() < 2 for p in parameters) and not list(module.children()):
-            module.to_empty(device="cpu")
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.fill_(1.0)

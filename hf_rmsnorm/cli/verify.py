@@ -47,10 +47,11 @@ def run(args) -> Result:
         reason += "; so this compares the plain-torch formula, not the kernels"
 
     dtype = args.dtype or ("all" if source.is_demo else "auto")
+    config = models.load_config(source)
     tokenizer = models.load_tokenizer(source)
     runs = []
     for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
-        model = models.load_model(source, each, device)
+        model = models.load_model(source, config, each, device)
         inputs = models.tokens(model, tokenizer, args.prompt, args.max_tokens)
         runs.append(verify_equivalence(model, inputs=inputs, backend=backend, max_new_tokens=args.max_new_tokens))
         del model
