@@ -1,0 +1,115 @@
+"""What the functions refuse, each with one line that names what, where and the cure."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf_rmsnorm
+from hf_rmsnorm import count_launches, layer_norm, rms_norm, use_backend
+
+X, WEIGHT = torch.ones(2, 8), torch.ones(8)
+
+
+@pytest.mark.parametrize("function", [rms_norm, layer_norm])
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (([1.0, 2.0],), TypeError, "x is list: pass a floating-point tensor"),
+        ((torch.ones(2, 8, dtype=torch.int64), WEIGHT), TypeError, "x is a tensor of torch.int64.*x.float\\(\\)"),
+        ((X, torch.ones(8, dtype=torch.int32)), TypeError, "weight is a tensor of torch.int32"),
+        ((X, torch.ones(7)), ValueError, r"weight has shape \(7,\), x \(2, 8\): pass \(8,\)"),
+        ((X, torch.ones(2, 8)), ValueError, r"weight has shape \(2, 8\)"),
+        ((X, torch.ones(8, device="meta")), ValueError, "weight is on meta and x on cpu: move one"),
+        ((torch.tensor(1.0),), ValueError, "must hold at least one element"),
+        ((torch.ones(3, 0),), ValueError, "must hold at least one element"),
+    ],
+)
+def test_tensors(function, arguments, error, words):
+    with pytest.raises(error, match=words) as raised:
+        function(*arguments)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("function", [rms_norm, layer_norm])
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), None, "1e-6"])
+def test_eps(function, eps):
+    with pytest.raises(ValueError, match="eps is .*: pass a finite float"):
+        function(X, WEIGHT, eps=eps)
+
+
+def test_backend_names():
+    with pytest.raises(ValueError, match="use_backend\\('cuda'\\): no such backend, choose one of auto, triton"):
+        use_backend("cuda")
+
+
+def test_insisting_on_triton_where_it_cannot_run():
+    with use_backend("triton"), pytest.raises(RuntimeError, match="x is torch.float64; the kernels serve"):
+        rms_norm(X.double(), WEIGHT.double())
+
+
+def test_float64_and_wide_rows_fall_back_under_auto():
+    with count_launches() as launches:
+        assert rms_norm(X.double(), WEIGHT.double()).dtype == torch.float64
+        wide = torch.ones(1, 262_145)
+        assert torch.isfinite(rms_norm(wide)).all()
+    assert not launches
+
+
+def test_a_last_stride_other_than_one_is_served_by_a_copy():
+    x = torch.randn(4, 16)[:, ::2]
+    with use_backend("triton"):
+        fused = rms_norm(x, WEIGHT)
+    with use_backend("reference"):
+        torch.testing.assert_close(fused, rms_norm(x, WEIGHT))
+
+
+def test_unknown_names_of_the_package():
+    with pytest.raises(AttributeError, match="no attribute 'rms'"):
+        _ = hf_rmsnorm.rms
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_without_triton_everything_but_the_kernels_works(interpret, tmp_path):
+    """`triton` is hidden from a new interpreter; TRITON_INTERPRET alone must not make us look for it."""
+    program = """
+import importlib.util, sys
+real = importlib.util.find_spec
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+sys.meta_path.insert(0, Hide())
+importlib.util.find_spec = lambda name, package=None: None if name == "triton" else real(name, package)
+import torch, hf_rmsnorm
+from hf_rmsnorm.ops import describe_backend
+print(describe_backend("cpu"))
+weight = torch.ones(8, requires_grad=True)
+hf_rmsnorm.rms_norm(torch.ones(2, 8), weight).sum().backward()
+module = torch.nn.LayerNorm(8)
+report = hf_rmsnorm.patch_model(module)
+assert len(report.swapped) == 1
+assert torch.equal(module(torch.ones(2, 8)), torch.nn.LayerNorm(8)(torch.ones(2, 8)))
+try:
+    with hf_rmsnorm.use_backend("triton"):
+        hf_rmsnorm.rms_norm(torch.ones(2, 8))
+except RuntimeError as error:
+    print(error)
+assert "triton" not in sys.modules
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "TRITON_INTERPRET": interpret},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "('original', 'triton is not installed" in result.stdout
+    assert "use_backend('triton'): triton is not installed" in result.stdout
+
+
+def test_importing_the_package_loads_neither_triton_nor_transformers():
+    program = "import sys, hf_rmsnorm; print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr

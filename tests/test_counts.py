@@ -1,0 +1,109 @@
+"""What can be counted exactly without a GPU: launches, dispatched operators, bytes saved for backward."""
+
+import threading
+from collections import Counter
+
+import pytest
+import tiny_models
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import count_launches, patch_model, rms_norm, use_backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VIEWS = ("view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "t.", "as_strided")
+
+
+class Operators(TorchDispatchMode):
+    """Names of dispatched operators, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if not any(name.startswith(view.rstrip(".")) and (view != "t." or name == "t") for view in VIEWS):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def saved_bytes(function, *parameters):
+    """Bytes of the distinct storages saved for backward, parameters not counted."""
+    storages = {}
+
+    def pack(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = function()
+    for parameter in parameters:
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(storages.values()), result
+
+
+def test_inference_is_one_launch_and_one_allocation():
+    x = torch.randn(4, 128, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.rand(128, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad(), use_backend("triton"):
+        rms_norm(x, weight)
+        with Operators() as operators, count_launches() as launches:
+            rms_norm(x, weight)
+    assert launches == {"norm_forward": 1}
+    assert operators.counts == {"empty_like": 1}
+    with torch.no_grad(), Operators() as eager:
+        LlamaRMSNorm(128).to(DEVICE, torch.bfloat16)(x)
+    assert eager.counts.total() >= 7, "Hugging Face's module dispatches an operator for each step"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+def test_a_patched_model_launches_once_for_each_norm_call(family):
+    model = tiny_models.build(family).to(DEVICE)
+    calls = []
+    hooks = [m.register_forward_hook(lambda m, i, o: calls.append(m)) for _, m in tiny_models.norms(model)]
+    ids = tiny_models.token_ids(1, 6).to(DEVICE)
+    with torch.no_grad(), Operators() as before:
+        model(ids, use_cache=False)
+    norm_calls = len(calls)
+    report = patch_model(model)
+    for hook in hooks:
+        hook.remove()
+    assert len(report.swapped) == len(tiny_models.norms(model))
+    with torch.no_grad(), use_backend("triton"), Operators() as after, count_launches() as launches:
+        model(ids, use_cache=False)
+    assert launches == {"norm_forward": norm_calls}
+    per_norm = 1 if family == "gpt2" else 7  # native_layer_norm is one operator; Llama's norm is seven in float32
+    removed = before.counts.total() - after.counts.total() + after.counts["empty_like"] - before.counts["empty_like"]
+    assert removed >= per_norm * norm_calls - norm_calls, (before.counts - after.counts)
+
+
+@pytest.mark.parametrize("hidden_size", [64, 128, 896])
+def test_saved_bytes_of_rms_norm(hidden_size):
+    rows = 6
+    x = torch.randn(rows, hidden_size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    module = LlamaRMSNorm(hidden_size).to(DEVICE, torch.bfloat16)
+    with use_backend("triton"):
+        fused, _ = saved_bytes(lambda: rms_norm(x, module.weight), module.weight)
+    eager, _ = saved_bytes(lambda: module(x), module.weight)
+    assert fused <= rows * (2 * hidden_size + 4)
+    assert eager == rows * (6 * hidden_size + 4), "eager keeps x in float32, xhat in bfloat16, and rstd"
+
+
+def test_launches_are_counted_across_threads_and_contexts():
+    def work():
+        with use_backend("triton"):
+            rms_norm(torch.ones(1, 8, device=DEVICE))
+
+    with count_launches() as outer:
+        with count_launches() as inner:
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        work()
+    work()
+    assert inner == {"norm_forward": 3}
+    assert outer == {"norm_forward": 4}
