@@ -28,6 +28,7 @@ def main():
     parser.add_argument("--model", default=str(demo_path("llama")), help="a local folder or a hub id")
     parser.add_argument("--prompt", default="The following table")
     parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time")
     args = parser.parse_args()
     logging.disable_progress_bar()
 
@@ -36,8 +37,11 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
     inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
 
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+
     def generate() -> list[int]:
-        return model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)[0].tolist()
+        torch.manual_seed(0)  # the same draws both times: equal logits give equal tokens
+        return model.generate(**inputs, max_new_tokens=args.max_new_tokens, **sampling)[0].tolist()
 
     before = generate()
     with patched(model) as report:  # or patch_model(model), to keep it patched
