@@ -11,12 +11,11 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import backward, forward
-from .config import COLUMNS, REDUCE, backward_config, forward_config
+from .config import COLUMNS, REDUCE
 from .counting import record_launch
-from .rows import RowAddress, addressable_rows, flat_in_order, memory_order
+from .plan import VECTOR, backward_plan, forward_plan
 
 INTERPRETED = not isinstance(forward.norm_forward, triton.runtime.JITFunction)
-VECTOR = 8  # elements: 16 bytes of bf16, the widest load
 INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
 INTERPRETER_SHARED = 232_448
 _interpreter_lock = threading.RLock()  # Triton's interpreter keeps its program index in a global
@@ -124,21 +123,18 @@ def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
     return sms, shared
 
 
-def _aligned(hidden_size: int, addresses: tuple[RowAddress, ...], *tensors: torch.Tensor | None) -> bool:
-    if hidden_size % VECTOR:
+def _aligned(vectorised: bool, *tensors: torch.Tensor | None) -> bool:
+    if not vectorised:
         return False
-    for address in addresses:
-        if address.outer % VECTOR or address.inner % VECTOR:
-            return False
-    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+    pointers = 0
+    for t in tensors:
+        if t is not None:
+            pointers |= t.data_ptr()
+    return pointers % 16 == 0
 
 
-def _strides(address: RowAddress, unit: int) -> tuple[int, int]:
-    return address.outer // unit, address.inner // unit
-
-
-def _dtype(t: torch.Tensor | None):
-    return None if t is None else t.dtype
+def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    return t if order is None else t.permute(*order, -1)
 
 
 def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool):
@@ -153,35 +149,22 @@ def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool):
     Returns:
         (y, rstd, mean): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm.
     """
-    hidden_size = x.shape[-1]
-    y = torch.empty_like(
-        x,
-        dtype=spec.output_dtype(x.dtype, _dtype(weight)),
-        memory_format=torch.contiguous_format if contiguous_output else torch.preserve_format,
-    )
-    rows = x.numel() // hidden_size
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if stats else None
-    mean = torch.empty(rows, dtype=torch.float32, device=x.device) if stats and spec.centered else None
-    if rows == 0:
+    plan = forward_plan(x, weight, bias, spec, stats, contiguous_output)
+    y = torch.empty_like(x, dtype=plan.output_dtype, memory_format=plan.memory_format)
+    rstd = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats else None
+    mean = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats and spec.centered else None
+    if plan.rows == 0:
         return y, rstd, mean
-    order = _order(x, contiguous_output)
-    x, address = addressable_rows(x, order)
-    out = y if flat_in_order(y, order) else _flat_like(y, order)
-    config = forward_config(hidden_size)
-    aligned = _aligned(hidden_size, (address,), x, weight, bias)
-    unit = VECTOR if aligned else 1
-    rounding = _rounding(spec, weight)
-    constants = (hidden_size, config.block, config.rows, unit, spec.centered, spec.weight_offset, rounding)
-    kernel = NORM_FORWARD_LOOP if config.loop else NORM_FORWARD
-    kernel(
-        x.device,
-        (-(-rows // config.rows), 1, 1),
-        (x, weight, bias, out, rstd, mean, rows, address.length, *_strides(address, unit), spec.eps, *constants),
-        (x.dtype, _dtype(weight), _dtype(bias), y.dtype, stats, constants),
-        aligned,
-        config.num_warps,
-    )
-    return (y if out is y else _unflatten(out, y, order)), rstd, mean
+    if plan.x.copy:
+        x = _in_order(x, plan.order).contiguous()
+    out = y if plan.flat_output else _flat_like(y, plan.order)
+    aligned = _aligned(plan.vectorised, x, weight, bias)
+    kernel = NORM_FORWARD_LOOP if plan.config.loop else NORM_FORWARD
+    args = (x, weight, bias, out, rstd, mean, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+    kernel(x.device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
+    if out is not y:
+        _in_order(y, plan.order).copy_(out)
+    return y, rstd, mean
 
 
 def norm_backward(dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, bool, bool], contiguous_output: bool):
@@ -196,93 +179,54 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, bool,
     Returns:
         (dx, dweight, dbias), None where not wanted; parameter gradients are deterministic, summed in float32.
     """
-    hidden_size = x.shape[-1]
-    rows = x.numel() // hidden_size
+    device = x.device
+    plan = backward_plan(dy, x, weight, spec, need, contiguous_output, device_limits(device.type, device.index))
     need_dx, need_dw, need_db = need
-    memory_format = torch.contiguous_format if contiguous_output else torch.preserve_format
-    dx = torch.empty_like(x, memory_format=memory_format) if need_dx else None
-    if rows == 0:
+    dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
+    if plan.rows == 0:
         return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None
-    order = _order(x, contiguous_output)
-    device, x_dtype, dy_dtype = x.device, x.dtype, dy.dtype
-    x, x_rows = addressable_rows(x, order)
-    dy, dy_rows = addressable_rows(dy, order)
-    out = dx if dx is None or flat_in_order(dx, order) else _flat_like(dx, order)
-    aligned = _aligned(hidden_size, (x_rows, dy_rows), x, dy, weight)
-    unit = VECTOR if aligned else 1
-    strides = (dy_rows.length, *_strides(dy_rows, unit), x_rows.length, *_strides(x_rows, unit))
-    rounding = _rounding(spec, weight)
-    sms, shared = device_limits(device.type, device.index)
-    config = backward_config(hidden_size, spec.centered, max(x.element_size(), dy.element_size()), shared)
-    dtypes = (dy_dtype, x_dtype, _dtype(weight), spec.centered, need)
+    if plan.x.copy:
+        x = _in_order(x, plan.order).contiguous()
+    if plan.dy.copy:
+        dy = _in_order(dy, plan.order).contiguous()
+    out = dx if dx is None or plan.flat_output else _flat_like(dx, plan.order)
+    aligned = _aligned(plan.vectorised, x, dy, weight)
+    config, addresses, constants = plan.config, plan.arguments[aligned], plan.constants[aligned]
+    dw, db = (
+        torch.empty((plan.parts, x.shape[-1]), dtype=torch.float32, device=device) if needed else None
+        for needed in (need_dw, need_db)
+    )
 
-    def partials(needed: bool, parts: int):
-        return torch.empty((parts, hidden_size), dtype=torch.float32, device=device) if needed else None
+    def launch(kernel, grid, args, constants, num_warps):
+        kernel(device, grid, (*args, *addresses, *constants), (plan.dtypes, constants), aligned, num_warps)
 
+    operands = (dy, x, weight, rstd, mean)
     if not config.loop:
-        parts = min(-(-rows // config.rows), sms * config.programs_per_sm)
-        dw, db = partials(need_dw, parts), partials(need_db, parts)
-        constants = (
-            hidden_size, config.block, config.rows, unit, spec.weight_offset, rounding, config.stages,
-            config.reload_weight,
-        )  # fmt: skip
-        NORM_BACKWARD(
-            device, (parts, 1, 1),
-            (dy, x, weight, rstd, mean, out, dw, db, rows, *strides, *constants),
-            (dtypes, constants), aligned, config.num_warps,
-        )  # fmt: skip
+        launch(NORM_BACKWARD, (plan.parts, 1, 1), (*operands, out, dw, db, plan.rows), constants, config.num_warps)
     else:
         if need_dx:
-            constants = (hidden_size, config.block, unit, spec.weight_offset, rounding)
-            NORM_BACKWARD_LOOP(
-                device, (rows, 1, 1), (dy, x, weight, rstd, mean, out, *strides, *constants),
-                (dtypes, constants), aligned, config.num_warps,
-            )  # fmt: skip
-        parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
-        dw, db = partials(need_dw, parts), partials(need_db, parts)
+            launch(NORM_BACKWARD_LOOP, (plan.rows, 1, 1), (*operands, out), constants, config.num_warps)
         if need_dw or need_db:
-            constants = (hidden_size, COLUMNS.block, COLUMNS.rows, unit, rounding)
-            NORM_BACKWARD_COLUMNS(
-                device, (-(-hidden_size // COLUMNS.block), parts, 1),
-                (dy, x, weight, rstd, mean, dw, db, rows, -(-rows // parts), *strides, *constants),
-                (dtypes, constants), aligned, COLUMNS.num_warps,
-            )  # fmt: skip
-
-    def reduced(partial, like):
-        if partial is None:
-            return None
-        total = torch.empty_like(like)
-        constants = (hidden_size, REDUCE.block, REDUCE.rows)
-        REDUCE_PARTIALS(
-            device, (-(-hidden_size // REDUCE.block), 1, 1), (partial, total, parts, *constants),
-            (like.dtype, constants), hidden_size % VECTOR == 0, REDUCE.num_warps,
-        )  # fmt: skip
-        return total
-
-    if dx is not None and out is not dx:
-        dx = _unflatten(out, dx, order)
-    return dx, reduced(dw, weight), reduced(db, bias)
+            grid = (-(-x.shape[-1] // COLUMNS.block), plan.parts, 1)
+            args = (*operands, dw, db, plan.rows, -(-plan.rows // plan.parts))
+            launch(NORM_BACKWARD_COLUMNS, grid, args, plan.columns_constants[aligned], COLUMNS.num_warps)
+    if out is not dx:
+        _in_order(dx, plan.order).copy_(out)
+    return dx, _reduced(dw, weight), _reduced(db, bias)
 
 
-def _order(x, contiguous_output):
-    if contiguous_output or x.is_contiguous():
+def _reduced(partials: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    if partials is None:
         return None
-    return memory_order(tuple(x.shape), x.stride())
+    parts, hidden_size = partials.shape
+    total = torch.empty_like(parameter)
+    constants = (hidden_size, REDUCE.block, REDUCE.rows)
+    REDUCE_PARTIALS(
+        parameter.device, (-(-hidden_size // REDUCE.block), 1, 1), (partials, total, parts, *constants),
+        (parameter.dtype, constants), hidden_size % VECTOR == 0, REDUCE.num_warps,
+    )  # fmt: skip
+    return total
 
 
-def _rounding(spec, weight) -> str:
-    """The kernel's rounding: where the weight is float32, rounding to its dtype is no rounding."""
-    if spec.rounding == "weight_dtype" and weight.dtype == torch.float32:
-        return "once"
-    return spec.rounding
-
-
-def _flat_like(t, order):
-    shape = t.shape if order is None else [t.shape[d] for d in order] + [t.shape[-1]]
-    return torch.empty(shape, dtype=t.dtype, device=t.device)
-
-
-def _unflatten(flat, target, order):
-    """Copy rows written in `order` into target, whose strides are those that eager would return."""
-    (target if order is None else target.permute(*order, -1)).copy_(flat)
-    return target
+def _flat_like(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    return torch.empty(_in_order(t, order).shape, dtype=t.dtype, device=t.device)

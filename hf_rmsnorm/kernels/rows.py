@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
-
-import torch
 
 
 class RowAddress(NamedTuple):
@@ -16,7 +13,6 @@ class RowAddress(NamedTuple):
     inner: int
 
 
-@lru_cache(maxsize=4096)
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """The leading dimensions from the slowest to the fastest, or None where that is their own order."""
     leading = range(len(shape) - 1)
@@ -27,10 +23,7 @@ def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return None if real == sorted(real) else order
 
 
-@lru_cache(maxsize=4096)
-def row_address(
-    shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...] | None
-) -> RowAddress | None:
+def row_address(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...] | None) -> RowAddress | None:
     """Address of the rows taken in `order` (None: their own), or None where two levels do not reach them."""
     if strides[-1] != 1 and shape[-1] != 1:
         return None
@@ -51,20 +44,13 @@ def row_address(
     return RowAddress(size, levels[0][1] if len(levels) == 2 else 0, stride)
 
 
-def addressable_rows(t: torch.Tensor, order: tuple[int, ...] | None) -> tuple[torch.Tensor, RowAddress]:
-    """t, or a copy where its rows cannot be addressed in place, with the address of its rows taken in `order`."""
-    if order is None and t.is_contiguous():
-        hidden_size = t.shape[-1]
-        return t, RowAddress(max(1, t.numel() // hidden_size), 0, hidden_size)
-    address = row_address(tuple(t.shape), t.stride(), order)
-    if address is None:
-        t = (t if order is None else t.permute(*order, -1)).contiguous()
-        address = RowAddress(max(1, t.numel() // t.shape[-1]), 0, t.shape[-1])
-    return t, address
-
-
-def flat_in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> bool:
-    """Whether the rows of t, taken in `order`, lie one behind the other without gaps."""
-    if order is None:
-        return t.is_contiguous()
-    return t.permute(*order, -1).is_contiguous()
+def flat_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...] | None) -> bool:
+    """Whether rows taken in `order` (None: their own) lie one behind the other without gaps."""
+    expected = shape[-1]
+    if strides[-1] != 1 and shape[-1] != 1:
+        return False
+    for d in reversed(order or range(len(shape) - 1)):
+        if shape[d] != 1 and strides[d] != expected:
+            return False
+        expected *= shape[d]
+    return True

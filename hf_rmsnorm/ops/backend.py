@@ -98,23 +98,25 @@ def describe_backend(device: torch.device | str) -> tuple[str, str]:
 
 def refusal(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
     """Why the kernels do not serve this call, or None where they do."""
-    if x.dtype not in KERNEL_DTYPES:
-        return f"x is {x.dtype}; the kernels serve float32, float16 and bfloat16"
-    if x.dim() == 0 or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
-        return f"the last dimension of x, shape {tuple(x.shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
-    for name, parameter in (("weight", weight), ("bias", bias)):
+    dtype, shape, device = x.dtype, x.shape, x.device
+    if dtype not in KERNEL_DTYPES:
+        return f"x is {dtype}; the kernels serve float32, float16 and bfloat16"
+    if not shape or not 1 <= shape[-1] <= MAX_HIDDEN_SIZE:
+        return f"the last dimension of x, shape {tuple(shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
+    for parameter in (weight, bias):
         if parameter is None:
             continue
+        name = "weight" if parameter is weight else "bias"
         if parameter.dtype not in KERNEL_DTYPES:
             return f"{name} is {parameter.dtype}; the kernels serve float32, float16 and bfloat16"
-        if parameter.shape != x.shape[-1:]:
-            return f"{name} has shape {tuple(parameter.shape)} where x has {x.shape[-1]} columns"
-        if parameter.device != x.device:
-            return f"{name} is on {parameter.device} and x on {x.device}: move one of them"
+        if parameter.dim() != 1 or parameter.shape[0] != shape[-1]:
+            return f"{name} has shape {tuple(parameter.shape)} where x has {shape[-1]} columns"
+        if parameter.device != device:
+            return f"{name} is on {parameter.device} and x on {device}: move one of them"
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    if not torch.compiler.is_compiling() and x.numel() // x.shape[-1] > MAX_ROWS:
+    if not torch.compiler.is_compiling() and x.numel() > MAX_ROWS and x.numel() // shape[-1] > MAX_ROWS:
         return f"x has more than {MAX_ROWS} rows"
-    return device_refusal(x.device.type, x.device.index)
+    return device_refusal(device.type, device.index)
 
 
 def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> str:

@@ -86,9 +86,7 @@ def fused_norm(
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
     if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
+        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
         return _FusedNorm.apply(x, weight, bias, spec)
     return _launch_forward(x, weight, bias, spec, False)[0]

@@ -1,0 +1,207 @@
+"""What a launch depends on besides the tensors' memory, worked out once per shape, strides, dtypes and formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..formula import NormSpec
+from .config import COLUMNS, BackwardConfig, ForwardConfig, backward_config, forward_config
+from .rows import RowAddress, flat_strides, memory_order, row_address
+
+VECTOR = 8  # elements: 16 bytes of bf16, the widest load
+_PLANS_KEPT = 8_192  # a plan is some hundred bytes; generation with a growing prompt makes one per length
+_plans: dict = {}
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """How one operand's rows are read: in place at `address`, or from a copy made first."""
+
+    address: RowAddress
+    copy: bool
+
+    @classmethod
+    def of(cls, shape, strides, order) -> RowsPlan:
+        address = row_address(shape, strides, order)
+        if address is not None:
+            return cls(address, False)
+        rows, hidden_size = _rows(shape), shape[-1]
+        return cls(RowAddress(max(1, rows), 0, hidden_size), True)
+
+    def vectorised(self) -> bool:
+        return self.address.outer % VECTOR == 0 and self.address.inner % VECTOR == 0
+
+    def arguments(self, unit: int) -> tuple[int, int, int]:
+        return self.address.length, self.address.outer // unit, self.address.inner // unit
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """One forward launch. `vectorised`: strides allow 16-byte loads, if the pointers do too.
+
+    `arguments` and `constants` are (unaligned, aligned) pairs; so are `keys`, which name the compiled code.
+    """
+
+    config: ForwardConfig
+    rows: int
+    grid: tuple[int, int, int]
+    order: tuple[int, ...] | None
+    x: RowsPlan
+    output_dtype: torch.dtype
+    memory_format: torch.memory_format
+    flat_output: bool
+    vectorised: bool
+    arguments: tuple[tuple, tuple]
+    constants: tuple[tuple, tuple]
+    keys: tuple[tuple, tuple]
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """One backward: the row launch (or, where the row loops, a launch for dx and one for the parameters)."""
+
+    config: BackwardConfig
+    rows: int
+    parts: int
+    order: tuple[int, ...] | None
+    x: RowsPlan
+    dy: RowsPlan
+    memory_format: torch.memory_format
+    flat_output: bool
+    vectorised: bool
+    arguments: tuple[tuple, tuple]
+    constants: tuple[tuple, tuple]
+    columns_constants: tuple[tuple, tuple]
+    dtypes: tuple
+
+
+def _rows(shape) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def _remember(key: tuple, make: Callable[[], Plan]) -> Plan:
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make()
+        if len(_plans) >= _PLANS_KEPT:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _layout(x: torch.Tensor, contiguous_output: bool):
+    """(order in which rows are numbered, memory format of the output, whether that output is flat in this order)."""
+    shape, strides = tuple(x.shape), x.stride()
+    if contiguous_output:
+        return None, torch.contiguous_format, True
+    order = None if x.is_contiguous() else memory_order(shape, strides)
+    with _disable_current_modes():  # what eager's strides would be is our question, not an operator of the caller's
+        output = torch.empty_like(x, device="meta").stride()
+    return order, torch.preserve_format, flat_strides(shape, output, order)
+
+
+def _rounding(spec: NormSpec, weight: torch.Tensor | None) -> str:
+    """The kernel's rounding: where the weight is float32, rounding to its dtype is no rounding."""
+    if spec.rounding == "weight_dtype" and weight.dtype == torch.float32:
+        return "once"
+    return spec.rounding
+
+
+def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def forward_plan(x, weight, bias, spec: NormSpec, stats: bool, contiguous_output: bool) -> ForwardPlan:
+    """The launch of `spec` on tensors like these; none of their values is read."""
+    formula = (spec.centered, spec.weight_offset, spec.rounding)
+    dtypes = (x.dtype, _dtype(weight), _dtype(bias))
+
+    def make() -> ForwardPlan:
+        shape = tuple(x.shape)
+        hidden_size, rows = shape[-1], _rows(shape)
+        order, memory_format, flat_output = _layout(x, contiguous_output)
+        x_rows = RowsPlan.of(shape, x.stride(), order)
+        config = forward_config(hidden_size)
+        output_dtype = spec.output_dtype(x.dtype, _dtype(weight))
+
+        def constants(unit):
+            return (
+                hidden_size, config.block, config.rows, unit, spec.centered, spec.weight_offset,
+                _rounding(spec, weight),
+            )  # fmt: skip
+
+        pair = (constants(1), constants(VECTOR))
+        return ForwardPlan(
+            config=config,
+            rows=rows,
+            grid=(-(-rows // config.rows), 1, 1),
+            order=order,
+            x=x_rows,
+            output_dtype=output_dtype,
+            memory_format=memory_format,
+            flat_output=flat_output,
+            vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised(),
+            arguments=tuple((rows, *x_rows.arguments(unit)) for unit in (1, VECTOR)),
+            constants=pair,
+            keys=tuple((dtypes, output_dtype, stats, c) for c in pair),
+        )
+
+    key = ("forward", x.shape, x.stride(), dtypes, formula, stats, contiguous_output)
+    return _remember(key, make)
+
+
+def backward_plan(
+    dy, x, weight, spec: NormSpec, need: tuple[bool, bool, bool], contiguous_output: bool, limits: tuple[int, int]
+) -> BackwardPlan:
+    """The backward of `spec`; limits: (multiprocessors, bytes of shared memory a program may use)."""
+    formula = (spec.centered, spec.weight_offset, spec.rounding)
+    dtypes = (dy.dtype, x.dtype, _dtype(weight), need, spec.centered)
+
+    def make() -> BackwardPlan:
+        shape = tuple(x.shape)
+        hidden_size, rows = shape[-1], _rows(shape)
+        sms, shared = limits
+        order, memory_format, flat_output = _layout(x, contiguous_output)
+        x_rows, dy_rows = (RowsPlan.of(shape, t.stride(), order) for t in (x, dy))
+        config = backward_config(hidden_size, spec.centered, max(x.element_size(), dy.element_size()), shared)
+        rounding = _rounding(spec, weight)
+        if config.loop:
+            parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
+        else:
+            parts = min(-(-rows // config.rows), sms * config.programs_per_sm)
+
+        def constants(unit):
+            if config.loop:
+                return hidden_size, config.block, unit, spec.weight_offset, rounding
+            return (
+                hidden_size, config.block, config.rows, unit, spec.weight_offset, rounding, config.stages,
+                config.reload_weight,
+            )  # fmt: skip
+
+        return BackwardPlan(
+            config=config,
+            rows=rows,
+            parts=parts,
+            order=order,
+            x=x_rows,
+            dy=dy_rows,
+            memory_format=memory_format,
+            flat_output=flat_output,
+            vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised() and dy_rows.vectorised(),
+            arguments=tuple((*dy_rows.arguments(unit), *x_rows.arguments(unit)) for unit in (1, VECTOR)),
+            constants=(constants(1), constants(VECTOR)),
+            columns_constants=tuple((hidden_size, COLUMNS.block, COLUMNS.rows, unit, rounding) for unit in (1, VECTOR)),
+            dtypes=dtypes,
+        )
+
+    key = ("backward", x.shape, x.stride(), dy.stride(), dtypes, formula, contiguous_output, limits)
+    return _remember(key, make)
