@@ -114,19 +114,20 @@ class Fit:
 
     def _check_normalises(self) -> None:
         """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
-        x = 1e4 * (self._normal(4, self.size) + 0.5)
+        x = 1e4 * (self._normal(2, 2, self.size) + 0.5)
         y = self.probe.run(x)
         if not y.isfinite().all():
             bad = [f"{name} is {value}" for name, value in self.probe.numbers.items() if not 0 <= value < math.inf]
             raise NotInFamily(f"it gives NaN or infinity on ordinary input{': ' if bad else ''}{', '.join(bad)}")
-        scaled = self.probe.run(x * torch.tensor([[1.0], [2.0], [64.0], [1024.0]], dtype=torch.float32))
+        scales = torch.tensor([1.0, 2.0, 64.0, 1024.0], dtype=torch.float32).view(2, 2, 1)
+        scaled = self.probe.run(x * scales)
         if not _close(scaled, y, 1e-3):
             if _close(self.probe.run(x * 1024), y, 1e-3):
                 raise NotANorm("it normalises over another dimension than the last")
             raise NotANorm(describe(self.probe, x, y) or "it does not normalise over the last dimension")
         moved = x.clone()
-        moved[0, 0] += 3e4
-        change = self.probe.run(moved) != y
+        moved[0, 0, 0] += 3e4
+        change = (self.probe.run(moved) != y).flatten(0, 1)
         if change[1:].any():
             raise NotANorm("the result of a row depends on other rows")
         if self.size > 1 and not change[0, 1:].any():
@@ -134,7 +135,7 @@ class Fit:
 
     def _find_structure(self) -> tuple[bool, str | None, str | None, float]:
         """(centered, weight attribute, bias attribute, weight offset), from rows so large that eps is nothing."""
-        x = 1e4 * (self._normal(4, self.size) + 0.5)
+        x = 1e4 * (self._normal(2, 2, self.size) + 0.5)
         y = self.probe.run(x).double()
         names = [name for name, tensor in self.tensors.items() if tensor.shape[0] == self.size]
         for centered, weight, bias in itertools.product((False, True), [None, *names], [None, *names]):

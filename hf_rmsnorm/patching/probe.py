@@ -89,21 +89,21 @@ class Probe:
         Raises:
             Unusable: as `run`; or the forward draws random numbers (found before any is drawn) or changes its module.
         """
-        before = self._state()
+        attributes, tensors = self._attributes(), {name: t.clone() for name, t in own_tensors(self.module)}
         with _NormCalls() as calls, _RefuseRandom():
             y = self.run(x)
-        if self._state() != before:
+        after = dict(own_tensors(self.module))
+        same = after.keys() == tensors.keys() and all(torch.equal(t, after[name]) for name, t in tensors.items())
+        if not same or self._attributes() != attributes:
             raise Unusable("its forward changes the module's own state")
         return y, any(source is x and result is y for source, result in calls.made)
 
-    def _state(self) -> list:
-        tensors = [(name, id(t), t._version) for name, t in own_tensors(self.module)]
-        values = [
+    def _attributes(self) -> list:
+        return [
             (name, len(value) if isinstance(value, (list, dict, set)) else value if is_plain(value) else id(value))
             for name, value in self.module.__dict__.items()
             if name not in MODULE_STATE
         ]
-        return [tensors, values, self.module.training]
 
 
 class _RefuseRandom(TorchDispatchMode):

@@ -1,0 +1,440 @@
+"""Norms are recognised by what they compute: every formula of the family, and look-alikes that must be left alone."""
+
+import random
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hf_rmsnorm import NormSpec, patch_model, unpatch_model, use_backend
+
+
+def report_on(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return patch_model(module)
+
+
+def formula_of(module):
+    report = report_on(module)
+    assert not report.skipped, report
+    (record,) = report.swapped
+    return record.formula
+
+
+def reason_for(module):
+    report = report_on(module)
+    assert not report.swapped, report
+    (record,) = report.skipped
+    return record.reason
+
+
+FAMILY = [
+    (lambda d: LlamaRMSNorm(d, eps=1e-5), NormSpec(False, 1e-5, rounding="before_weight")),
+    (lambda d: Olmo2RMSNorm(d, eps=1e-6), NormSpec(False, 1e-6)),
+    (lambda d: GemmaRMSNorm(d, eps=1e-6), NormSpec(False, 1e-6, weight_offset=1.0)),
+    (lambda d: Gemma3nRMSNorm(d, eps=1e-6), NormSpec(False, 1e-6)),
+    (lambda d: Gemma3nRMSNorm(d, eps=1e-6, with_scale=False), NormSpec(False, 1e-6, has_weight=False)),
+    (lambda d: T5LayerNorm(d, eps=1e-6), NormSpec(False, 1e-6, rounding="weight_dtype")),
+    (lambda d: NanoChatRMSNorm(eps=1e-6), NormSpec(False, 1e-6, has_weight=False)),
+    (lambda d: CohereLayerNorm(d, eps=1e-5), NormSpec(True, 1e-5)),
+    (lambda d: OlmoLayerNorm(d), NormSpec(True, 1e-5, has_weight=False)),
+    (lambda d: DebertaLayerNorm(d, eps=1e-7), NormSpec(True, 1e-7, has_bias=True, rounding="before_weight")),
+    (lambda d: nn.LayerNorm(d, eps=1e-5), NormSpec(True, 1e-5, has_bias=True, functional=True)),
+    (lambda d: nn.LayerNorm(d, bias=False), NormSpec(True, 1e-5, functional=True)),
+    (lambda d: nn.LayerNorm(d, elementwise_affine=False), NormSpec(True, 1e-5, has_weight=False, functional=True)),
+    (lambda d: nn.RMSNorm(d, eps=1e-6), NormSpec(False, 1e-6, functional=True)),
+    (lambda d: nn.RMSNorm(d), NormSpec(False, torch.finfo(torch.float32).eps, functional=True)),
+]
+
+
+@pytest.mark.parametrize("hidden_size", [2, 64, 100, 4096])
+@pytest.mark.parametrize(("build", "spec"), FAMILY)
+def test_formula(build, spec, hidden_size):
+    assert formula_of(build(hidden_size)) == spec
+
+
+@pytest.mark.parametrize(("build", "spec"), FAMILY)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64, "meta"])
+def test_formula_does_not_depend_on_dtype_or_device(build, spec, kind):
+    assert formula_of(build(32).to(kind)) == spec
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-8, 1e-6, 1e-5, 3.7e-4, 1e-3, 0.1])
+@pytest.mark.parametrize("build", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.RMSNorm, CohereLayerNorm])
+def test_eps_is_exact(build, eps):
+    assert formula_of(build(48, eps=eps)).eps == eps
+
+
+class Wobble(nn.Module):
+    """LlamaRMSNorm's formula with nothing in its names to tell."""
+
+    floor = 1e-4
+
+    def __init__(self, size):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(size))
+        self.unused = 1e-4
+        self.register_buffer("beta", torch.rand(size))
+
+    def forward(self, signal):
+        wide = signal.float()
+        power = (wide * wide).sum(-1, keepdim=True) / signal.shape[-1]
+        return self.gamma * (wide / torch.sqrt(power + self.floor)).to(signal.dtype) + self.beta
+
+
+def test_odd_names_and_primitives_are_recognised():
+    module = Wobble(40)
+    assert formula_of(module) == NormSpec(False, 1e-4, has_bias=True, rounding="before_weight")
+    x = torch.randn(3, 40)
+    before = Wobble.forward(module, x)
+    with use_backend("reference"):
+        torch.testing.assert_close(module(x), before, rtol=1e-6, atol=1e-6)
+        module.floor = 0.5  # it was found to be eps, so a change of it counts
+        torch.testing.assert_close(module(x), Wobble.forward(module, x), rtol=1e-6, atol=1e-6)
+
+
+def test_hard_coded_eps_is_found():
+    class Fixed(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(size))
+
+        def forward(self, x):
+            h = x.float()
+            return self.scale * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 2.5e-6)).to(x.dtype)
+
+    assert formula_of(Fixed(24)).eps == 2.5e-6
+
+
+@pytest.mark.parametrize("stored", ["parameter", "buffer", "attribute"])
+def test_weight_is_found_wherever_it_is_stored(stored):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            ones = torch.ones(16)
+            if stored == "parameter":
+                self.w = nn.Parameter(ones)
+            elif stored == "buffer":
+                self.register_buffer("w", ones)
+            else:
+                self.w = ones
+
+        def forward(self, x):
+            h = x.float()
+            return (self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+
+    module = Odd()
+    assert formula_of(module) == NormSpec(False, 1e-6)
+    module.w.data.mul_(3.0)
+    x = torch.randn(2, 16)
+    with use_backend("reference"):
+        torch.testing.assert_close(module(x), Odd.forward(module, x))
+
+
+# Look-alikes. `norm_name` classes must be listed whatever they do; the others only if they normalise.
+
+
+def rms(h, eps=1e-6):
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def divide_by_variance(self, x):
+    return self.weight * x / (x.var(-1, keepdim=True, unbiased=False) + 1e-6)
+
+
+def divide_by_std(self, x):
+    return self.weight * x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-6)
+
+
+def eps_outside(self, x):
+    return self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6))
+
+
+def affine(self, x):
+    return self.weight * x + self.bias
+
+
+def over_dim_1(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6))
+
+
+def over_everything(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean() + 1e-6))
+
+
+def unbiased(self, x):
+    return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6) + self.bias
+
+
+def l2(self, x):
+    return self.weight * F.normalize(x, dim=-1)
+
+
+def weight_first(self, x):
+    return rms(x.float() * self.weight.float()).to(x.dtype)
+
+
+def no_upcast(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def one_norm(self, x):
+    return self.weight * x / x.abs().mean(-1, keepdim=True)
+
+
+def grouped(self, x):
+    h = x.float().unflatten(-1, (2, -1))
+    return self.weight * rms(h).flatten(-2).to(x.dtype)
+
+
+def random_forward(self, x):
+    return self.weight * rms(x.float() + 0.0 * torch.rand_like(x.float())).to(x.dtype)
+
+
+def dropout_in_training(self, x):
+    return F.dropout(self.weight * rms(x.float()).to(x.dtype), 0.5, self.training)
+
+
+def other_in_training(self, x):
+    return self.weight * rms(x.float(), 1e-3 if self.training else 1e-6).to(x.dtype)
+
+
+def counting(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.weight * rms(x.float()).to(x.dtype)
+
+
+def running_average(self, x):
+    self.bias.data.lerp_(x.mean((0, 1)).float(), 0.1)
+    return self.weight * rms(x.float()).to(x.dtype)
+
+
+def no_gradient(self, x):
+    h = x.float()
+    return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6).detach()).to(x.dtype)
+
+
+def scaled_by_an_attribute(self, x):
+    return self.multiplier * (self.weight * rms(x.float()).to(x.dtype))
+
+
+def in_place(self, x):
+    return self.weight * x.mul_(torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def depends_on_rows(self, x):
+    y = self.weight * rms(x.float()).to(x.dtype)
+    return y + y.flatten()[0]
+
+
+def only_for_three_dimensions(self, x):
+    return self.weight * rms(x.float(), 1e-6 if x.dim() == 3 else 1e-3).to(x.dtype)
+
+
+def own_autocast(self, x):
+    y = self.weight * rms(x.float()).to(x.dtype)
+    return y.bfloat16() if torch.is_autocast_enabled() else y
+
+
+def returns_factor(self, x):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def returns_pair(self, x):
+    return self.weight * rms(x), x
+
+
+def fails(self, x):
+    raise ValueError("needs a cache")
+
+
+def two_inputs(self, x, residual):
+    return self.weight * rms(x + residual)
+
+
+def lookalike(forward, name):
+    def __init__(self, size=32):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.rand(size))
+        self.bias = nn.Parameter(torch.rand(size))
+        self.multiplier = 0.75
+
+    return type(name, (nn.Module,), {"__init__": __init__, "forward": forward})()
+
+
+NORMALISE = {
+    divide_by_std: "standard deviation without centring",
+    eps_outside: "not inside the root",
+    unbiased: "unbiased",
+    l2: "L2 norm",
+    weight_first: "before the norm",
+    no_upcast: "order of its own",
+    one_norm: "mean magnitude",
+    grouped: "not one that this package knows",
+    other_in_training: "train mode",
+    no_gradient: "gradient",
+    scaled_by_an_attribute: "not one that this package knows",
+    only_for_three_dimensions: "dimensional input",
+    own_autocast: "autocast",
+}
+DO_NOT = {
+    divide_by_variance: "variance without the root",
+    affine: "affine",
+    over_dim_1: "another dimension",
+    over_everything: "another dimension",
+    random_forward: "random",
+    dropout_in_training: "random",
+    counting: "state",
+    running_average: "state",
+    in_place: "writes into its input",
+    depends_on_rows: "other rows",
+    returns_factor: "(2, 3, 1)",
+    returns_pair: "tuple",
+    fails: "needs a cache",
+    two_inputs: "besides one tensor",
+}
+
+
+@pytest.mark.parametrize(("forward", "why"), [*NORMALISE.items(), *DO_NOT.items()])
+def test_lookalike_with_a_norms_name_is_left_alone_and_named(forward, why):
+    module = lookalike(forward, "OddRMSNorm")
+    assert why in reason_for(module)
+    assert type(module).forward is forward
+
+
+@pytest.mark.parametrize(("forward", "why"), NORMALISE.items())
+def test_lookalike_that_normalises_is_named_whatever_it_is_called(forward, why):
+    assert why in reason_for(lookalike(forward, "Thing"))
+
+
+@pytest.mark.parametrize("forward", [f for f in DO_NOT if f not in (random_forward, dropout_in_training, counting)])
+def test_what_does_not_normalise_is_not_mentioned(forward):
+    report = report_on(lookalike(forward, "Thing"))
+    assert not report.swapped and not report.skipped, report
+
+
+def test_two_dimensional_weight_is_named():
+    assert "(4, 8)" in reason_for(nn.LayerNorm((4, 8)))
+
+
+def test_modules_of_other_kinds_are_neither_swapped_nor_mentioned():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4)
+    others = nn.ModuleList(
+        [
+            nn.Linear(8, 8),
+            nn.Embedding(8, 8),
+            nn.Conv1d(4, 4, 1),
+            nn.GELU(),
+            nn.SiLU(),
+            nn.Dropout(),
+            nn.Identity(),
+            nn.PReLU(8),
+            nn.Softmax(-1),
+            nn.BatchNorm1d(8),
+            nn.GroupNorm(2, 8),
+            nn.InstanceNorm1d(8),
+            nn.MultiheadAttention(8, 2),
+            nn.CrossEntropyLoss(),
+            LlamaRotaryEmbedding(config),
+        ]
+    )
+    others.extend(ACT2FN[name] for name in ("gelu_new", "quick_gelu", "relu2", "laplace", "mish"))
+    report = report_on(others)
+    assert not report.swapped and not report.skipped, report
+
+
+def test_recognising_leaves_the_model_and_the_generators_alone():
+    model = nn.Sequential(
+        LlamaRMSNorm(16), nn.LayerNorm(16), lookalike(random_forward, "OddRMSNorm"), lookalike(l2, "OddRMSNorm")
+    )
+    model[0].weight.data.normal_()
+    tensors = [(t, t._version, t.clone()) for t in model.state_dict(keep_vars=True).values()]
+    torch.manual_seed(1)
+    random.seed(1)
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    report_on(model)
+    unpatch_model(model)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    for (tensor, version, value), now in zip(tensors, model.state_dict(keep_vars=True).values(), strict=True):
+        assert now is tensor
+        assert tensor._version == version
+        assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        lambda: torch.random.fork_rng(devices=[]),
+    ],
+)
+def test_recognition_works_in_any_context(context):
+    with context():
+        # sizes of its own, so that no earlier verdict is reused
+        assert formula_of(LlamaRMSNorm(52)) == NormSpec(False, 1e-6, rounding="before_weight")
+        assert formula_of(nn.LayerNorm(52)) == NormSpec(True, 1e-5, has_bias=True, functional=True)
+
+
+def test_recognition_works_under_another_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert formula_of(LlamaRMSNorm(56)) == NormSpec(False, 1e-6, rounding="before_weight")
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_modules_of_one_kind_are_examined_once():
+    calls = []
+
+    class Spied(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            calls.append(1)
+            return super().forward(hidden_states)
+
+    report_on(nn.Sequential(Spied(20)))
+    once = len(calls)
+    report = report_on(nn.Sequential(*(Spied(20) for _ in range(30))))
+    assert len(report.swapped) == 30
+    assert len(calls) == once > 0
+
+
+def test_other_attributes_are_examined_apart():
+    class Flagged(LlamaRMSNorm):
+        def __init__(self, size, centre):
+            super().__init__(size)
+            self.centre = centre
+
+        def forward(self, hidden_states):
+            if self.centre:
+                hidden_states = hidden_states - hidden_states.mean(-1, keepdim=True)
+            return super().forward(hidden_states)
+
+    report = report_on(nn.Sequential(Flagged(16, False), Flagged(16, True)))
+    assert [record.formula.centered for record in report.swapped] == [False]
+    assert [record.path for record in report.skipped] == ["1"]  # in bfloat16 it rounds once more, after the mean
+
+
+def test_a_forward_compiled_by_its_author_is_recognised():
+    class Compiled(LlamaRMSNorm):
+        forward = torch.compile(LlamaRMSNorm.forward, backend="eager")
+
+    assert formula_of(Compiled(28)) == NormSpec(False, 1e-6, rounding="before_weight")
