@@ -203,7 +203,7 @@ class Stopwatch:
         replays(3)
         n = max(1, min(50, int(3e3 / (replays(1) * len(calls)))))  # about 3 ms a sample
         samples = sorted(replays(n) for _ in range(self.samples))
-        del outputs, graph
+        del outputs
         return {
             "us": statistics.median(samples),
             "us_p20": samples[len(samples) // 5],

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -123,6 +124,8 @@ def run_tests(section: Section) -> None:
         where = ROOT / "tests" / ("test_gpu.py" if section.dry_run else "")
         command = [sys.executable, "-m", "pytest", str(where), "-m", "gpu", "-q", "-p", "no:cacheprovider",
                    "--continue-on-collection-errors", f"--junitxml={report}"]  # fmt: skip
+        if importlib.util.find_spec("xdist") and not section.dry_run:
+            command += ["-n", "4"]  # most of the time is compilation on the host
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
         environment["TRITON_INTERPRET"] = "1" if section.dry_run else "0"
         if section.dry_run:
@@ -252,6 +255,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file for the results (the variable OUT, a folder, goes first)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of an earlier result, run nothing")
     args = parser.parse_args(argv)
+    if args.show and not args.show.is_file():
+        parser.error(f"--show {args.show}: there is no such file")
     args.only = args.only.split(",") if args.only else list(SECTIONS)
     unknown = set(args.only) - set(SECTIONS)
     if unknown:
@@ -268,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TRITON_INTERPRET"] = "1" if args.dry_run else "0"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = supervise("environment", folder, args.dry_run, start + args.budget, start + args.budget)
+        environment = supervise("environment", folder, args.dry_run, start + 60, start + 60)
         if environment["status"] != "passed" or not (args.dry_run or environment["data"]["device"]):
             reason = environment.get("reason", "torch sees no GPU; --dry-run rehearses on the CPU")
             print(f"gpu_check: {reason}", file=sys.stderr)
@@ -287,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             if name not in args.only:
                 continue
             soft = start + share * args.budget
-            if soft - time.monotonic() < 0.05 * args.budget:
+            if soft - time.monotonic() <= 0.05 * args.budget:
                 section = {"status": "skipped", "reason": "time ran out", "data": {}, "failures": []}
             else:
                 print(f"gpu_check: {name}, {soft - time.monotonic():.0f} s", file=sys.stderr, flush=True)

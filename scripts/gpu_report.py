@@ -29,7 +29,9 @@ def columns(rows: list[tuple]) -> list[str]:
     # text to the left, figures to the right
     left = [all(not isinstance(row[i], (int, float)) for row in rows) for i in range(len(widths))]
     return [
-        "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)).rstrip()
+        "  ".join(
+            c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)
+        ).rstrip()
         for row in cells
     ]
 
@@ -84,7 +86,9 @@ def host(name: str, data: dict) -> list[str]:
 
 
 def model(name: str, data: dict) -> list[str]:
-    rows = [(f"{name}-shaped, 8 layers", "variant", "tokens/s", "ms", "speedup", "peak GB", "memory", "beside unpatched")]
+    rows = [
+        (f"{name}-shaped, 8 layers", "variant", "tokens/s", "ms", "speedup", "peak GB", "memory", "beside unpatched")
+    ]
     for phase, variants in data.get("phases", {}).items():
         for variant, entry in variants.items():
             keys = ("tokens_equal", "first_difference", "max_abs_dlogit", "top1_equal", "abs_dloss", "error")

@@ -1,0 +1,486 @@
+"""What only real hardware can show: rounding, alignment, streams, graphs, compilation and 64-bit addresses.
+
+`pytest -m gpu` runs these on the current GPU. ``HF_RMSNORM_REHEARSE_GPU_TESTS=1 TRITON_INTERPRET=1 pytest -m gpu
+tests/test_gpu.py`` runs the bodies of those that can on the CPU with fewer sizes, so that a mistake in a test is found
+where there is no GPU; scripts/gpu_check.py --dry-run does that.
+"""
+
+import copy
+import os
+import threading
+
+import pytest
+import torch
+from tiny_models import build, token_ids
+from tolerance import assert_as_accurate, one_ulp
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hf_rmsnorm import (
+    count_launches,
+    patch_model,
+    patched,
+    rms_norm,
+    unpatch_model,
+    use_backend,
+    verify_equivalence,
+)
+from hf_rmsnorm.demo import DEMO_MODELS, demo_path
+from hf_rmsnorm.reference import reference_norm
+
+GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+REHEARSAL = not GPU and os.environ.get("HF_RMSNORM_REHEARSE_GPU_TESTS") == "1"
+DEVICE = "cuda" if GPU else "cpu"
+COMPILER = "inductor" if GPU else "aot_eager"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (GPU or REHEARSAL), reason="needs a GPU that Triton serves"),
+]
+real_gpu = pytest.mark.skipif(not GPU, reason="cannot be rehearsed without a GPU")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MODULES = {
+    "llama": lambda n: LlamaRMSNorm(n, eps=1e-6),
+    "olmo2": lambda n: Olmo2RMSNorm(n, eps=1e-6),
+    "gemma": lambda n: GemmaRMSNorm(n, eps=1e-6),
+    "t5": lambda n: T5LayerNorm(n, eps=1e-6),
+    "l2": lambda n: Llama4TextL2Norm(eps=1e-6),
+    "layer_norm": lambda n: nn.LayerNorm(n, eps=1e-5),
+}
+DTYPES = [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32), (FP16, FP32), (FP32, BF16)]
+SIZES = (1, 96, 128, 896, 1000, 4096, 5120, 8192, 14336, 16384, 20000, 65536, 262144) if GPU else (1, 96)
+CENTERED_SIZES = (2, 96, 1000, 4096, 8192, 16384, 65536) if GPU else (2, 96)
+ROWS = 301 if GPU else 5
+
+
+def make(name, hidden_size, dtype):
+    torch.manual_seed(hidden_size)
+    norm = MODULES[name](hidden_size).to(DEVICE, dtype)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return norm
+
+
+def random(*shape, dtype=BF16, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).mul_(1.7).add_(0.25).to(dtype)
+
+
+def fuse(norm):
+    """A patched copy of a norm, and the formula it was recognised to compute."""
+    fused = copy.deepcopy(norm)
+    (record,) = patch_model(fused).swapped
+    return fused, record.formula
+
+
+def run(norm, x, dy):
+    """[y, dx, gradients of the parameters]."""
+    x = x.detach().requires_grad_()
+    y = norm(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *norm.parameters()], dy.to(y.dtype))]
+
+
+def run_fused(norm, x, dy):
+    """As `run`, by exactly one forward kernel, and with dy left as it was."""
+    before = dy.clone()
+    with count_launches() as launches:
+        results = run(norm, x, dy)
+    assert launches["norm_forward"] + launches["norm_forward_loop"] == 1
+    assert torch.equal(dy, before), "the incoming gradient was overwritten"
+    return results
+
+
+def judge(norm, x, dy):
+    """A patched copy against float64, allowed what the module itself gets wrong on the same input."""
+    fused, spec = fuse(norm)
+    doubles = [x.detach().double().requires_grad_(), *(p.detach().double().requires_grad_() for p in norm.parameters())]
+    weight, bias = (*doubles[1:], None, None)[:2]
+    y = reference_norm(doubles[0], weight, bias, spec)
+    exact = [y.detach(), *torch.autograd.grad(y, doubles, dy.double())]
+    got, eager = run_fused(fused, x, dy), run(norm, x, dy)
+    for what, *tensors in zip(("y", "dx", "dweight", "dbias"), got, eager, exact, strict=False):
+        assert_as_accurate(*tensors, what)
+    assert got[0].stride() == eager[0].stride()
+
+
+# ---------------------------------------------------------------------------------------------------------- accuracy
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d))
+@pytest.mark.parametrize("name", MODULES)
+def test_formula_in_dtype(name, dtypes):
+    x_dtype, weight_dtype = dtypes
+    if x_dtype != weight_dtype and name in ("layer_norm", "l2"):
+        pytest.skip("torch's layer_norm takes one dtype, and this RMSNorm has no weight")
+    judge(make(name, 1024 if GPU else 64, weight_dtype), random(ROWS, 1024 if GPU else 64, dtype=x_dtype),
+          random(ROWS, 1024 if GPU else 64, dtype=x_dtype, seed=1))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, hidden_size", [*(("llama", n) for n in SIZES), *(("layer_norm", n) for n in CENTERED_SIZES)]
+)
+def test_hidden_size(name, hidden_size):
+    rows = max(3, min(ROWS, 2**22 // hidden_size))
+    judge(make(name, hidden_size, BF16), random(rows, hidden_size), random(rows, hidden_size, seed=1))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 132 * 16 * 16 + 5 if GPU else 40])
+def test_row_count(rows):
+    judge(make("llama", 128, BF16), random(rows, 128), random(rows, 128, seed=1))
+
+
+LAYOUTS = {  # (2, 24, 4, 128) each
+    "row major": lambda: random(2, 24, 4, 128),
+    "slice of a packed projection": lambda: random(2, 24, 12 * 128)[..., 4 * 128 : 8 * 128].unflatten(-1, (4, 128)),
+    "heads before rows": lambda: random(2, 4, 24, 128).transpose(1, 2),
+    "three levels": lambda: random(2, 50, 8, 128)[:, :48:2, ::2],
+    "every other row": lambda: random(2, 48, 4, 128)[:, ::2],
+    "odd row stride": lambda: random(2, 24, 4, 129)[..., :128],
+    "misaligned base": lambda: random(2 * 24 * 4 * 128 + 1)[1:].view(2, 24, 4, 128),
+    "last stride 2": lambda: random(2, 24, 4, 256)[..., ::2],
+    "one row repeated": lambda: random(1, 1, 1, 128).expand(2, 24, 4, 128),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("operand", ["x", "dy"])
+def test_layout(operand, layout):
+    strided, plain = LAYOUTS[layout](), random(2, 24, 4, 128, seed=2)
+    assert strided.shape == plain.shape
+    judge(make("llama", 128, BF16), *((strided, plain) if operand == "x" else (plain, strided)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("hidden_size", [128, 4096] if GPU else [128])
+def test_half_precision_is_bit_equal_to_llama_rmsnorm(hidden_size, dtype):
+    norm = make("llama", hidden_size, dtype)
+    x = random(4096 if GPU else 16, hidden_size, dtype=dtype)
+    equal = (fuse(norm)[0](x) == norm(x)).double().mean().item()
+    assert equal >= 0.999, f"{equal:.5%} of the elements are bit-equal"
+
+
+@pytest.mark.parametrize("name, hidden_size", [("llama", 128), ("llama", 4096), ("llama", 32768), ("layer_norm", 4096)])
+def test_gradients_are_the_same_bits_every_time(name, hidden_size):
+    hidden_size = hidden_size if GPU else 64
+    rows = 3000 if GPU else 8
+    fused, _ = fuse(make(name, hidden_size, BF16))
+    x, dy = random(rows, hidden_size), random(rows, hidden_size, seed=1)
+    first = run(fused, x, dy)
+    for _ in range(10 if GPU else 2):
+        for a, b in zip(first, run(fused, x, dy), strict=True):
+            assert torch.equal(a, b)
+
+
+@real_gpu
+@pytest.mark.parametrize("layout", ["row major", "wide rows"])
+def test_offsets_beyond_two_to_the_31(layout):
+    hidden_size, tail = 4096, 8
+    stride = hidden_size if layout == "row major" else 8 * hidden_size
+    rows = 2**31 // stride + tail
+    tensors = 4 if layout == "row major" else 2  # x, y, dy and dx; only x is large where its rows are far apart
+    needed = tensors * rows * stride * 2 + 2**30
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of free GPU memory")
+    norm, _ = fuse(make("llama", hidden_size, BF16))
+    x = torch.empty(rows, stride, dtype=BF16, device=DEVICE).normal_()[:, :hidden_size]
+    dy = torch.zeros(rows, hidden_size, dtype=BF16, device=DEVICE)
+    dy[-tail:] = random(tail, hidden_size)
+    y, dx, dweight = run(norm, x, dy)
+    # Only the last rows, all of whose offsets are past 2^31, have a gradient: alone they must give the same.
+    y_tail, dx_tail, dweight_tail = run(norm, x[-tail:].contiguous(), dy[-tail:].clone())
+    assert torch.equal(y[-tail:], y_tail)
+    assert torch.equal(dx[-tail:], dx_tail)
+    assert not dx[:-tail].any()
+    ulp = one_ulp(dweight_tail.abs().max().item(), BF16)
+    assert (dweight.double() - dweight_tail.double()).abs().max().item() <= ulp
+
+
+# ------------------------------------------------------------------------------------------------- devices and streams
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@real_gpu
+def test_launches_on_the_device_of_its_tensors():
+    fused, _ = fuse(make("llama", 512, BF16))
+    x, dy = random(64, 512), random(64, 512, seed=1)
+    expected = run(fused, x, dy)
+    other = copy.deepcopy(fused).to("cuda:1")
+    for _ in range(2):  # the first call compiles, the second takes the cached launch
+        got = run_fused(other, x.to("cuda:1"), dy.to("cuda:1"))
+        assert torch.cuda.current_device() == 0
+        for a, b in zip(expected, got, strict=True):
+            assert b.device == torch.device("cuda:1")
+            assert torch.equal(a, b.to("cuda:0"))
+
+
+@real_gpu
+def test_runs_on_the_current_stream():
+    fused, _ = fuse(make("llama", 4096, BF16))
+    source, x = random(256, 4096), torch.zeros(256, 4096, dtype=BF16, device=DEVICE)
+    expected = fused(source)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)  # keeps this stream busy: a launch on another one would read zeros
+        x.copy_(source)
+        y = fused(x)
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+@real_gpu
+@pytest.mark.parametrize("name, hidden_size", [("llama", 4096), ("layer_norm", 32768)])
+def test_cuda_graph_capture(name, hidden_size):
+    fused, _ = fuse(make(name, hidden_size, BF16))
+    x, dy = random(64, hidden_size).requires_grad_(), random(64, hidden_size, seed=1)
+    leaves = [x, *fused.parameters()]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(fused(x), leaves, dy)  # compiles, which a capture must not
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = fused(x)
+            grads = torch.autograd.grad(y, leaves, dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    fresh = random(64, hidden_size, seed=5)
+    with torch.no_grad():
+        x.copy_(fresh)
+    graph.replay()
+    torch.cuda.synchronize()
+    for captured, eager in zip([y, *grads], run(fused, fresh, dy), strict=True):
+        assert torch.equal(captured, eager)
+
+
+def test_two_threads_at_once():
+    fused, _ = fuse(make("llama", 512, BF16))
+    inputs = [(random(32, 512, seed=i), random(32, 512, seed=i + 100)) for i in range(8 if GPU else 2)]
+    expected = [run(fused, *pair) for pair in inputs]
+    got = [None] * len(inputs)
+
+    def work(i):
+        got[i] = run(fused, *inputs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for a, b in zip(expected, got, strict=True):
+        assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+@real_gpu
+def test_the_allocator_sees_no_more_than_the_output_and_rstd():
+    fused, _ = fuse(make("llama", 4096, BF16))
+    x = random(8192, 4096).requires_grad_()
+    fused(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = fused(x)
+    assert torch.cuda.max_memory_allocated() - before <= y.numel() * 2 + 8192 * 4 + 1024
+
+
+# ----------------------------------------------------------------------------------------------------------- compiling
+
+
+@real_gpu
+def test_fifty_shapes_compile_nothing_new():
+    import triton
+
+    fused, _ = fuse(make("llama", 128, BF16))
+    compiled = []
+
+    def forward_and_backward(batch, length, heads):
+        packed = random(batch, length, (heads + 2) * 128)
+        for x in (random(batch * length, 128), packed[..., : heads * 128].unflatten(-1, (heads, 128))):
+            run(fused, x, random(*x.shape, seed=1))
+            if x.dim() == 4:
+                run(fused, x, random(batch, heads, length, 128, seed=1).transpose(1, 2))
+                with torch.no_grad():
+                    fused(x)
+
+    forward_and_backward(2, 5, 4)
+    previous = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **call: compiled.append(call["repr"])
+    try:
+        for i in range(50):
+            forward_and_backward(1 + i % 3, 1 + 17 * i, 1 + i % 5)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = previous
+    assert not compiled
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_compiles_into_one_graph(name, dynamic):
+    torch._dynamo.reset()
+    hidden_size = 1024 if GPU else 64
+    fused, _ = fuse(make(name, hidden_size, BF16))
+    compiled = torch.compile(fused, fullgraph=True, dynamic=dynamic, backend=COMPILER)
+    for i, length in enumerate((9, 33, 70) if dynamic else (9, 9)):
+        x, dy = random(2, length, hidden_size, seed=i), random(2, length, hidden_size, seed=i + 10)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            got = run_fused(compiled, x, dy)
+        for a, b in zip(got, run(fused, x, dy), strict=True):
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+
+
+def test_a_patched_model_compiles_into_one_graph():
+    torch._dynamo.reset()
+    model = build("qwen3").to(DEVICE)
+    ids = (token_ids() if GPU else token_ids(1, 4)).to(DEVICE)
+    patch_model(model)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend=COMPILER)
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ autocast, checkpoints
+
+
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+@pytest.mark.parametrize("x_dtype", [BF16, FP32])
+def test_autocast_gives_the_dtype_that_eager_gives(name, x_dtype):
+    norm = make(name, 256, FP32)
+    fused, _ = fuse(norm)
+    x = random(16 if GPU else 3, 256, dtype=x_dtype)
+    with torch.autocast(DEVICE, dtype=BF16):
+        got, eager = fused(x), norm(x)
+    assert got.dtype == eager.dtype
+    spacing = torch.finfo(eager.dtype).eps * eager.abs().max().item()
+    assert (got.double() - eager.double()).abs().max().item() <= 2 * spacing
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_checkpoint_recomputes_under_the_same_backend(backend, use_reentrant):
+    # On a GPU autograd recomputes in a thread of its own, which sees no `use_backend` of the caller.
+    fused, _ = fuse(make("llama", 256, BF16))
+    x, dy = random(8, 256), random(8, 256, seed=1)
+    expected = run(fused, x, dy)
+    x = x.requires_grad_()
+    with use_backend(backend), count_launches() as launches:
+        y = torch.utils.checkpoint.checkpoint(fused, x, use_reentrant=use_reentrant)
+        y.backward(dy)
+    assert launches["norm_forward"] == 2
+    for a, b in zip(expected, [y.detach(), x.grad, fused.weight.grad], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_double_backward():
+    x = random(3, 64, dtype=FP32).requires_grad_()
+    weight = random(64, dtype=FP32, seed=1).requires_grad_()
+    seconds = []
+    for backend in ("triton", "reference"):
+        with use_backend(backend):
+            (dx,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
+            seconds.append(torch.autograd.grad(dx.square().sum(), (x, weight)))
+    for a, b in zip(*seconds, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+PROMPT = "The licence of this software permits"
+
+
+def demo(name, dtype):
+    """An embedded trained model on the device, in eval mode, and a prompt."""
+    path = demo_path(name)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
+    ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids.to(DEVICE)
+    return model, ids if GPU else ids[:, :6]
+
+
+def generate(model, ids, tokens=64 if GPU else 2, **options):
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0, **options
+        )
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if GPU else [BF16])
+@pytest.mark.parametrize("name", DEMO_MODELS)
+def test_trained_models_generate_the_same_tokens(name, dtype):
+    model, ids = demo(name, dtype)
+    expected = generate(model, ids)
+    with patched(model), count_launches() as launches:
+        assert generate(model, ids) == expected
+    assert launches
+    assert generate(model, ids) == expected
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if GPU else [BF16])
+@pytest.mark.parametrize("name", DEMO_MODELS if GPU else ["llama"])
+def test_trained_models_are_proven_equal(name, dtype):
+    model, ids = demo(name, dtype)
+    report = verify_equivalence(model, inputs=ids, max_new_tokens=16 if GPU else 2)
+    assert report.norms, "no norm was compared"
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma", "olmo2", "phi3"] if GPU else ["mistral"])
+def test_random_models_generate_the_same_tokens(family):
+    model = build(family)
+    patch_model(model)  # on the CPU, before the move: the kernels must follow the tensors
+    model.to(DEVICE)
+    ids = token_ids(batch=1).to(DEVICE)
+    with count_launches() as launches:
+        got = generate(model, ids, tokens=32 if GPU else 2)
+    assert launches
+    unpatch_model(model)
+    assert got == generate(model, ids, tokens=32 if GPU else 2)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=real_gpu)])
+def test_static_cache_generates_the_same_tokens(compiled):
+    # With a static cache `generate` compiles the decoding step and records it as CUDA graphs, unless told not to.
+    torch._dynamo.reset()
+    model, ids = demo("llama", FP32)
+    expected = generate(model, ids)
+    with patched(model):
+        got = generate(model, ids, cache_implementation="static", disable_compile=not compiled)
+    assert got == expected
+
+
+def test_training_step_on_the_gpu():
+    model, ids = demo("qwen3", FP32)
+    ids = ids.repeat(2, 1)
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected_loss, expected = step()
+    with patched(model):
+        loss, grads = step()
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for name, grad in grads.items():
+        difference = (grad - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
+        assert difference.item() < 1e-4, f"gradient of {name}"
+
+
+def test_offloaded_models_generate_the_same_tokens():
+    from accelerate import cpu_offload
+
+    model, ids = demo("llama", FP32)
+    expected = generate(model, ids, tokens=8 if GPU else 2)
+    model.to("cpu")
+    patch_model(model)
+    model = cpu_offload(model, execution_device=torch.device(DEVICE))
+    with count_launches() as launches:
+        assert generate(model, ids, tokens=8 if GPU else 2) == expected
+    assert launches

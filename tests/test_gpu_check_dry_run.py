@@ -1,0 +1,129 @@
+"""The GPU check's paths, rehearsed where there is no GPU, and the layout of its result files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "gpu_check.py"
+NUMBER = (int, float)
+
+
+def gpu_check(*arguments, **environment):
+    clean = {k: v for k, v in os.environ.items() if k not in ("OUT", "TRITON_INTERPRET")}
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory):
+    """(the finished process, its result) of a whole dry run."""
+    folder = tmp_path_factory.mktemp("out")
+    done = gpu_check("--dry-run", OUT=str(folder))
+    return done, json.loads((folder / "gpu_check.json").read_text())
+
+
+def test_every_section_passes(rehearsal):
+    done, result = rehearsal
+    outcome = {name: (s["status"], s.get("reason"), s["failures"]) for name, s in result["sections"].items()}
+    assert outcome == dict.fromkeys(("tests", "kernels", "host", "llama", "qwen3"), ("passed", None, []))
+    assert done.returncode == 0, done.stderr
+    assert result["passed"] is True
+    assert result["dry_run"] is True
+    assert result["format"] == 1
+    assert {"torch", "triton", "transformers", "hf-rmsnorm"} <= result["environment"]["versions"].keys()
+    assert {"device", "driver", "commit", "platform"} <= result["environment"].keys()
+
+
+def test_it_rehearses_the_gpu_tests(rehearsal):
+    data = rehearsal[1]["sections"]["tests"]["data"]
+    assert data["counts"]["passed"] > 50
+    assert data["counts"]["failed"] == 0
+    assert all(skip["message"] for skip in data["skipped"])
+
+
+def test_kernel_cases_are_judged_and_timed(rehearsal):
+    data = rehearsal[1]["sections"]["kernels"]["data"]
+    assert data["copy_gb_per_s"]["best"] > 0
+    assert data["skipped"] == []
+    assert len(data["cases"]) == 3
+    for case in data["cases"]:
+        assert {"hf_eager", "hf_rmsnorm"} < case["implementations"].keys()
+        ours = case["implementations"]["hf_rmsnorm"]
+        assert {"y", "dx", "dweight"} <= ours["gate"]["errors"].keys()
+        assert ours["gate"]["failures"] == []
+        assert ours["gate"]["bit_equal_to_hf"] >= 0.99
+        for direction in ("forward", "backward", "forward+backward"):
+            assert ours[direction]["wall_us"] > 0
+
+
+def test_host_cost_and_models_are_measured(rehearsal):
+    sections = rehearsal[1]["sections"]
+    host = sections["host"]["data"]["us_per_call"]
+    assert {"hf_eager", "hf_rmsnorm", "hf_rmsnorm.rms_norm", "F.rms_norm", "torch.compile"} <= host.keys()
+    assert all(isinstance(us, NUMBER) for us in host["hf_rmsnorm"].values())
+    for name in ("llama", "qwen3"):
+        data = sections[name]["data"]
+        assert data["norms_swapped"] == (9 if name == "qwen3" else 5)  # two layers, the final norm
+        for phase, unit in (("decode", "tokens_per_s"), ("prefill", "ms"), ("train", "ms")):
+            before, after = data["phases"][phase]["unpatched"], data["phases"][phase]["patch_model"]
+            assert before[unit] > 0
+            assert after["speedup"] > 0
+        assert data["phases"]["prefill"]["patch_model"]["max_abs_dlogit"] < 0.1
+        assert data["phases"]["train"]["patch_model"]["abs_dloss"] < 0.05
+
+
+def test_it_prints_tables_and_prints_them_again(rehearsal, tmp_path):
+    done, result = rehearsal
+    for word in ("DRY RUN", "RMSNorm 6x64", "host us per call", "qwen3-shaped", "speedup"):
+        assert word in done.stdout
+    path = tmp_path / "saved.json"
+    path.write_text(json.dumps(result))
+    assert gpu_check("--show", path).stdout.strip() in done.stdout
+
+
+def test_sections_without_time_are_skipped_and_named(tmp_path):
+    path = tmp_path / "result.json"
+    done = gpu_check("--dry-run", "--budget", "0", "--only", "host,llama", "--out", path)
+    sections = json.loads(path.read_text())["sections"]
+    assert done.returncode == 0, done.stderr
+    assert {s["status"] for s in sections.values()} == {"skipped"}
+    assert done.stdout.count("time ran out") == 2
+
+
+def test_a_section_that_raises_is_recorded_and_the_others_run(tmp_path):
+    # A transformers without LLaMA breaks the sections that need it, and only those.
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text("import sys\nsys.modules['transformers.models.llama.modeling_llama'] = None\n")
+    path = tmp_path / "result.json"
+    done = gpu_check("--dry-run", "--only", "host,qwen3", "--out", path, PYTHONPATH=str(tmp_path))
+    result = json.loads(path.read_text())
+    assert done.returncode == 1
+    assert result["passed"] is False
+    assert result["sections"]["host"]["status"] == "error"
+    assert "modeling_llama" in result["sections"]["host"]["reason"]
+    assert "Traceback" in result["sections"]["host"]["traceback"]
+    assert result["sections"]["qwen3"]["status"] == "passed"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--only", "kernels,nothing"], "no such section: nothing; choose among tests, kernels"),
+        (["--show", "missing.json"], "missing.json"),
+    ],
+)
+def test_bad_arguments_get_one_line(arguments, message):
+    done = gpu_check(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_without_a_gpu_it_says_so():
+    done = gpu_check("--only", "host", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert done.stderr == "gpu_check: torch sees no GPU; --dry-run rehearses on the CPU\n"
