@@ -73,7 +73,7 @@ def _backward(dy, x, weight, bias, rstd, mean, eps, centered, weight_offset, rou
         from ..kernels import launch
 
         grads = launch.norm_backward(
-            dy, x, weight, bias, rstd, mean if centered else None, spec, need, contiguous_output(spec)
+            dy, x, weight, bias, rstd, mean if centered else None, spec, tuple(need), contiguous_output(spec)
         )
     else:
         dx, dweight, dbias = reference_backward(dy, x, weight, bias, spec, need)
