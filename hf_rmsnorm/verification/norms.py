@@ -35,8 +35,8 @@ class NormCheck:
       terms of an element are weight * xhat and bias; xhat in turn is rstd * x less rstd * mean if the norm is centred.
       That is the scale at which sums round: an element that comes out near zero cannot be more accurate than its
       terms. Each of two correct norms is up to 2 such ulp from float64, to either side, and a whole row at once,
-      hence the few that may be off. A wrong eps moves the largest element of a row by the same fraction as all others, so it has nowhere to
-      hide behind that scale.
+      hence the few that may be off. Nothing hides behind that scale: a wrong eps moves the largest element of a row
+      by the same fraction as all others.
 
     Args:
         dtype: the coarser dtype of input and output, which is where the original rounds.

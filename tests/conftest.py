@@ -1,0 +1,18 @@
+"""What every test shares: no network, two threads, and Triton's interpreter where there is no GPU."""
+
+import os
+
+import torch
+
+if not (torch.cuda.is_available() or torch.xpu.is_available()):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--model", help="a local checkpoint or a hub id for test_logit_equivalence.py")
+
+
+def pytest_configure(config):
+    if not config.getoption("--model"):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
