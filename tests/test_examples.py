@@ -19,7 +19,7 @@ def start(cwd, *argv) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, *map(str, argv)],
         cwd=cwd,
-        env=base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=base | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -43,13 +43,15 @@ def test_generate_says_the_same_before_and_after_and_proves_it(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, tuple[Path, str]]:
-    """Four steps under `accelerate launch`, three ways at once: the folder each wrote and its output."""
+    """Four steps, three ways at once: the folder each wrote and its output."""
     folder = tmp_path_factory.mktemp("finetune")
-    ways = {"patched": [], "unpatched": ["--no-patch"], "reference": ["--backend", "reference"]}
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", ROOT / "examples" / "finetune.py"]
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    ways = {"patched": (launch, []), "unpatched": (launch, ["--no-patch"]), "reference": ([], ["--backend=reference"])}
+    short = ["--max-steps", "4", "--batch-size", "2"]
+    script = ROOT / "examples" / "finetune.py"
     runs = {
-        name: start(folder, *launch, "--max-steps", "4", "--batch-size", "2", "--output-dir", folder / name, *how)
-        for name, how in ways.items()
+        name: start(folder, *launcher, script, *short, *how, "--output-dir", folder / name)
+        for name, (launcher, how) in ways.items()
     }
     return {name: (folder / name, output(process)) for name, process in runs.items()}
 

@@ -1,0 +1,104 @@
+"""The README's code and commands exist, and its figures are what comes out here."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hf_rmsnorm
+from hf_rmsnorm.cli.main import build_parser
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_python_blocks_compile_and_import_what_there_is():
+    for block in blocks("python"):
+        compile(block, "README.md", "exec")
+    names = [name for line in re.findall(r"from hf_rmsnorm import (.+)", README) for name in line.split(", ")]
+    assert names and all(hasattr(hf_rmsnorm, name) for name in names)
+
+
+def test_commands_parse():
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("hf-rmsnorm ")]
+    assert len(lines) == 4
+    for line in lines:
+        assert callable(build_parser().parse_args(shlex.split(line, comments=True)[1:]).run)
+
+
+@pytest.mark.parametrize("path", re.findall(r"`((?:scripts|examples|tests)/[\w/]+\.py)", README))
+def test_files_it_names_exist(path):
+    assert (Path(__file__).resolve().parent.parent / path).is_file()
+
+
+def figures(row: str) -> list[str]:
+    """The cells of the table's row that starts with `row`, without its name."""
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {row}")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+@pytest.fixture
+def norm() -> tuple[LlamaRMSNorm, torch.Tensor]:
+    torch.manual_seed(0)
+    module = LlamaRMSNorm(512)
+    torch.nn.init.normal_(module.weight)
+    return module.to(DEVICE, torch.bfloat16), torch.randn(64, 512).to(DEVICE, torch.bfloat16)
+
+
+def test_share_of_equal_elements_is_the_one_given(norm):
+    module, x = norm
+    with torch.no_grad(), hf_rmsnorm.use_backend("triton"):
+        expected = module(x)
+        fused = hf_rmsnorm.rms_norm(x, module.weight, module.variance_epsilon)
+        once = F.rms_norm(x, (512,), module.weight, module.variance_epsilon)
+    share, share_once = (f"{(y == expected).float().mean().item():.0%}" for y in (fused, once))
+    assert figures("elements equal") == ["100%", share]
+    assert f"so gives {share_once} of those elements" in " ".join(README.split())
+
+
+def test_operators_are_as_many_as_in_the_table(norm):
+    class Count(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.total += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    module, x = norm
+    with torch.no_grad(), Count() as eager:
+        module(x)
+    with torch.no_grad(), hf_rmsnorm.use_backend("triton"), Count() as fused, hf_rmsnorm.count_launches() as launches:
+        hf_rmsnorm.rms_norm(x, module.weight)
+    assert fused.total == 1, "the allocation"
+    assert figures("operators or kernels") == [str(eager.total), str(launches.total())]
+
+
+def test_saved_bytes_are_as_many_as_in_the_table(norm):
+    module, x = norm
+    x.requires_grad_()
+
+    def per_row(function) -> float:
+        storages = {}
+
+        def pack(tensor):
+            if tensor.data_ptr() != module.weight.data_ptr():
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = function(x)  # noqa: F841 - kept, so that no saved tensor's memory is used for another
+        return sum(storages.values()) / x.shape[0]
+
+    with hf_rmsnorm.use_backend("triton"):
+        fused = per_row(lambda x: hf_rmsnorm.rms_norm(x, module.weight))
+    table = [int(d) * 512 + int(c) for d, c in (cell.split(" D + ") for cell in figures("bytes saved"))]
+    assert [per_row(module), fused] == table
