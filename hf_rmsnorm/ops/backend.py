@@ -68,6 +68,8 @@ class use_backend:
 def _device_refusal(device_type: str, index: int | None) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
+    if device_type == "meta":
+        return "meta tensors hold no data"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device_type == "cuda":

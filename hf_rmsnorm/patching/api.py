@@ -43,11 +43,11 @@ def patch_model(
         >>> import torch, hf_rmsnorm
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
         >>> print(hf_rmsnorm.patch_model(model))
-        1 norms swapped, 0 left alone
+        1 norm swapped, 0 left alone
           swapped    1 x LayerNorm: LayerNorm(eps=1e-05, one rounding, bias)
               1
     """
-    plan, _ = _patch(model, include, exclude, strict)
+    plan, _ = _patch(model, include, exclude, strict, stacklevel=3)
     return plan.report()
 
 
@@ -75,7 +75,7 @@ def patched(
 
     Args and errors: those of `patch_model`. Gives the report to ``as``.
     """
-    plan, changed = _patch(model, include, exclude, strict)
+    plan, changed = _patch(model, include, exclude, strict, stacklevel=4)
     try:
         yield plan.report()
     finally:
@@ -83,7 +83,9 @@ def patched(
             restore(entry.module)
 
 
-def _patch(model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool) -> tuple[Plan, list[Entry]]:
+def _patch(
+    model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool, stacklevel: int
+) -> tuple[Plan, list[Entry]]:
     _check_module("patch_model", model)
     plan = make_plan(model, include, exclude)
     if strict:
@@ -100,7 +102,7 @@ def _patch(model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool)
         raise
     if not any(entry.recipe for entry in plan.entries):
         found = f"none of {len(plan.entries)} could be swapped, print the report" if plan.entries else "there is none"
-        warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=3)
+        warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
     return plan, changed
 
 

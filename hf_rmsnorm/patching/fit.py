@@ -117,8 +117,7 @@ class Fit:
         x = 1e4 * (self._normal(2, 2, self.size) + 0.5)
         y = self.probe.run(x)
         if not y.isfinite().all():
-            bad = [f"{name} is {value}" for name, value in self.probe.numbers.items() if not 0 <= value < math.inf]
-            raise NotInFamily(f"it gives NaN or infinity on ordinary input{': ' if bad else ''}{', '.join(bad)}")
+            raise NotInFamily("it gives NaN or infinity on ordinary input" + self._strange_numbers())
         scales = torch.tensor([1.0, 2.0, 64.0, 1024.0], dtype=torch.float32).view(2, 2, 1)
         scaled = self.probe.run(x * scales)
         if not _close(scaled, y, 1e-3):
@@ -131,7 +130,11 @@ class Fit:
         if change[1:].any():
             raise NotANorm("the result of a row depends on other rows")
         if self.size > 1 and not change[0, 1:].any():
-            raise NotANorm("it does not normalise over the last dimension")
+            raise NotANorm("it does not normalise over the last dimension" + self._strange_numbers())
+
+    def _strange_numbers(self) -> str:
+        strange = [f"{name} is {value}" for name, value in self.probe.numbers.items() if not 0 <= value < math.inf]
+        return ": " + ", ".join(strange) if strange else ""
 
     def _find_structure(self) -> tuple[bool, str | None, str | None, float]:
         """(centered, weight attribute, bias attribute, weight offset), from rows so large that eps is nothing."""
@@ -181,8 +184,7 @@ class Fit:
     def _find_eps(self, recipe: Recipe) -> Recipe:
         reading = self._read_eps(recipe)
         if not (math.isfinite(reading) and reading >= 0.0):
-            bad = [f"{name} is {value}" for name, value in self.probe.numbers.items() if value < 0]
-            raise NotInFamily(f"its eps is negative: {', '.join(bad) or 'small rows give NaN'}")
+            raise NotInFamily("its eps is negative or not a number" + self._strange_numbers())
         if reading and abs(self._read_eps(recipe, 0.5 * math.sqrt(reading)) - reading) > 1e-3 * reading:
             raise NotInFamily(f"its eps is not inside the root, as in x / (RMS + eps): about {math.sqrt(reading):.3g}")
         for name, value in self.probe.numbers.items():

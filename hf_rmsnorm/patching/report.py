@@ -64,7 +64,8 @@ class PatchReport:
         return [(*key, paths) for key, paths in grouped.items()]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.swapped)} norms swapped, {len(self.skipped)} left alone"]
+        norms = "norm" if len(self.swapped) == 1 else "norms"
+        lines = [f"{len(self.swapped)} {norms} swapped, {len(self.skipped)} left alone"]
         for verdict, class_name, what, paths in self.groups():
             lines.append(f"  {verdict} {len(paths):>4} x {class_name}: {what}")
             lines += [f"      {path}" for path in compact_paths(paths)]

@@ -21,7 +21,9 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
         stored = module.__dict__.get("_old_forward")
-    if stored is None or _is_own(stored, module, type(module).forward):
+    if stored is None:
+        return None
+    if _is_own(stored, module, type(module).forward):
         return None
     function = getattr(stored, "__func__", stored)
     return f"{getattr(function, '__module__', type(function).__module__)}.{getattr(function, '__qualname__', '?')}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
 
-from ..layers import Recipe, fused_part
+from ..layers import Recipe, fused_class, fused_part
 from .recognise import Verdict, class_name, recognise
 from .report import PatchReport, Skipped, Swapped
 from .swap import replaced_forward
 
-Globs = str | Sequence[str] | None
+Globs = str | Iterable[str] | None
 
 
 @dataclass
@@ -76,14 +76,20 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
 
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
-    other = replaced_forward(module)
     fused = fused_part(type(module))
     verdict = recognise(module, cache) if fused is None else _verdict_on_fused(module, fused._hf_rmsnorm_recipe)
-    if verdict.recipe is None and verdict.reason is None:
+    recipe, reason = verdict.recipe, verdict.reason
+    if recipe is None and reason is None:
         return None
+    other = None if recipe is None else replaced_forward(module)
     if other is not None:
-        return Entry(module, paths, reason=f"its forward was replaced on the instance by {other}")
-    return Entry(module, paths, verdict.recipe, verdict.reason, already=fused is not None)
+        recipe, reason = None, f"its forward was replaced on the instance by {other}"
+    elif recipe is not None and fused is None:
+        try:
+            fused_class(type(module), recipe)
+        except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
+            recipe, reason = None, f"its class cannot be subclassed: {type(error).__name__}: {error}"
+    return Entry(module, paths, recipe, reason, already=fused is not None)
 
 
 def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
@@ -104,7 +110,7 @@ def _filter(entry: Entry, include: list[str] | None, exclude: list[str] | None) 
 def _globs(word: str, globs: Globs) -> list[str] | None:
     if globs is None:
         return None
-    globs = [globs] if isinstance(globs, str) else list(globs)
-    if not all(isinstance(glob, str) for glob in globs):
+    found = [globs] if isinstance(globs, str) else list(globs) if isinstance(globs, Iterable) else [globs]
+    if not all(isinstance(glob, str) for glob in found):
         raise TypeError(f"{word} is {globs!r}: pass a glob over module paths, or a list of them")
-    return globs
+    return found

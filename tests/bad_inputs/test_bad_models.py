@@ -1,0 +1,185 @@
+"""Models that cannot be patched, wholly or in part: one clear line, and the model as it was."""
+
+import warnings
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend
+from hf_rmsnorm.patching import api
+
+
+def types(model):
+    return [type(module) for module in model.modules()]
+
+
+def assert_refused(model, error, match, **options):
+    before = types(model)
+    with pytest.raises(error, match=match) as caught:
+        patch_model(model, **options)
+    assert "\n" not in str(caught.value)
+    assert types(model) == before
+
+
+@pytest.mark.parametrize("model", [None, "gpt2", [], nn.Linear, torch.ones(2)])
+@pytest.mark.parametrize("function", [patch_model, unpatch_model, lambda model: patched(model).__enter__()])
+def test_not_a_module(model, function):
+    with pytest.raises(TypeError, match="needs a torch.nn.Module, got .*: load the model first"):
+        function(model)
+
+
+def test_no_norms():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    with pytest.warns(UserWarning, match="changed no norm of this Sequential: there is none"):
+        report = patch_model(model)
+    assert report.swapped == report.skipped == ()
+    assert_refused(model, ValueError, "strict: this Sequential has no norm", strict=True)
+    with pytest.warns(UserWarning, match="there is none") as caught, patched(model) as report:
+        assert not report.swapped
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("word", ["include", "exclude"])
+@pytest.mark.parametrize("globs", ["model.norms", ["*norm", "model.norms"], "lm_head", ""])
+def test_a_glob_that_matches_nothing(word, globs):
+    model = tiny_models.build("llama")
+    glob = globs if isinstance(globs, str) else globs[1]
+    assert_refused(model, ValueError, rf"{word}='{glob}' matches the path of no norm", **{word: globs})
+
+
+@pytest.mark.parametrize("globs", [3, [3], [None]])
+def test_a_glob_that_is_none(globs):
+    assert_refused(LlamaRMSNorm(8), TypeError, "include is .*: pass a glob", include=globs)
+
+
+@pytest.mark.parametrize("eps", [-1.0, -1e-6, float("nan"), float("inf")])
+@pytest.mark.parametrize("build", [LlamaRMSNorm, nn.LayerNorm])
+def test_an_eps_that_is_none(build, eps):
+    model = nn.Sequential(build(8, eps=eps))
+    with pytest.warns(UserWarning, match="none of 1 could be swapped"):
+        report = patch_model(model)
+    assert str(eps) in report.skipped[0].reason
+    assert_refused(model, ValueError, "'0'", strict=True)
+
+
+def test_a_norm_on_meta_is_recognised_and_runs_its_own_forward():
+    model = nn.Sequential(LlamaRMSNorm(8)).to("meta")
+    assert len(patch_model(model).swapped) == 1
+    assert model(torch.ones(2, 8, device="meta")).shape == (2, 8)
+    model.to_empty(device="cpu")
+    nn.init.ones_(model[0].weight)
+    with use_backend("reference"):
+        assert torch.equal(model(torch.ones(2, 8)), LlamaRMSNorm.forward(model[0], torch.ones(2, 8)))
+
+
+class Broadcast(LlamaRMSNorm):
+    def __init__(self):
+        super().__init__(8)
+        self.weight = nn.Parameter(torch.rand(3, 8))
+
+
+@pytest.mark.parametrize("build", [Broadcast, lambda: nn.LayerNorm((2, 4)), lambda: nn.RMSNorm((2, 4))])
+def test_a_weight_of_more_dimensions(build):
+    model = nn.Sequential(build())
+    name = type(model[0]).__name__
+    with warnings.catch_warnings(record=True):
+        report = patch_model(model)
+    if "RMSNorm" in name or "LayerNorm" in name:
+        assert "a weight must have one dimension" in report.skipped[0].reason
+    assert not report.swapped
+
+
+def test_a_weight_longer_than_the_input_goes_to_the_original():
+    norm = LlamaRMSNorm(8)
+    patch_model(norm)
+    with use_backend("reference"), pytest.raises(RuntimeError, match="size of tensor"):
+        norm(torch.ones(2, 7))
+    assert norm(torch.ones(2, 1)).shape == (2, 8)  # Hugging Face's own class broadcasts here
+
+
+def test_a_hidden_size_above_the_limit():
+    with pytest.warns(UserWarning, match="none of 1"):
+        report = patch_model(nn.Sequential(LlamaRMSNorm(262_145)))
+    assert "262145" in report.skipped[0].reason
+
+
+def test_scripted_and_traced_modules():
+    model = nn.ModuleDict(
+        {
+            "scripted": torch.jit.script(nn.LayerNorm(8)),
+            "traced": torch.jit.trace(LlamaRMSNorm(8), torch.ones(2, 8)),
+            "linear": torch.jit.script(nn.Linear(8, 8)),
+            "norm": LlamaRMSNorm(8),
+        }
+    )
+    report = patch_model(model)
+    assert [record.path for record in report.swapped] == ["norm"]
+    assert [(r.path, r.class_name) for r in report.skipped] == [("scripted", "LayerNorm"), ("traced", "LlamaRMSNorm")]
+    assert all("scripted or traced" in record.reason for record in report.skipped)
+
+
+def test_an_error_halfway_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny_models.build("llama")
+    before = types(model)
+    real, count = api.swap, []
+
+    def failing(module, recipe):
+        count.append(1)
+        if len(count) == 3:
+            raise MemoryError
+        real(module, recipe)
+
+    monkeypatch.setattr(api, "swap", failing)
+    with pytest.raises(MemoryError):
+        patch_model(model)
+    assert len(count) == 3
+    assert types(model) == before
+
+
+def test_a_class_that_refuses_to_be_subclassed():
+    class Final(LlamaRMSNorm):
+        def __init_subclass__(cls):
+            raise TypeError("Final is final")
+
+    model = nn.ModuleList([LlamaRMSNorm(8), Final(8)])
+    before = types(model)
+    report = patch_model(model)
+    assert [record.path for record in report.swapped] == ["0"]
+    assert "Final is final" in report.skipped[0].reason
+    unpatch_model(model)
+    assert types(model) == before
+    assert_refused(model, ValueError, "Final is final", strict=True)
+
+
+def test_a_class_whose_attributes_cannot_be_read_or_copied():
+    class Lock:
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot copy a lock")
+
+    class Locked(LlamaRMSNorm):
+        def __init__(self):
+            super().__init__(8)
+            self.lock = Lock()
+
+    class LockedRMSNorm(Locked):
+        pass
+
+    with pytest.warns(UserWarning):
+        report = patch_model(nn.Sequential(Locked(), LockedRMSNorm()))
+    assert not report.swapped
+    assert [record.path for record in report.skipped] == ["1"]
+    assert "cannot copy a lock" in report.skipped[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integer_input_goes_to_the_original(dtype):
+    norm = LlamaRMSNorm(8)
+    x = torch.ones(2, 8, dtype=dtype)
+    expected = norm(x)
+    patch_model(norm)
+    for backend in ("auto", "reference"):
+        with use_backend(backend):
+            assert torch.equal(norm(x), expected)

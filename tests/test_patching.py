@@ -1,0 +1,353 @@
+"""patch_model, unpatch_model and patched: every norm of real models swapped, everything else about them untouched."""
+
+import threading
+import warnings
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hf_rmsnorm
+from hf_rmsnorm import NormSpec, layers, patch_model, patched, unpatch_model, use_backend
+
+LLAMA = {"rounding": "before_weight"}
+GEMMA = {"weight_offset": 1.0}
+# What each family's modeling file writes out by hand.
+EXPECTED = {
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "mistral": LLAMA,
+    "mixtral": LLAMA,
+    "phi3": LLAMA,
+    "gemma": GEMMA,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "olmo2": {"rounding": "once"},
+    "gpt2": {"centered": True, "has_bias": True, "functional": True},
+}
+# Norms per decoder layer, q/k norms included; each model has one more at its end.
+PER_LAYER = {"qwen3": 4, "gemma2": 4, "gemma3_text": 6, "olmo2": 4}
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """The modules' inputs that went through the fused forward."""
+    calls = []
+    real = layers.fused_norm
+
+    def spy(x, *args):
+        calls.append(x)
+        return real(x, *args)
+
+    monkeypatch.setattr(layers, "fused_norm", spy)
+    return calls
+
+
+def norm_eps(module):
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_every_norm_is_swapped_with_its_formula_and_computes_the_same(family, dtype, fused_calls):
+    model = tiny_models.build(family, dtype)
+    ids = tiny_models.token_ids()
+    norms = tiny_models.norms(model)
+    before = model(ids).logits
+    report = patch_model(model, strict=True)
+    assert report.skipped == ()
+    assert [record.path for record in report.swapped] == [path for path, _ in norms]
+    assert len(norms) == 2 * PER_LAYER.get(family, 2) + 1
+    for record, (_, module) in zip(report.swapped, norms, strict=True):
+        expected = NormSpec(**{"centered": False, "eps": norm_eps(module), **EXPECTED[family]})
+        assert record.formula == expected
+        assert record.class_name == type(module).__name__
+    with use_backend("reference"):
+        assert torch.equal(model(ids).logits, before)
+    assert len(fused_calls) == len(norms)
+    fused_calls.clear()
+    unpatch_model(model)
+    with use_backend("reference"):
+        assert torch.equal(model(ids).logits, before)
+    assert not fused_calls
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_patch_and_unpatch_keep_everything_but_the_class(family, tmp_path):
+    model = tiny_models.build(family, torch.bfloat16)
+    parameters = dict(model.named_parameters())
+    types = {path: type(module) for path, module in model.named_modules()}
+    attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
+    text = repr(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "before")
+
+    patch_model(model)
+    assert repr(model) == text
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    for path, module in model.named_modules():
+        assert isinstance(module, types[path])
+        for word in ("__name__", "__qualname__", "__module__", "__doc__"):
+            assert getattr(type(module), word) == getattr(types[path], word)
+        assert vars(module) == attributes[path]
+    model.save_pretrained(tmp_path / "patched")
+    for file in (tmp_path / "before").iterdir():
+        assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), file.name
+
+    assert unpatch_model(model) == len(tiny_models.norms(model))
+    assert {path: type(module) for path, module in model.named_modules()} == types
+    assert {path: vars(module) for path, module in model.named_modules()} == attributes
+    assert unpatch_model(model) == 0
+
+
+def test_gradients_are_those_of_the_unpatched_model():
+    model = tiny_models.build("gemma2")
+    ids = tiny_models.token_ids()
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    before = gradients()
+    with patched(model), use_backend("reference"):
+        after = gradients()
+    for name in before:
+        torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_patching_twice_changes_nothing_and_reports_the_same():
+    model = tiny_models.build("qwen3")
+    first = patch_model(model)
+    types = [type(module) for module in model.modules()]
+    assert patch_model(model) == first
+    assert [type(module) for module in model.modules()] == types
+    unpatch_model(model)
+    assert patch_model(model) == first
+
+
+def test_a_report_on_a_patched_model_gives_the_eps_in_force():
+    model = nn.Sequential(LlamaRMSNorm(8), LlamaRMSNorm(8))
+    patch_model(model)
+    model[0].variance_epsilon = 0.25
+    model[1].variance_epsilon = -1.0
+    report = patch_model(model)
+    assert [record.formula.eps for record in report.swapped] == [0.25]
+    assert "-1.0" in report.skipped[0].reason
+
+
+def test_only_this_model_is_patched():
+    model, other = tiny_models.build("llama"), tiny_models.build("llama")
+    namespace = dict(vars(LlamaRMSNorm))
+    torch_namespace = dict(vars(nn.LayerNorm))
+    patch_model(model)
+    assert vars(LlamaRMSNorm) == namespace
+    assert vars(nn.LayerNorm) == torch_namespace
+    assert type(other.model.norm) is LlamaRMSNorm
+    assert type(LlamaRMSNorm(8)) is LlamaRMSNorm
+
+
+def test_patched_undoes_itself_on_exceptions_and_keeps_earlier_patches():
+    model = tiny_models.build("llama")
+    patch_model(model, include="model.norm")
+    types = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="stop"), patched(model) as report:
+        assert len(report.swapped) == 5
+        assert type(model.model.layers[0].input_layernorm) is not LlamaRMSNorm
+        raise RuntimeError("stop")
+    assert [type(module) for module in model.modules()] == types
+    assert type(model.model.norm) is not LlamaRMSNorm
+
+
+def test_include_and_exclude():
+    model = tiny_models.build("qwen3")
+    report = patch_model(model, include=["*_norm", "model.norm"], exclude="model.layers.1.*")
+    assert [r.path for r in report.swapped] == [
+        "model.layers.0.self_attn.q_norm",
+        "model.layers.0.self_attn.k_norm",
+        "model.norm",
+    ]
+    reasons = {record.path: record.reason for record in report.skipped}
+    assert reasons["model.layers.0.input_layernorm"] == "not in include"
+    assert "model.layers.1.*" in reasons["model.layers.1.self_attn.q_norm"]
+    assert len(report.swapped) + len(report.skipped) == len(tiny_models.norms(model))
+
+
+def test_a_shared_module_is_patched_once_and_reported_at_every_path(fused_calls):
+    norm = LlamaRMSNorm(8)
+    model = nn.ModuleDict({"first": norm, "between": nn.Linear(8, 8), "second": norm})
+    report = patch_model(model)
+    assert [record.path for record in report.swapped] == ["first", "second"]
+    assert model["first"] is model["second"]
+    with use_backend("reference"):
+        model["second"](torch.randn(2, 8))
+    assert len(fused_calls) == 1
+    assert unpatch_model(model) == 1
+    with pytest.warns(UserWarning, match="changed no norm"), patched(model, exclude="second"):
+        assert type(norm) is LlamaRMSNorm
+
+
+def test_the_model_itself_may_be_a_norm():
+    norm = LlamaRMSNorm(8)
+    report = patch_model(norm)
+    assert [record.path for record in report.swapped] == [""]
+    assert type(norm) is not LlamaRMSNorm
+    assert isinstance(norm, LlamaRMSNorm)
+
+
+class Restless(LlamaRMSNorm):
+    """Its forward takes more than the input."""
+
+    def forward(self, hidden_states, residual=None):
+        if residual is not None:
+            return super().forward(hidden_states + residual), "both"
+        return super().forward(hidden_states)
+
+
+def test_the_forward_keeps_its_call_convention(fused_calls):
+    norm = Restless(8)
+    x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    alone, both = norm(x), norm(x, residual=residual)
+    patch_model(norm)
+    with use_backend("reference"):
+        assert torch.equal(norm(x), alone)
+        assert torch.equal(norm(hidden_states=x), alone)
+        assert len(fused_calls) == 2
+        assert torch.equal(norm(x, residual=residual)[0], both[0])
+        assert norm(x, residual)[1] == "both"
+        assert len(fused_calls) == 2
+        for args, kwargs in (((), {}), ((), {"x": x}), ((x,), {"wrong": 1})):
+            with pytest.raises(TypeError):
+                norm(*args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["integers", "missing", "none", "empty", "meta", "float"])
+def test_calls_the_formula_does_not_cover_go_to_the_original(how, fused_calls):
+    norm = LlamaRMSNorm(8)
+    patch_model(norm)
+    x = torch.randn(2, 8)
+    if how == "integers":
+        x = torch.arange(16).view(2, 8)
+    elif how == "missing":
+        del norm.weight
+    elif how == "none":
+        norm.weight = None
+    elif how == "empty":
+        norm.weight = nn.Parameter(torch.empty(0))
+    elif how == "meta":
+        norm.to("meta")
+    else:
+        x = 1.0
+
+    def outcome(call):
+        try:
+            return call(x)
+        except (AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
+            return type(error)
+
+    with use_backend("auto"):
+        ours = outcome(norm)
+    theirs = outcome(lambda x: LlamaRMSNorm.forward(norm, x))
+    assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours is theirs
+    assert not fused_calls
+
+
+def test_eps_changed_after_the_patch_counts(fused_calls):
+    norm = LlamaRMSNorm(8)
+    patch_model(norm)
+    x = torch.randn(2, 8)
+    for eps in (0.5, 1, 0.0, 1e-6):
+        norm.variance_epsilon = eps
+        with use_backend("reference"):
+            assert torch.equal(norm(x), LlamaRMSNorm.forward(norm, x))
+    assert len(fused_calls) == 4
+    norm.variance_epsilon = -1.0
+    with use_backend("reference"):
+        assert torch.equal(norm(0.1 * x).isnan(), LlamaRMSNorm.forward(norm, 0.1 * x).isnan())
+    assert len(fused_calls) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+def test_a_patched_model_compiles_without_graph_breaks(family, fused_calls):
+    model = tiny_models.build(family)
+    ids = tiny_models.token_ids()
+    before = model(ids).logits
+    patch_model(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with use_backend("reference"):
+        assert torch.equal(compiled(ids).logits, before)
+    torch.compiler.reset()
+
+
+def test_a_changed_eps_compiles(fused_calls):
+    norm = LlamaRMSNorm(8)
+    patch_model(norm)
+    compiled = torch.compile(norm, fullgraph=True, backend="eager")
+    x = torch.randn(2, 8)
+    with use_backend("reference"):
+        for eps in (1e-6, 0.5, 2.0):
+            norm.variance_epsilon = eps
+            assert torch.equal(compiled(x), LlamaRMSNorm.forward(norm, x))
+    torch.compiler.reset()
+
+
+def test_two_models_patched_in_two_threads():
+    models = [tiny_models.build(family) for family in ("qwen3", "gemma2")]
+    expected = [patch_model(model) for model in models]
+    for model in models:
+        unpatch_model(model)
+    start, failures = threading.Barrier(2), []
+
+    def work(model, report):
+        start.wait()
+        for _ in range(20):
+            if patch_model(model) != report or unpatch_model(model) != len(report.swapped):
+                failures.append(model)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(models, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_patching_while_another_thread_generates():
+    running, other = tiny_models.build("llama"), tiny_models.build("qwen3")
+    ids = tiny_models.token_ids()
+    expected = running(ids).logits
+    stop, results = threading.Event(), []
+
+    def generate():
+        while not stop.is_set():
+            results.append(torch.equal(running(ids).logits, expected))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    for _ in range(5):
+        patch_model(other)
+        unpatch_model(other)
+    stop.set()
+    thread.join()
+    assert results and all(results)
+
+
+def test_strict_accepts_a_model_all_of_whose_norms_are_swapped_or_excluded():
+    model = nn.ModuleDict({"a": LlamaRMSNorm(8), "b": nn.LayerNorm((2, 4))})
+    with pytest.raises(ValueError, match="'b'"):
+        patch_model(model, strict=True)
+    assert type(model["a"]) is LlamaRMSNorm
+    report = patch_model(model, exclude="b", strict=True)
+    assert [record.path for record in report.swapped] == ["a"]
+
+
+def test_public_names_are_the_patching_ones():
+    assert hf_rmsnorm.patch_model is patch_model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_rmsnorm.patch_model(LlamaRMSNorm(8))

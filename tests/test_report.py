@@ -1,0 +1,78 @@
+"""PatchReport: what it holds, how it prints, what it gives as JSON."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny_models
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import NormSpec, PatchReport, patch_model
+from hf_rmsnorm.patching.report import compact_paths
+
+
+@pytest.fixture(scope="module")
+def report():
+    model = tiny_models.build("qwen3", num_hidden_layers=12)
+    return patch_model(model, exclude="model.layers.3.*")
+
+
+def test_records(report):
+    first = report.swapped[0]
+    assert (first.path, first.class_name) == ("model.layers.0.self_attn.q_norm", "Qwen3RMSNorm")
+    assert first.formula == NormSpec(False, 1e-6, rounding="before_weight")
+    assert str(first.formula).startswith("RMSNorm(")
+    assert {record.path.split(".")[2] for record in report.skipped} == {"3"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.swapped = ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.path = "elsewhere"
+
+
+def test_layernorm_formula_starts_with_its_name():
+    assert str(patch_model(nn.LayerNorm(8)).swapped[0].formula).startswith("LayerNorm(")
+
+
+def test_to_dict_is_json_with_every_record(report):
+    data = json.loads(json.dumps(report.to_dict()))
+    assert len(data["swapped"]) == len(report.swapped) == 45
+    assert data["swapped"][0]["formula"]["kind"] == "RMSNorm"
+    assert data["swapped"][0]["formula"]["eps"] == 1e-6
+    assert data["swapped"][0]["formula"]["text"] == str(report.swapped[0].formula)
+    assert data["skipped"][0] == dataclasses.asdict(report.skipped[0])
+
+
+def test_print_is_compact(report):
+    text = str(report)
+    assert "45 norms swapped, 4 left alone" in text
+    assert "model.layers.[0-2,4-11].input_layernorm" in text
+    assert "model.layers.3.input_layernorm" in text
+    assert "excluded by 'model.layers.3.*'" in text
+    assert len(text.splitlines()) == 12
+
+
+def test_print_of_one_and_none():
+    assert "1 norm swapped" in str(patch_model(LlamaRMSNorm(8)))
+    assert "(the model itself)" in str(patch_model(LlamaRMSNorm(8)))
+    assert str(PatchReport()) == "0 norms swapped, 0 left alone"
+
+
+@pytest.mark.parametrize(
+    ("paths", "compact"),
+    [
+        ([], []),
+        ([""], ["(the model itself)"]),
+        (["norm"], ["norm"]),
+        (["h.0.ln", "h.1.ln", "h.2.ln"], ["h.[0-2].ln"]),
+        (["h.0.ln", "h.2.ln"], ["h.[0,2].ln"]),
+        (["h.10.ln", "h.9.ln", "h.9.ln"], ["h.[9-10].ln"]),
+        (["0", "1"], ["[0-1]"]),
+        (["e.0.f.0", "e.0.f.1", "e.1.f.0", "e.1.f.1"], ["e.[0-1].f.[0-1]"]),
+        (["e.0.f.0", "e.0.f.1", "e.1.f.0"], ["e.0.f.[0-1]", "e.1.f.0"]),
+        (["stage1.2.n", "stage1.3.n"], ["stage1.[2-3].n"]),
+        (["a.{x}.0", "a.{x}.1"], ["a.{x}.[0-1]"]),
+    ],
+)
+def test_compact_paths(paths, compact):
+    assert compact_paths(paths) == compact
