@@ -1,4 +1,4 @@
-"""What every test shares: no network, two threads, and Triton's interpreter where there is no GPU."""
+"""What every test shares: no network, one thread, and Triton's interpreter where there is no GPU."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
 
 def pytest_addoption(parser):

@@ -17,7 +17,8 @@ def ulp(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(y.double().abs())  # |y| = m * 2^exponent with 0.5 <= m < 1
     step = torch.ldexp(torch.full_like(y, info.eps, dtype=torch.float64), exponent - 1)
-    return step.clamp_min(info.smallest_normal * info.eps)
+    smallest = info.smallest_normal * info.eps
+    return torch.where(y == 0, smallest, step.clamp_min(smallest))
 
 
 @dataclass(frozen=True)

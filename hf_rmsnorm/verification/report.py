@@ -16,8 +16,8 @@ _SHOWN = 6
 class GreedyDifference:
     """Where greedy generation first differs: in prompt ``row`` of input ``index``, at new token ``step`` (from 0).
 
-    ``margin`` is by how much the reference's logits prefer its token there, ``tie_margin`` how much both models' own
-    errors against float64 can explain: up to that the two words are a tie in this dtype.
+    ``margin`` is by how much the reference's logits prefer its token there, ``tie_margin`` how much can be explained by
+    both models' errors against float64, as far as the noise floor allows them: up to that the two words are a tie.
     """
 
     index: int

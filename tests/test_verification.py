@@ -1,0 +1,501 @@
+"""`verify_equivalence`: what it must let pass, what it must catch, and that it leaves the models alone."""
+
+import copy
+import json
+import math
+
+import accelerate
+import pytest
+import tiny_models
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, verify_equivalence
+from hf_rmsnorm.demo import demo_path
+from hf_rmsnorm.verification import EquivalenceReport
+from hf_rmsnorm.verification.compare import compare_logits, ulp
+from hf_rmsnorm.verification.float64 import in_float64
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IDS = tiny_models.token_ids(2, 8)
+TEXT = "The following table lists the statements that may be used in a function."
+
+
+class OffsetNorm(LlamaRMSNorm):
+    """Gemma's weight offset where there is none."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * (1 + 1 / self.weight)
+
+
+class OneRoundingNorm(LlamaRMSNorm):
+    """The weight multiplied in float32 and one rounding, where Llama rounds before the weight."""
+
+    def forward(self, hidden_states):
+        hidden = hidden_states.float()
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.float() * hidden).to(hidden_states.dtype)
+
+
+def trained_llama(dtype):
+    return AutoModelForCausalLM.from_pretrained(demo_path("llama"), dtype=dtype, local_files_only=True)
+
+
+def text_ids():
+    return torch.tensor([list(TEXT.encode())])
+
+
+def types_of(model):
+    return [type(module) for module in model.modules()]
+
+
+# --- the float64 run ----------------------------------------------------------------------------------------------
+
+
+def llama_by_hand(model, ids):
+    """The LLaMA of Touvron et al. (2023) in float64 from stored weights and the stored rotary frequencies."""
+    config, w = model.config, {name: p.double() for name, p in model.state_dict().items()}
+    heads, groups = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
+    size, length = model.model.layers[0].self_attn.head_dim, ids.shape[1]
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * w[f"{name}.weight"]
+
+    def rotate(x):
+        angle = torch.arange(length, dtype=torch.float64)[:, None] * model.model.rotary_emb.inv_freq.double()
+        cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    def split(x):
+        return x.unflatten(-1, (-1, size)).transpose(1, 2)
+
+    h = w["model.embed_tokens.weight"][ids]
+    masked = torch.full((length, length), -math.inf, dtype=torch.float64).triu(1)
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        x = norm(h, f"{layer}.input_layernorm")
+        q, k, v = (split(x @ w[f"{layer}.self_attn.{n}_proj.weight"].T) for n in "qkv")
+        k, v = rotate(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = rotate(q) @ k.transpose(-1, -2) / math.sqrt(size) + masked
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(*ids.shape, heads * size)
+        h = h + attended @ w[f"{layer}.self_attn.o_proj.weight"].T
+        x = norm(h, f"{layer}.post_attention_layernorm")
+        gate, up = (x @ w[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        h = h + (F.silu(gate) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
+    return norm(h, "model.norm") @ w["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float64_run_is_a_llama_written_by_hand(dtype):
+    model = tiny_models.build("llama", dtype)
+    with in_float64(model):
+        y = model(IDS).logits
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, llama_by_hand(model, IDS), rtol=0, atol=1e-12)
+
+
+def test_double_alone_would_keep_float32_inside():
+    model = tiny_models.build("llama")
+    exact = llama_by_hand(model, IDS)
+    with torch.no_grad():
+        doubled = copy.deepcopy(model).double()(IDS).logits
+    assert (doubled - exact).abs().max() > 1e-9  # what the float64 run is for
+
+
+def test_float64_run_is_double_where_no_cast_is_hidden():
+    model = tiny_models.build("gpt2")
+    with in_float64(model):
+        y = model(IDS).logits
+    with torch.no_grad():
+        doubled = copy.deepcopy(model).double()(IDS).logits
+    torch.testing.assert_close(y, doubled, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "gemma3_text", "phi3", "olmo2"])
+def test_float64_run_serves_every_dtype_of_a_model_alike(family):
+    """Weights that bfloat16 holds exactly are the same function in both dtypes, so float64 must not see which it is."""
+    half = tiny_models.build(family, torch.bfloat16)
+    full = copy.deepcopy(half).float()
+    for a, b in zip(half.buffers(), full.buffers(), strict=True):
+        b.data = a.data.float()
+    results = []
+    for model in (half, full):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with in_float64(model):
+            results.append(model(IDS).logits)
+        after = model.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        assert 0 < (full(IDS).logits - results[1]).abs().max() < 1e-4
+
+
+def test_float64_run_leaves_nothing_behind():
+    """Dynamic rotary embeddings register new buffers when a sequence outgrows the old ones."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_models.build("llama", max_position_embeddings=4, rope_parameters=rope)
+    rotary = model.model.rotary_emb
+    before = dict(vars(rotary)), dict(rotary._buffers)
+    with in_float64(model):
+        model(IDS)
+        assert rotary.inv_freq is not before[1]["inv_freq"]
+    assert vars(rotary) == before[0]
+    assert rotary.inv_freq is before[1]["inv_freq"] and rotary.inv_freq.dtype == torch.float32
+
+
+def test_float64_run_keeps_the_eps_that_float32_implies():
+    norm = nn.RMSNorm(8, eps=None)
+    x = torch.full((1, 8), 1e-4)
+    with in_float64(norm):
+        y = norm(x)
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(y, x.double() / (x.double().square() + eps).sqrt(), rtol=1e-12, atol=0)
+    assert norm.eps is None
+
+
+def test_float64_run_refuses_a_forward_that_writes_to_stored_tensors():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = nn.Buffer(torch.zeros(1))
+
+        def forward(self, x):
+            self.calls += 1
+            return x
+
+    model = Counter()
+    with pytest.raises(RuntimeError, match="writes in place to a tensor stored in torch.float32"), in_float64(model):
+        model(torch.ones(2))
+    assert model.calls.item() == 0
+
+
+# --- measures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_ulp_is_the_distance_to_the_next_number(dtype):
+    y = torch.tensor([1.0, 1.5, 1.9375, 2.0, -3.0, 1000.0, 2.0**-10, 0.0], dtype=dtype)
+    above = torch.nextafter(y.abs(), torch.full_like(y, math.inf))
+    torch.testing.assert_close(ulp(y, dtype), above.double() - y.abs().double(), rtol=0, atol=0)
+
+
+def test_measures_are_those_of_their_definition():
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(100, 7, generator=generator, dtype=torch.float64) * 3
+    reference, candidate = exact.float(), (exact + 0.01 * torch.randn(exact.shape, generator=generator)).float()
+    difference, floor = compare_logits([reference[:30], reference[30:]], [candidate[:30], candidate[30:]],
+                                       [exact[:30], exact[30:]])
+    d = (reference.double() - candidate.double()).abs()
+    p, q = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
+    kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    expected = (100, 7, d.max(), d.mean(), kl.mean(), kl.max(), (p.argmax(-1) == q.argmax(-1)).double().mean())
+    got = (difference.tokens, difference.vocabulary, difference.max_abs, difference.mean_abs, difference.kl_mean,
+           difference.kl_max, difference.top1_agreement)
+    assert got == pytest.approx([float(value) for value in expected])
+    assert floor.reference_max == (reference.double() - exact).abs().max().item()
+    assert floor.candidate_rms == pytest.approx((candidate.double() - exact).square().mean().sqrt().item())
+    assert not floor.passed
+
+
+def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
+    exact = torch.randn(4, 6, dtype=torch.float64)
+    exact[:, 2], exact[:, 3] = -math.inf, torch.finfo(torch.bfloat16).min
+    y = exact.float()
+    difference, floor = compare_logits([y], [y.clone()], [exact])
+    assert difference.max_abs == difference.kl_max == 0
+    assert floor.passed and floor.max_slack < 1e-5
+    difference, _ = compare_logits([y], [torch.where(y == -math.inf, 0.0, y)], [exact])
+    assert difference.max_abs == math.inf
+
+
+def test_nan_fails_and_says_so():
+    exact = torch.randn(4, 6, dtype=torch.float64)
+    y = exact.float()
+    broken = y.clone()
+    broken[1, 1] = math.nan
+    _, floor = compare_logits([y], [broken], [exact])
+    assert not floor.passed and "candidate gives NaN or infinity" in floor.reason
+    _, floor = compare_logits([broken], [broken], [exact])
+    assert not floor.passed and "reference itself gives NaN or infinity" in floor.reason
+
+
+# --- what passes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_identical_models_pass_with_zero_differences(dtype):
+    model = tiny_models.build("llama", dtype)
+    report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=4)
+    assert report.passed and report.greedy.equal and report.norms == ()
+    logits, floor = report.logits, report.noise_floor
+    assert (logits.max_abs, logits.mean_abs, logits.kl_max, logits.top1_agreement) == (0, 0, 0, 1)
+    assert 0 < floor.reference_max == floor.candidate_max
+    assert logits.tokens == IDS.numel() and logits.vocabulary == 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+def test_patched_models_pass(family, backend, dtype):
+    model = tiny_models.build(family, dtype).to(DEVICE)
+    before = types_of(model)
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=4, backend=backend, rows_per_norm=16)
+    assert report.passed, f"\n{report}"
+    assert report.greedy.sequences == 2 and report.greedy.new_tokens == 4
+    assert len(report.norms) == len(tiny_models.norms(model)) and all(norm.elements for norm in report.norms)
+    assert bool(report.launches) == (backend == "triton")
+    assert types_of(model) == before
+
+
+def test_patched_candidate_beside_an_unpatched_reference():
+    reference = tiny_models.build("qwen3", torch.bfloat16).to(DEVICE)
+    candidate = copy.deepcopy(reference)
+    patch_model(candidate)
+    report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2, rows_per_norm=16)
+    assert report.passed and len(report.norms) == len(tiny_models.norms(reference)) and report.launches
+
+
+def test_inputs_may_be_ids_a_mapping_or_a_list():
+    model = tiny_models.build("gpt2")
+    mask = torch.ones_like(IDS)
+    mask[1, :3] = 0
+    inputs = [IDS[0], {"input_ids": IDS, "attention_mask": mask}]
+    report = verify_equivalence(model, copy.deepcopy(model), inputs, max_new_tokens=2)
+    assert report.logits.tokens == IDS.shape[1] + mask.sum().item()
+    assert report.passed and report.greedy.sequences == 3
+
+
+def test_offloaded_model():
+    model = accelerate.cpu_offload(tiny_models.build("llama"), execution_device=torch.device("cpu"))
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, rows_per_norm=8)
+    assert report.passed, f"\n{report}"
+    assert all(p.is_meta for p in model.parameters())
+
+
+# --- what fails ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_weight_offset_fails_the_noise_floor(dtype):
+    model = trained_llama(dtype)
+    candidate = copy.deepcopy(model)
+    candidate.model.layers[2].post_attention_layernorm.__class__ = OffsetNorm
+    report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=16)
+    assert not report.noise_floor.max_passed and not report.noise_floor.rms_passed
+    assert [norm.path for norm in report.norms if not norm.passed] == ["model.layers.2.post_attention_layernorm"]
+    assert not report.passed
+    first = report.greedy.first_difference
+    assert first is not None and not first.is_tie and first.reference_token != first.candidate_token
+
+
+def test_wrong_eps_fails_the_noise_floor_in_float32():
+    model = trained_llama(torch.float32)
+    candidate = copy.deepcopy(model)
+    norm = candidate.model.layers[0].input_layernorm
+    norm.variance_epsilon = {1e-6: 1e-5, 1e-5: 1e-6}[norm.variance_epsilon]
+    report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
+    assert not report.noise_floor.max_passed and not report.noise_floor.rms_passed
+    assert report.logits.max_abs < 0.1 and report.greedy.equal  # too little for anything but float64 to tell
+    assert [norm.passed for norm in report.norms] == [False]
+
+
+def test_wrong_rounding_order_fails_norm_by_norm_where_logits_cannot_see_it():
+    model = trained_llama(torch.bfloat16)
+    candidate = copy.deepcopy(model)
+    candidate.model.layers[1].input_layernorm.__class__ = OneRoundingNorm
+    report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
+    assert report.noise_floor.passed and report.greedy.passed
+    (norm,) = report.norms
+    assert norm.path == "model.layers.1.input_layernorm" and norm.class_name == "LlamaRMSNorm"
+    assert not norm.passed and norm.off > 100 * norm.allowed and "differ" in norm.reason
+    assert not report.passed
+
+
+def test_wrong_output_dtype_fails_norm_by_norm():
+    class Wide(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states).float()
+
+    model = tiny_models.build("llama", torch.bfloat16)
+    candidate = copy.deepcopy(model)
+    candidate.model.norm.__class__ = Wide
+    candidate.lm_head.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
+    (norm,) = report.norms
+    assert not norm.passed and "returns torch.float32" in norm.reason and report.noise_floor.passed
+
+
+def test_tie_between_words_is_not_a_failure():
+    model = tiny_models.build("llama")
+    with torch.no_grad():
+        top = model(IDS[:1]).logits[0, -1].argmax().item()
+        other = (top + 1) if top < 127 else top - 1
+        model.lm_head.weight[other] = model.lm_head.weight[top]
+        candidate = copy.deepcopy(model)
+        model.lm_head.weight[max(top, other)] *= 1 - 2**-23
+        candidate.lm_head.weight[min(top, other)] *= 1 - 2**-23
+    report = verify_equivalence(model, candidate, IDS[:1], max_new_tokens=1)
+    first = report.greedy.first_difference
+    assert first is not None and {first.reference_token, first.candidate_token} == {top, other}
+    assert first.is_tie and not report.greedy.equal and report.greedy.passed and report.passed
+    assert "a tie within the noise floor" in str(report)
+
+
+def test_a_norm_the_inputs_do_not_reach_is_named():
+    model = tiny_models.build("llama")
+    model.spare = LlamaRMSNorm(64)
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
+    spare = next(norm for norm in report.norms if norm.path == "spare")
+    assert spare.elements == 0 and spare.reason == "not reached by these inputs"
+
+
+# --- the report ---------------------------------------------------------------------------------------------------
+
+
+def test_report_prints_a_verdict_per_line_and_gives_plain_json():
+    model = trained_llama(torch.bfloat16)
+    candidate = copy.deepcopy(model)
+    candidate.model.layers[1].input_layernorm.__class__ = OneRoundingNorm
+    report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=2)
+    assert isinstance(report, EquivalenceReport)
+    lines = str(report).splitlines()
+    assert any(line.split()[:2] == ["PASS", "(a)"] for line in lines)
+    assert any(line.split()[:2] == ["FAIL", "(b)"] for line in lines)
+    assert any(line.split()[:2] == ["FAIL", "model.layers.1.input_layernorm"] and "differ" in line for line in lines)
+    assert lines[-1].split() == ["FAIL", "equivalent"]
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["passed"] is False and data["noise_floor"]["passed"] is True and data["norms_passed"] is False
+    assert data["greedy"]["equal"] is True and data["norms"][0]["path"] == "model.layers.1.input_layernorm"
+
+
+def test_report_of_infinite_numbers_is_plain_json():
+    model = tiny_models.build("llama")
+    candidate = copy.deepcopy(model)
+    with torch.no_grad():
+        candidate.model.norm.weight[0] = math.nan
+    report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
+    assert not report.passed
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["noise_floor"]["candidate_max"] == "inf"
+
+
+# --- the models are left alone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("include", [None, "*.0.*", "*"])
+def test_patch_state_is_restored_and_respected(include):
+    model = tiny_models.build("llama").to(DEVICE)
+    count = len(tiny_models.norms(model))
+    if include:
+        count = len(patch_model(model, include=include).swapped)
+    before = types_of(model)
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, rows_per_norm=8)
+    assert types_of(model) == before
+    assert report.passed and len(report.norms) == count and report.launches
+    assert unpatch_model(model) == (count if include else 0)
+
+
+def test_fused_modules_never_run_as_the_reference():
+    reference = tiny_models.build("llama")
+    candidate = copy.deepcopy(reference)
+    patch_model(reference)
+    before = types_of(reference)
+    with count_launches() as launches:
+        report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2)
+    assert not launches and report.logits.max_abs == 0
+    assert types_of(reference) == before
+
+
+def test_training_flags_and_hooks_are_restored_and_dropout_is_off():
+    model = tiny_models.build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=2, norms=["transformer.ln_f"])
+    assert report.passed and report.logits.max_abs == 0
+    assert [module.training for module in model.modules()] == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+def test_an_error_in_the_middle_changes_nothing(patch_first):
+    class Broken(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            if torch.is_grad_enabled() or hidden_states.dtype == torch.float64:  # not in the plain reference run
+                raise RuntimeError("broken on purpose")
+            return super().forward(hidden_states)
+
+    model = tiny_models.build("llama").train()
+    if patch_first:
+        patch_model(model, include="*.0.*")
+    model.model.norm.__class__ = Broken
+    before, training = types_of(model), [module.training for module in model.modules()]
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        verify_equivalence(model, copy.deepcopy(model), IDS, norms=["model.layers.0.input_layernorm"])
+    assert types_of(model) == before
+    assert [module.training for module in model.modules()] == training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (None, ValueError, "no inputs: pass token ids"),
+        ([], ValueError, "inputs are empty"),
+        ({}, ValueError, "inputs are empty"),
+        (torch.empty(1, 0, dtype=torch.long), ValueError, r"inputs\[0\] is empty: input_ids has shape \(1, 0\)"),
+        (torch.tensor([[1.0, 2.0]]), ValueError, "input_ids is torch.float32"),
+        (torch.tensor([[1, 128]]), ValueError, "token ids from 1 to 128 where the model knows 0 to 127"),
+        (torch.tensor([[-1, 5]]), ValueError, "token ids from -1 to 5"),
+        ("some text", TypeError, "inputs is str"),
+        (["some text"], TypeError, r"inputs\[0\] is str"),
+    ],
+)
+def test_bad_inputs(inputs, error, message):
+    model = tiny_models.build("llama")
+    before = types_of(model)
+    with pytest.raises(error, match=message) as caught:
+        verify_equivalence(model, inputs=inputs)
+    assert "\n" not in str(caught.value)
+    assert types_of(model) == before
+
+
+def test_models_that_cannot_be_compared():
+    model = tiny_models.build("llama")
+    with pytest.raises(TypeError, match="needs loaded models, got str"):
+        verify_equivalence("llama", inputs=IDS)
+    with pytest.raises(ValueError, match="vocabularies differ: 128 words in the reference, 160 in the candidate"):
+        verify_equivalence(model, tiny_models.build("llama", vocab_size=160), IDS)
+    with pytest.raises(ValueError, match="architectures differ: transformer.wte.weight"):
+        verify_equivalence(tiny_models.build("gpt2"), model, IDS)
+    with pytest.raises(ValueError, match="architectures differ: model.layers.2.* missing in the reference"):
+        verify_equivalence(model, tiny_models.build("llama", num_hidden_layers=3), IDS)
+    with pytest.raises(ValueError, match="is on the meta device"):
+        verify_equivalence(model, copy.deepcopy(model).to("meta"), IDS)
+    with pytest.raises(ValueError, match="LlamaModel returns no logits"):
+        verify_equivalence(model.model, inputs=IDS)
+    with pytest.raises(ValueError, match="norms names 'model.nrom'"):
+        verify_equivalence(model, inputs=IDS, norms=["model.nrom"])
+    with pytest.raises(ValueError, match="no such backend"):
+        verify_equivalence(model, inputs=IDS, backend="cuda")
+    assert unpatch_model(model) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_models_on_different_devices():
+    model = tiny_models.build("llama")
+    with pytest.raises(ValueError, match="the reference is on cpu and the candidate on cuda:0: move one"):
+        verify_equivalence(model, copy.deepcopy(model).cuda(), IDS)
+
+
+def test_other_architectures_compare_by_logits_alone():
+    model, other = tiny_models.build("llama"), tiny_models.build("llama", num_hidden_layers=3)
+    report = verify_equivalence(model, other, IDS, norms=False, max_new_tokens=0)
+    assert report.norms is None and not report.noise_floor.passed and not report.passed
