@@ -161,7 +161,10 @@ def read_junit(path: Path) -> dict:
         skip = case.find("skipped")
         counts["failed" if problem is not None else "skipped" if skip is not None else "passed"] += 1
         if problem is not None:
-            failed.append({"name": name, "message": problem.get("message", "")[:600]})
+            message = problem.get("message", "")
+            if message == "collection failure":  # which says nothing; the exception is the last line
+                name, message = case.get("name"), (problem.text or message).strip().rpartition("\n")[2]
+            failed.append({"name": name, "message": message[:600]})
         elif skip is not None:
             skipped.append({"name": name, "message": skip.get("message", "")[:200]})
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:10]
@@ -181,7 +184,6 @@ def run_section(name: str, section: Section) -> None:
         torch.set_num_threads(1)
         stream = contextlib.nullcontext()
     else:
-        torch.set_float32_matmul_precision("highest")
         stream = torch.cuda.stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
     with stream:
         if name == "kernels":

@@ -55,7 +55,7 @@ def kernels(name: str, data: dict) -> list[str]:
     if "copy_gb_per_s" in data:
         copies = ", ".join(f"{size} {_cell(speed)}" for size, speed in data["copy_gb_per_s"].items())
         lines.append(f"kernels: copy bandwidth in GB/s: {copies}; us per call, GB/s as a share of the best copy")
-    header = ("", "forward", "of copy", "backward", "of copy", "both", "of copy", "both, wall", "gate", "bits as HF")
+    header = ("", "forward", "of copy", "backward", "of copy", "both", "of copy", "both, wall", "bits as HF", "gate")
     for case in data.get("cases", ()):
         cold = "" if case["cold"] else ", in cache"
         lines += ["", f"{case['case']} {case['dtype']}{cold}"]
@@ -68,7 +68,7 @@ def kernels(name: str, data: dict) -> list[str]:
             wall = entry.get("forward+backward", {}).get("wall_us")
             gate = entry["gate"]
             verdict = entry.get("error") or ("; ".join(gate["failures"])[:60] if gate["failures"] else "ok")
-            rows.append((implementation, *figures, wall, verdict, gate.get("bit_equal_to_hf")))
+            rows.append((implementation, *figures, wall, gate.get("bit_equal_to_hf"), verdict))
         lines += columns(rows)
     lines += [f"skipped, time ran out: {case}" for case in data.get("skipped", ())]
     return lines + _missing(data)
