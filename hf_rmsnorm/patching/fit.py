@@ -53,6 +53,16 @@ class Fit:
     def recipe(self) -> Recipe:
         self._find_size()
         self._check_normalises()
+        try:
+            recipe = None if self.probe.faults else self._find_formula()
+        except Unusable as error:  # it normalises, so it is a norm, if one that fails on some inputs
+            raise NotInFamily(str(error)) from error
+        if self.probe.faults:
+            raise NotInFamily("; ".join(self.probe.faults))
+        return recipe
+
+    def _find_formula(self) -> Recipe:
+        self._find_functional()
         centered, weight, bias, offset = self._find_structure()
         spec = NormSpec(centered, 0.0, weight is not None, bias is not None, offset, functional=self.functional)
         recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight))
@@ -88,7 +98,7 @@ class Fit:
     # One step of `recipe` each
 
     def _find_size(self) -> None:
-        """Settle the length of the last dimension, and see that one tensor in gives one like it, twice the same."""
+        """Settle the length of the last dimension: the first that the forward accepts."""
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
         if not sizes:
             sizes = [*_hinted_sizes(self.probe), 64]
@@ -104,13 +114,15 @@ class Fit:
                 failure = failure or error
                 continue
             if not _same_bits(y, self.probe.run(x)):
-                raise Unusable("two calls on the same input differ")
-            # Asked in half precision, where a cast to float32 around torch's operator shows.
-            self.probe.set(**{name: tensor.bfloat16() for name, tensor in self.tensors.items()})
-            _, self.functional = self.probe.run_watched(x.bfloat16())
-            self.probe.set(**self.tensors)
+                self.probe.faults.append("two calls on the same input differ")
             return
         raise failure
+
+    def _find_functional(self) -> None:
+        """Whether torch's own operator does it all; asked in bfloat16, where a cast to float32 around it shows."""
+        self.probe.set(**{name: tensor.bfloat16() for name, tensor in self.tensors.items()})
+        _, self.functional = self.probe.run_watched(self._normal(2, self.size).bfloat16())
+        self.probe.set(**self.tensors)
 
     def _check_normalises(self) -> None:
         """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""

@@ -22,7 +22,11 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class Unusable(Exception):
-    """Why a module cannot be probed, or what its forward does that no norm formula does."""
+    """Why a module cannot be probed."""
+
+
+class DrawsRandom(Unusable):
+    """Its forward draws random numbers; found out before any was drawn."""
 
 
 class Probe:
@@ -34,6 +38,7 @@ class Probe:
     Attributes:
         sizes: length of each floating one-dimensional parameter or buffer, by name; 0 where it is not known.
         numbers: value of each int or float attribute, by name.
+        faults: what the runs so far did that no norm formula does, in words.
 
     Raises:
         Unusable: the module cannot be copied.
@@ -41,6 +46,7 @@ class Probe:
 
     def __init__(self, module: torch.nn.Module):
         self.module = _copy(module)
+        self.faults: list[str] = []
         forward = type(module).forward
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
@@ -62,41 +68,51 @@ class Probe:
                 self.module.__dict__[name] = value
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The output for x.
+        """The output for a copy of x.
 
         Raises:
             Unusable: the forward fails, or returns anything but one floating tensor of x's shape.
         """
-        before = x.detach().clone()
+        given = x.clone()
+        y = self._call(given)
+        if not torch.equal(given.nan_to_num(), x.nan_to_num()):
+            self._blame("it writes into its input")
+        return y
+
+    def run_watched(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """`run`, and whether the output is that of torch's own F.layer_norm or F.rms_norm on the input itself.
+
+        Raises:
+            DrawsRandom: its forward would draw random numbers.
+            Unusable: as `run`.
+        """
+        attributes, tensors = self._attributes(), {name: t.clone() for name, t in own_tensors(self.module)}
+        given = x.clone()
+        with _NormCalls() as calls, _RefuseRandom():
+            y = self._call(given)
+        after = dict(own_tensors(self.module))
+        same = after.keys() == tensors.keys() and all(torch.equal(t, after[name]) for name, t in tensors.items())
+        if not same or self._attributes() != attributes:
+            self._blame("its forward changes the module's own state")
+        return y, any(source is given and result is y for source, result in calls.made)
+
+    def _call(self, x: torch.Tensor) -> torch.Tensor:
         try:
             y = self._forward(self.module, x)
         except Unusable:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's forward may raise anything
             line = str(error).strip().split("\n")[0]
             raise Unusable(f"its forward fails on one input tensor: {type(error).__name__}: {line}") from error
         if not isinstance(y, torch.Tensor):
             raise Unusable(f"it returns {type(y).__name__}, not one tensor")
         if y.shape != x.shape or not y.is_floating_point():
             raise Unusable(f"it turns shape {tuple(x.shape)} into {tuple(y.shape)}")
-        if not torch.equal(x.detach().nan_to_num(), before.nan_to_num()):
-            raise Unusable("it writes into its input")
         return y
 
-    def run_watched(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """`run`, and whether the output is that of torch's own F.layer_norm or F.rms_norm on x itself.
-
-        Raises:
-            Unusable: as `run`; or the forward draws random numbers (found before any is drawn) or changes its module.
-        """
-        attributes, tensors = self._attributes(), {name: t.clone() for name, t in own_tensors(self.module)}
-        with _NormCalls() as calls, _RefuseRandom():
-            y = self.run(x)
-        after = dict(own_tensors(self.module))
-        same = after.keys() == tensors.keys() and all(torch.equal(t, after[name]) for name, t in tensors.items())
-        if not same or self._attributes() != attributes:
-            raise Unusable("its forward changes the module's own state")
-        return y, any(source is x and result is y for source, result in calls.made)
+    def _blame(self, fault: str) -> None:
+        if fault not in self.faults:
+            self.faults.append(fault)
 
     def _attributes(self) -> list:
         return [
@@ -109,7 +125,7 @@ class Probe:
 class _RefuseRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unusable("its forward draws random numbers")
+            raise DrawsRandom("its forward draws random numbers")
         return func(*args, **(kwargs or {}))
 
 

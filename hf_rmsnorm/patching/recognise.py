@@ -15,6 +15,7 @@ from .fit import Fit, NotANorm, NotInFamily
 from .probe import (
     INSTANCE_FORWARDS,
     MODULE_STATE,
+    DrawsRandom,
     Probe,
     Unusable,
     first_input,
@@ -74,6 +75,8 @@ def _examine(module: torch.nn.Module, named: bool) -> Verdict:
             return Verdict(recipe=Fit(Probe(module)).recipe())
     except NotInFamily as error:
         return Verdict(reason=str(error))
+    except DrawsRandom as error:  # so whether it normalises cannot be asked: its code must tell
+        return Verdict(reason=str(error)) if named or _reduces(type(module).forward, type(module)) else NOT_A_NORM
     except (NotANorm, Unusable) as error:
         return Verdict(reason=str(error)) if named else NOT_A_NORM
     except Exception as error:  # whatever a user's class does, the model's other norms are still to be served
