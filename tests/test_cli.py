@@ -211,7 +211,8 @@ def test_generate_shows_both_texts_and_both_speeds(capsys):
     assert before["tokens_per_second"] > 0 and after["tokens_per_second"] > 0
     code, out, _ = run(capsys, *argv)
     assert code == 0 and out.count("The import statement" + before["text"]) == 2
-    assert out.count("per second") == 2 and "Same tokens" in out
+    assert out.count("tokens, ") == 2 and "Same tokens" in out
+    assert ("say nothing about the kernels" in out) == (data["device"] == "cpu")
 
 
 def test_generate_decodes_greedily_whatever_the_checkpoint_asks_for(capsys, tmp_path):
