@@ -19,6 +19,7 @@ _HOMES = {
     "patched": "patching",
     "PatchReport": "patching",
     "verify_equivalence": "verification",
+    "EquivalenceReport": "verification",
 }
 __all__ = ["__version__", *_HOMES]
 
