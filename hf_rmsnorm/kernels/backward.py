@@ -28,7 +28,7 @@ def norm_backward(
         DX: (rows_total, N), contiguous, or None.
         DW, DB: (num_programs, N) float32 partial sums, or None.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
-        RELOAD_W: read the weight in every step instead of holding it, where that avoids spills.
+        RELOAD_W: wide rows: read the weight in every step instead of holding it, so that nothing spills.
     """
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
@@ -49,12 +49,12 @@ def norm_backward(
         x = load(X + x_at, mask, DENSE)
         dy = load(DY + dy_at, mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
-        xhat = x.to(tl.float32)
+        x = x.to(tl.float32)
         if MEAN is not None:
-            xhat = xhat - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
-        xhat = xhat * rstd[:, None]
-        if MEAN is not None and BLOCK != N:
-            xhat = tl.where(col_mask, xhat, 0.0)
+            x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
+            if BLOCK != N:
+                x = tl.where(col_mask, x, 0.0)
+        xhat = x * rstd[:, None]
         g = dy.to(tl.float32)
         if DW is not None:
             dw += g * round_hat(xhat, X, W, ROUNDING)
@@ -65,7 +65,11 @@ def norm_backward(
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N)
                 g = g * scale_of(w, W, OFFSET, ROUNDING)
-            dx = g - xhat * (tl.sum(g * xhat, axis=1) * (1.0 / N))[:, None]
+            along = tl.sum(g * xhat, axis=1) * (1.0 / N)
+            if RELOAD_W or MEAN is not None:  # noqa: SIM108  by way of x fewer values are live across the sum
+                dx = g - x * (along * rstd)[:, None]
+            else:
+                dx = g - xhat * along[:, None]
             if MEAN is not None:
                 dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
             dx_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]

@@ -63,22 +63,29 @@ def forward_config(hidden_size: int) -> ForwardConfig:
 
 @cache
 def backward_config(hidden_size: int, centered: bool, itemsize: int, shared_limit: int) -> BackwardConfig:
-    """`itemsize`: bytes of an element of x and dy; `shared_limit`: bytes of shared memory one program may use."""
+    """The shape for rows whose widest operand has `itemsize` bytes an element.
+
+    Args:
+        itemsize: bytes of an element of x, dy or the weight, whichever is largest.
+        shared_limit: bytes of shared memory that one program may use.
+    """
     block = next_power_of_2(hidden_size)
     if block > (CENTERED_BACKWARD_TILE_MAX if centered else TILE_MAX):
         return BackwardConfig(8_192, 1, 16, 1, False, 1, loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
     num_warps = 4 if block <= 2_048 else 8 if block <= 4_096 else 16
-    stages = 3 if block <= 8_192 else 2
-    prefetched = 2 * rows * block * itemsize  # x and dy of one step
-    while stages > 1 and (stages - 1) * prefetched > shared_limit:
-        stages -= 1
+    reload_weight = block > 8_192
+    # Every stage but the first has a buffer in shared memory for x, dy and a reloaded weight; rstd, mean and the sums
+    # take less than 1 KB. Operands of unlike dtypes change layout there too, in less than the narrow ones leave over.
+    # Three stages load the next row while this one is computed; a wide row in two only saves registers.
+    buffer = (3 if reload_weight else 2) * rows * block * itemsize
+    stages = min(3, 1 + (shared_limit - 1_024) // buffer)
     return BackwardConfig(
         block=block,
         rows=rows,
         num_warps=num_warps,
         stages=stages,
-        reload_weight=block > 8_192,
-        programs_per_sm=min(16, max(1, 8_192 // block)),
+        reload_weight=reload_weight,
+        programs_per_sm=min(8, max(1, 8_192 // block)),
     )

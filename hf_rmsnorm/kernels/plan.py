@@ -172,7 +172,8 @@ def backward_plan(
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, contiguous_output)
         x_rows, dy_rows = (RowsPlan.of(shape, t.stride(), order) for t in (x, dy))
-        config = backward_config(hidden_size, spec.centered, max(x.element_size(), dy.element_size()), shared)
+        itemsize = max(t.element_size() for t in (x, dy, weight) if t is not None)
+        config = backward_config(hidden_size, spec.centered, itemsize, shared)
         rounding = _rounding(spec, weight)
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
