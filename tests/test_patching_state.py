@@ -21,6 +21,9 @@ from accelerate.hooks import (
     remove_hook_from_module,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from user_norms import Evenly
@@ -299,3 +302,32 @@ def test_gradient_checkpointing_calls_are_as_many_as_before(monkeypatch):
     loss.backward()
     assert torch.equal(loss, expected)
     assert len(calls) == 2 * before > 0
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("order", ["shard first", "patch first"])
+def test_fully_shard(order, mesh, fused_calls):
+    model = nn.Sequential(LlamaRMSNorm(8))
+    expected = model(x8())
+    if order == "patch first":
+        patch_model(model)
+    fully_shard(model[0], mesh=mesh)
+    sharded = type(model[0])
+    if order == "shard first":
+        patch_model(model)
+    assert isinstance(model[0], FSDPModule) and type(model[0]).__name__ == "FSDPLlamaRMSNorm"
+    fused, y = run(model, fused_calls)
+    assert fused and torch.equal(y, expected)
+    y.sum().backward()
+    assert isinstance(model[0].weight.grad, DTensor)
+    unpatch_model(model)
+    assert isinstance(model[0], FSDPModule) and isinstance(model[0], LlamaRMSNorm)
+    assert order == "patch first" or type(model[0]) is sharded
+    fused, y = run(model, fused_calls)
+    assert not fused and torch.equal(y, expected)

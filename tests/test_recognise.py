@@ -256,6 +256,16 @@ def own_autocast(self, x):
     return y.bfloat16() if torch.is_autocast_enabled() else y
 
 
+def autocast_off_in_bfloat16(self, x):
+    if x.dtype != torch.bfloat16:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+    enabled = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", False)
+    y = F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+    torch.set_autocast_enabled("cuda", enabled)
+    return y
+
+
 def only_in_float32(self, x):
     if x.dtype != torch.float32:
         raise TypeError("needs float32")
@@ -308,6 +318,7 @@ NORMALISE = {
     scaled_by_an_attribute: "not one that this package knows",
     only_for_three_dimensions: "dimensional input",
     own_autocast: "autocast",
+    autocast_off_in_bfloat16: "autocast",
     only_in_float32: "needs float32",
 }
 DO_NOT = {

@@ -10,22 +10,18 @@ from dataclasses import replace
 
 import torch
 
-from ..formula import HALF_DTYPES, ROUNDINGS, NormSpec
+from ..formula import ROUNDINGS, NormSpec
 from ..layers import Recipe
 from ..ops.backend import MAX_HIDDEN_SIZE
 from ..reference import reference_norm
+from .compare import close, nearly, same_bits
 from .lookalikes import describe
 from .probe import Probe, Unusable, own_tensors, plain_attributes
 
-EPS32 = 2.0**-23
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back from an output.
 EPS_READING = 2e-6
 SAME_DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
-# The same formula by other primitives. x / sqrt(v) for x * rsqrt(v) is three roundings, weight and bias two on either
-# side, each of half an ulp; in half precision few results then lie so near a tie that they round the other way.
-MAX_ULPS = 4
-MAX_DIFFERING = {torch.bfloat16: 1e-3, torch.float16: 8e-3}  # float16 is eight times finer
 MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
@@ -113,7 +109,7 @@ class Fit:
             except Unusable as error:
                 failure = failure or error
                 continue
-            if not _same_bits(y, self.probe.run(x)):
+            if not same_bits(y, self.probe.run(x)):
                 self.probe.faults.append("two calls on the same input differ")
             return
         raise failure
@@ -132,8 +128,8 @@ class Fit:
             raise NotInFamily("it gives NaN or infinity on ordinary input" + self._strange_numbers())
         scales = torch.tensor([1.0, 2.0, 64.0, 1024.0], dtype=torch.float32).view(2, 2, 1)
         scaled = self.probe.run(x * scales)
-        if not _close(scaled, y, 1e-3):
-            if _close(self.probe.run(x * 1024), y, 1e-3):
+        if not close(scaled, y, 1e-3):
+            if close(self.probe.run(x * 1024), y, 1e-3):
                 raise NotANorm("it normalises over another dimension than the last")
             raise NotANorm(describe(self.probe, x, y) or "it does not normalise over the last dimension")
         moved = x.clone()
@@ -162,7 +158,7 @@ class Fit:
             shift = 0.0 if bias is None else self.tensors[bias].double()
             for offset in (0.0, 1.0) if weight else (0.0,):
                 scale = 1.0 if weight is None else self.tensors[weight].double() + offset
-                if _close(h * scale + shift, y, 2e-5):
+                if close(h * scale + shift, y, 2e-5):
                     return centered, weight, bias, offset
         raise NotInFamily(describe(self.probe, x, y) or "its formula is not one that this package knows")
 
@@ -231,7 +227,7 @@ class Fit:
         for name in others.keys() - {recipe.weight, recipe.bias, recipe.eps}:
             value = getattr(self.probe.module, name)
             self.probe.set(**{name: others[name]})
-            same = _same_bits(self.probe.run(x), y)
+            same = same_bits(self.probe.run(x), y)
             self.probe.set(**{name: value})
             if not same:
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
@@ -260,8 +256,8 @@ class Fit:
         self.probe.set(**self.tensors)
         expected = reference_norm(x, weight, bias, recipe.spec)
         if exact or y.dtype != expected.dtype:
-            return _same_bits(y, expected)
-        return _nearly(y, expected, x, weight, bias, recipe.spec)
+            return same_bits(y, expected)
+        return nearly(y, expected, x, weight, bias, recipe.spec)
 
     def _verify(self, recipe: Recipe, exact: bool) -> None:
         """Shapes, strides, train mode, autocast and gradients: everything a model will ask of the swapped forward."""
@@ -272,18 +268,27 @@ class Fit:
             for x in (rows[:5], rows[None, :1], three, four):
                 if not self._agrees(recipe, x, dtype, dtype, exact):
                     raise NotInFamily(f"on {x.dim()}-dimensional input its result is not that of {recipe.spec}")
+            self._verify_autocast(recipe, three, dtype, exact)
         x = self._rows()
         y = self.probe.run(x)
         self.probe.module.training = True
         trained, _ = self.probe.run_watched(x)
         self.probe.module.training = False
-        if not _same_bits(trained, y):
+        if not same_bits(trained, y):
             raise NotInFamily("it computes something else in train mode")
+        self._verify_gradients(recipe)
+
+    def _verify_autocast(self, recipe: Recipe, x: torch.Tensor, dtype: torch.dtype, exact: bool) -> None:
+        self.probe.set(**{name: tensor.to(dtype) for name, tensor in self.tensors.items()})
+        watched = [self.probe.run_watched(x.to(dtype))[1]]
+        agrees = True
         for device_type in ("cpu", "cuda"):
             with _autocast(device_type):
-                if not self._agrees(recipe, x, torch.float32, torch.float32, exact):
-                    raise NotInFamily("it computes something else under autocast")
-        self._verify_gradients(recipe)
+                self.probe.set(**{name: tensor.to(dtype) for name, tensor in self.tensors.items()})
+                watched.append(self.probe.run_watched(x.to(dtype))[1])
+                agrees = agrees and self._agrees(recipe, x, dtype, dtype, exact)
+        if len(set(watched)) > 1 or not agrees:
+            raise NotInFamily("it computes something else under autocast")
 
     def _verify_gradients(self, recipe: Recipe) -> None:
         names = [name for name in (recipe.weight, recipe.bias) if name]
@@ -306,7 +311,7 @@ class Fit:
                 raise NotInFamily("its output is cut off from the gradient") from error
         self.probe.set(**self.tensors)
         for name, a, b in zip(["input", *names], got, expected, strict=True):
-            if not _close(a, b, 1e-4, floor=1.0):
+            if not close(a, b, 1e-4, floor=1.0):
                 raise NotInFamily(f"its gradient with respect to its {name} is not that of {recipe.spec}")
 
 
@@ -321,36 +326,6 @@ def _hinted_sizes(probe: Probe) -> list[int]:
 
 def _reads_as(reading: float, value: float) -> bool:
     return abs(reading - value) <= EPS_READING * abs(value)
-
-
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float, floor: float = 1e-30) -> bool:
-    b = b.double()
-    return bool(((a.double() - b).abs() <= tolerance * b.abs().amax().clamp_min(floor)).all())
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def _nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
-    """Whether y is the formula's result but for roundings of float32, measured against the terms that were summed."""
-    if not torch.equal(y.isfinite(), expected.isfinite()):
-        return False
-    x_dtype, x, error = x.dtype, x.double(), (y.double() - expected.double()).abs().nan_to_num()
-    terms = expected.double().abs() if bias is None else expected.double().abs() + bias.double().abs()
-    if spec.centered:  # a mean summed in another order is off by roundings of its summands
-        rstd = (x.var(-1, keepdim=True, unbiased=False) + spec.eps).rsqrt()
-        scale = 1.0 if weight is None else (weight.double() + spec.weight_offset).abs()
-        noise = EPS32 * x.abs().mean(-1, keepdim=True) * rstd * scale
-    else:
-        noise = 0.0
-    rounded_to = {y.dtype, spec.hat_dtype(x_dtype, None if weight is None else weight.dtype)} & set(HALF_DTYPES)
-    if not rounded_to:
-        return bool((error <= MAX_ULPS * (EPS32 * terms + noise).nan_to_num()).all())
-    half = rounded_to.pop()
-    info = torch.finfo(half)
-    within = error <= 2 * (info.eps * terms.clamp_min(info.tiny) + noise).nan_to_num()
-    return bool(within.all()) and (error > 0).double().mean().item() <= MAX_DIFFERING[half]
 
 
 @contextlib.contextmanager

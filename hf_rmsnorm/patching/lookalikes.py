@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from .compare import close
 from .probe import Probe
 
 
@@ -44,14 +45,10 @@ def describe(probe: Probe, x: torch.Tensor, y: torch.Tensor) -> str | None:
     for scale, shift, offset in itertools.product(ones, zeros, (0.0, 1.0)):
         scale = scale + offset if scale.dim() else scale
         for name, hat in _variants(x):
-            if _close(hat * scale + shift, y):
+            if close(hat * scale + shift, y, 1e-5):
                 return f"it computes {name}"
     for scale in tensors:
         h = x * scale
-        if _close(h * h.pow(2).mean(-1, keepdim=True).rsqrt(), y):
+        if close(h * h.pow(2).mean(-1, keepdim=True).rsqrt(), y, 1e-5):
             return "it computes an RMSNorm of the weighted input: the weight is applied before the norm"
     return None
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a - b).abs() <= 1e-5 * b.abs().amax()).all())

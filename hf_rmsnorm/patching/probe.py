@@ -82,19 +82,21 @@ class Probe:
     def run_watched(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """`run`, and whether the output is that of torch's own F.layer_norm or F.rms_norm on the input itself.
 
+        A call for which the forward switched autocast on or off does not count: autocast changes what they return.
+
         Raises:
             DrawsRandom: its forward would draw random numbers.
             Unusable: as `run`.
         """
         attributes, tensors = self._attributes(), {name: t.clone() for name, t in own_tensors(self.module)}
-        given = x.clone()
+        given, autocast = x.clone(), _autocast_state()
         with _NormCalls() as calls, _RefuseRandom():
             y = self._call(given)
         after = dict(own_tensors(self.module))
         same = after.keys() == tensors.keys() and all(torch.equal(t, after[name]) for name, t in tensors.items())
         if not same or self._attributes() != attributes:
             self._blame("its forward changes the module's own state")
-        return y, any(source is given and result is y for source, result in calls.made)
+        return y, any(x_ is given and y_ is y and state == autocast for x_, y_, state in calls.made)
 
     def _call(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -137,8 +139,12 @@ class _NormCalls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in TORCH_NORMS:
-            self.made.append((args[0] if args else kwargs.get("input"), result))
+            self.made.append((args[0] if args else kwargs.get("input"), result, _autocast_state()))
         return result
+
+
+def _autocast_state() -> list[bool]:
+    return [torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")]
 
 
 @contextlib.contextmanager
@@ -192,18 +198,20 @@ def _copy(module: torch.nn.Module) -> torch.nn.Module:
     torch.nn.Module.__init__(copied)
     copied.training = False
     memo = {id(module): copied}
-    try:
-        for name, value in module.__dict__.items():
-            if name not in MODULE_STATE and name not in INSTANCE_FORWARDS:
+    for name, value in module.__dict__.items():
+        if name not in MODULE_STATE and name not in INSTANCE_FORWARDS:
+            # What cannot be copied (locks, process groups, other modules) is left out: a forward that needs it fails.
+            with contextlib.suppress(Exception):
                 copied.__dict__[name] = _copy_value(value, memo)
+    try:
         for name, tensor in module._parameters.items():
             value = None if tensor is None else _stand_in(tensor)
             copied._parameters[name] = value if value is None else Parameter(value, requires_grad=False)
         for name, tensor in module._buffers.items():
             copied._buffers[name] = None if tensor is None else _copy_value(tensor, memo)
-        copied._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    except Exception as error:  # arbitrary user objects: whatever stops a copy makes the module one to leave alone
-        raise Unusable(f"it cannot be copied: {type(error).__name__}: {error}") from error
+    except Exception as error:  # tensor types of others may refuse in any way
+        raise Unusable(f"its tensors cannot be copied: {type(error).__name__}: {error}") from error
+    copied._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return copied
 
 

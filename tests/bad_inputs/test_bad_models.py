@@ -1,5 +1,6 @@
 """Models that cannot be patched, wholly or in part: one clear line, and the model as it was."""
 
+import threading
 import warnings
 
 import pytest
@@ -154,24 +155,23 @@ def test_a_class_that_refuses_to_be_subclassed():
     assert_refused(model, ValueError, "Final is final", strict=True)
 
 
-def test_a_class_whose_attributes_cannot_be_read_or_copied():
-    class Lock:
-        def __deepcopy__(self, memo):
-            raise TypeError("cannot copy a lock")
-
+def test_attributes_that_cannot_be_copied():
     class Locked(LlamaRMSNorm):
         def __init__(self):
             super().__init__(8)
-            self.lock = Lock()
+            self.lock = threading.Lock()
+            self.others = [nn.Linear(2, 2)]
 
-    class LockedRMSNorm(Locked):
-        pass
+    class UsesLockRMSNorm(Locked):
+        def forward(self, hidden_states):
+            with self.lock:
+                return super().forward(hidden_states)
 
-    with pytest.warns(UserWarning):
-        report = patch_model(nn.Sequential(Locked(), LockedRMSNorm()))
-    assert not report.swapped
-    assert [record.path for record in report.skipped] == ["1"]
-    assert "cannot copy a lock" in report.skipped[0].reason
+    model = nn.Sequential(Locked(), UsesLockRMSNorm())
+    report = patch_model(model)
+    assert [record.path for record in report.swapped] == ["0"]
+    assert "'lock'" in report.skipped[0].reason
+    assert not model[1].lock.locked()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])

@@ -1,0 +1,45 @@
+"""How near a module's output must be to a formula's to count as the same."""
+
+from __future__ import annotations
+
+import torch
+
+from ..formula import HALF_DTYPES, NormSpec
+
+EPS32 = 2.0**-23
+# The same formula by other primitives. x / sqrt(v) for x * rsqrt(v) is three roundings, weight and bias two on either
+# side, each of half an ulp; in half precision few results then lie so near a tie that they round the other way.
+MAX_ULPS = 4
+MAX_DIFFERING = {torch.bfloat16: 1e-3, torch.float16: 8e-3}  # float16 is eight times finer
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float, floor: float = 1e-30) -> bool:
+    """Whether a is b within `tolerance` times the largest magnitude in b, or `floor` if that is larger."""
+    b = b.double()
+    return bool(((a.double() - b).abs() <= tolerance * b.abs().amax().clamp_min(floor)).all())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether dtype and every element are equal, NaN to NaN."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
+    """Whether y is the formula's result but for roundings of float32, measured against the terms that were summed."""
+    if not torch.equal(y.isfinite(), expected.isfinite()):
+        return False
+    x_dtype, x, error = x.dtype, x.double(), (y.double() - expected.double()).abs().nan_to_num()
+    terms = expected.double().abs() if bias is None else expected.double().abs() + bias.double().abs()
+    if spec.centered:  # a mean summed in another order is off by roundings of its summands
+        rstd = (x.var(-1, keepdim=True, unbiased=False) + spec.eps).rsqrt()
+        scale = 1.0 if weight is None else (weight.double() + spec.weight_offset).abs()
+        noise = EPS32 * x.abs().mean(-1, keepdim=True) * rstd * scale
+    else:
+        noise = 0.0
+    rounded_to = {y.dtype, spec.hat_dtype(x_dtype, None if weight is None else weight.dtype)} & set(HALF_DTYPES)
+    if not rounded_to:
+        return bool((error <= MAX_ULPS * (EPS32 * terms + noise).nan_to_num()).all())
+    half = rounded_to.pop()
+    info = torch.finfo(half)
+    within = error <= 2 * (info.eps * terms.clamp_min(info.tiny) + noise).nan_to_num()
+    return bool(within.all()) and (error > 0).double().mean().item() <= MAX_DIFFERING[half]
