@@ -95,19 +95,25 @@ def test_sections_without_time_are_skipped_and_named(tmp_path):
     assert done.stdout.count("time ran out") == 2
 
 
-def test_a_section_that_raises_is_recorded_and_the_others_run(tmp_path):
-    # A transformers without LLaMA breaks the sections that need it, and only those.
-    broken = tmp_path / "sitecustomize.py"
-    broken.write_text("import sys\nsys.modules['transformers.models.llama.modeling_llama'] = None\n")
+def test_failed_gates_and_exceptions_fail_the_run_but_not_the_other_sections(tmp_path):
+    sabotage = tmp_path / "sitecustomize.py"  # runs first in every process: no error is small enough, and no Qwen3
+    sabotage.write_text(
+        f"import sys\nsys.path.append({str(ROOT / 'tests')!r})\nimport tolerance\ntolerance.FACTOR = -1e9\n"
+        "sys.modules['transformers.models.qwen3.modeling_qwen3'] = None\n"
+    )
     path = tmp_path / "result.json"
-    done = gpu_check("--dry-run", "--only", "host,qwen3", "--out", path, PYTHONPATH=str(tmp_path))
+    done = gpu_check("--dry-run", "--only", "kernels,llama,qwen3", "--out", path, PYTHONPATH=str(tmp_path))
     result = json.loads(path.read_text())
     assert done.returncode == 1
     assert result["passed"] is False
-    assert result["sections"]["host"]["status"] == "error"
-    assert "modeling_llama" in result["sections"]["host"]["reason"]
-    assert "Traceback" in result["sections"]["host"]["traceback"]
-    assert result["sections"]["qwen3"]["status"] == "passed"
+    kernels, llama, qwen3 = (result["sections"][name] for name in ("kernels", "llama", "qwen3"))
+    assert kernels["status"] == "failed"
+    assert any("y: max error" in failure for failure in kernels["failures"])
+    ours = kernels["data"]["cases"][0]["implementations"]["hf_rmsnorm"]
+    assert ours["gate"]["failures"] and ours["forward"]["wall_us"] > 0  # marked, its times kept
+    assert qwen3["status"] == "error"
+    assert "modeling_qwen3" in qwen3["traceback"]
+    assert llama["status"] == "passed"
 
 
 @pytest.mark.parametrize(
