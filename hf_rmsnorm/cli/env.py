@@ -24,7 +24,7 @@ def run(args) -> Result:
     from ..ops.backend import describe_backend
 
     versions = {"hf-rmsnorm": __version__, "python": platform.python_version()}
-    versions |= {name: _version(name) for name in PACKAGES}
+    versions |= {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}  # with its build
     if torch.version.cuda or torch.version.hip:
         versions["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
 
