@@ -121,8 +121,8 @@ def run_tests(section: Section) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         # A dry run rehearses the bodies of the GPU tests alone; elsewhere any test file may have marked tests.
-        where = ROOT / "tests" / ("test_gpu.py" if section.dry_run else "")
-        command = [sys.executable, "-m", "pytest", str(where), "-m", "gpu", "-q", "-p", "no:cacheprovider",
+        where = ["tests/test_gpu.py", "tests/test_gpu_models.py"] if section.dry_run else ["tests"]
+        command = [sys.executable, "-m", "pytest", *where, "-m", "gpu", "-q", "-p", "no:cacheprovider",
                    "--continue-on-collection-errors", f"--junitxml={report}"]  # fmt: skip
         if importlib.util.find_spec("xdist") and not section.dry_run:
             command += ["-n", "4"]  # most of the time is compilation on the host

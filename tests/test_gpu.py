@@ -1,100 +1,40 @@
-"""What only real hardware can show: rounding, alignment, streams, graphs, compilation and 64-bit addresses.
+"""What only real hardware can show of one norm: rounding, alignment, streams, graphs, compilation, 64-bit addresses.
 
-`pytest -m gpu` runs these on the current GPU. ``HF_RMSNORM_REHEARSE_GPU_TESTS=1 TRITON_INTERPRET=1 pytest -m gpu
-tests/test_gpu.py`` runs the bodies of those that can on the CPU with fewer sizes, so that a mistake in a test is found
-where there is no GPU; scripts/gpu_check.py --dry-run does that.
+How to run these: tests/gpu.py.
 """
 
 import copy
-import os
 import threading
 
 import pytest
 import torch
-from tiny_models import build, token_ids
-from tolerance import assert_as_accurate, one_ulp
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
-
-from hf_rmsnorm import (
-    count_launches,
-    patch_model,
-    patched,
-    rms_norm,
-    unpatch_model,
-    use_backend,
-    verify_equivalence,
+from gpu import (
+    BF16,
+    COMPILER,
+    DEVICE,
+    FP16,
+    FP32,
+    GPU,
+    MODULES,
+    fuse,
+    gpu_tests,
+    make,
+    random,
+    real_gpu,
+    run,
+    run_fused,
 )
-from hf_rmsnorm.demo import DEMO_MODELS, demo_path
+from tolerance import assert_as_accurate, one_ulp
+
+from hf_rmsnorm import count_launches, rms_norm, use_backend
 from hf_rmsnorm.reference import reference_norm
 
-GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-REHEARSAL = not GPU and os.environ.get("HF_RMSNORM_REHEARSE_GPU_TESTS") == "1"
-DEVICE = "cuda" if GPU else "cpu"
-COMPILER = "inductor" if GPU else "aot_eager"
+pytestmark = gpu_tests
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (GPU or REHEARSAL), reason="needs a GPU that Triton serves"),
-]
-real_gpu = pytest.mark.skipif(not GPU, reason="cannot be rehearsed without a GPU")
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MODULES = {
-    "llama": lambda n: LlamaRMSNorm(n, eps=1e-6),
-    "olmo2": lambda n: Olmo2RMSNorm(n, eps=1e-6),
-    "gemma": lambda n: GemmaRMSNorm(n, eps=1e-6),
-    "t5": lambda n: T5LayerNorm(n, eps=1e-6),
-    "l2": lambda n: Llama4TextL2Norm(eps=1e-6),
-    "layer_norm": lambda n: nn.LayerNorm(n, eps=1e-5),
-}
 DTYPES = [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32), (FP16, FP32), (FP32, BF16)]
 SIZES = (1, 96, 128, 896, 1000, 4096, 5120, 8192, 14336, 16384, 20000, 65536, 262144) if GPU else (1, 96)
 CENTERED_SIZES = (2, 96, 1000, 4096, 8192, 16384, 65536) if GPU else (2, 96)
 ROWS = 301 if GPU else 5
-
-
-def make(name, hidden_size, dtype):
-    torch.manual_seed(hidden_size)
-    norm = MODULES[name](hidden_size).to(DEVICE, dtype)
-    with torch.no_grad():
-        for parameter in norm.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return norm
-
-
-def random(*shape, dtype=BF16, seed=0):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE).mul_(1.7).add_(0.25).to(dtype)
-
-
-def fuse(norm):
-    """A patched copy of a norm, and the formula it was recognised to compute."""
-    fused = copy.deepcopy(norm)
-    (record,) = patch_model(fused).swapped
-    return fused, record.formula
-
-
-def run(norm, x, dy):
-    """[y, dx, gradients of the parameters]."""
-    x = x.detach().requires_grad_()
-    y = norm(x)
-    return [y.detach(), *torch.autograd.grad(y, [x, *norm.parameters()], dy.to(y.dtype))]
-
-
-def run_fused(norm, x, dy):
-    """As `run`, by exactly one forward kernel, and with dy left as it was."""
-    before = dy.clone()
-    with count_launches() as launches:
-        results = run(norm, x, dy)
-    assert launches["norm_forward"] + launches["norm_forward_loop"] == 1
-    assert torch.equal(dy, before), "the incoming gradient was overwritten"
-    return results
 
 
 def judge(norm, x, dy):
@@ -334,17 +274,6 @@ def test_compiles_into_one_graph(name, dynamic):
             assert torch.equal(a, b)
 
 
-def test_a_patched_model_compiles_into_one_graph():
-    torch._dynamo.reset()
-    model = build("qwen3").to(DEVICE)
-    ids = (token_ids() if GPU else token_ids(1, 4)).to(DEVICE)
-    patch_model(model)
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend=COMPILER)
-        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------ autocast, checkpoints
 
 
@@ -387,100 +316,3 @@ def test_double_backward():
             seconds.append(torch.autograd.grad(dx.square().sum(), (x, weight)))
     for a, b in zip(*seconds, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-
-
-# -------------------------------------------------------------------------------------------------------------- models
-
-PROMPT = "The licence of this software permits"
-
-
-def demo(name, dtype):
-    """An embedded trained model on the device, in eval mode, and a prompt."""
-    path = demo_path(name)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
-    ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids.to(DEVICE)
-    return model, ids if GPU else ids[:, :6]
-
-
-def generate(model, ids, tokens=64 if GPU else 2, **options):
-    with torch.no_grad():
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0, **options
-        )
-    return out[0, ids.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if GPU else [BF16])
-@pytest.mark.parametrize("name", DEMO_MODELS)
-def test_trained_models_generate_the_same_tokens(name, dtype):
-    model, ids = demo(name, dtype)
-    expected = generate(model, ids)
-    with patched(model), count_launches() as launches:
-        assert generate(model, ids) == expected
-    assert launches
-    assert generate(model, ids) == expected
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if GPU else [BF16])
-@pytest.mark.parametrize("name", DEMO_MODELS if GPU else ["llama"])
-def test_trained_models_are_proven_equal(name, dtype):
-    model, ids = demo(name, dtype)
-    report = verify_equivalence(model, inputs=ids, max_new_tokens=16 if GPU else 2)
-    assert report.norms, "no norm was compared"
-    assert report.passed, str(report)
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma", "olmo2", "phi3"] if GPU else ["mistral"])
-def test_random_models_generate_the_same_tokens(family):
-    model = build(family)
-    patch_model(model)  # on the CPU, before the move: the kernels must follow the tensors
-    model.to(DEVICE)
-    ids = token_ids(batch=1).to(DEVICE)
-    with count_launches() as launches:
-        got = generate(model, ids, tokens=32 if GPU else 2)
-    assert launches
-    unpatch_model(model)
-    assert got == generate(model, ids, tokens=32 if GPU else 2)
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=real_gpu)])
-def test_static_cache_generates_the_same_tokens(compiled):
-    # With a static cache `generate` compiles the decoding step and records it as CUDA graphs, unless told not to.
-    torch._dynamo.reset()
-    model, ids = demo("llama", FP32)
-    expected = generate(model, ids)
-    with patched(model):
-        got = generate(model, ids, cache_implementation="static", disable_compile=not compiled)
-    assert got == expected
-
-
-def test_training_step_on_the_gpu():
-    model, ids = demo("qwen3", FP32)
-    ids = ids.repeat(2, 1)
-
-    def step():
-        model.zero_grad(set_to_none=True)
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    expected_loss, expected = step()
-    with patched(model):
-        loss, grads = step()
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    for name, grad in grads.items():
-        difference = (grad - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
-        assert difference.item() < 1e-4, f"gradient of {name}"
-
-
-def test_offloaded_models_generate_the_same_tokens():
-    from accelerate import cpu_offload
-
-    model, ids = demo("llama", FP32)
-    expected = generate(model, ids, tokens=8 if GPU else 2)
-    model.to("cpu")
-    patch_model(model)
-    model = cpu_offload(model, execution_device=torch.device(DEVICE))
-    with count_launches() as launches:
-        assert generate(model, ids, tokens=8 if GPU else 2) == expected
-    assert launches

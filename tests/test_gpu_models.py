@@ -1,0 +1,117 @@
+"""Whole models on real hardware: tokens, training, compilation, caches and offloading. How to run: tests/gpu.py."""
+
+import pytest
+import torch
+from gpu import BF16, COMPILER, DEVICE, FP16, FP32, GPU, gpu_tests, real_gpu
+from tiny_models import build, token_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, verify_equivalence
+from hf_rmsnorm.demo import DEMO_MODELS, demo_path
+
+pytestmark = gpu_tests
+
+PROMPT = "The licence of this software permits"
+
+
+def demo(name, dtype):
+    """An embedded trained model on the device, in eval mode, and a prompt."""
+    path = demo_path(name)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
+    ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids.to(DEVICE)
+    return model, ids if GPU else ids[:, :6]
+
+
+def generate(model, ids, tokens=64 if GPU else 2, **options):
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0, **options
+        )
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if GPU else [BF16])
+@pytest.mark.parametrize("name", DEMO_MODELS)
+def test_trained_models_generate_the_same_tokens(name, dtype):
+    model, ids = demo(name, dtype)
+    expected = generate(model, ids)
+    with patched(model), count_launches() as launches:
+        assert generate(model, ids) == expected
+    assert launches
+    assert generate(model, ids) == expected
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16] if GPU else [BF16])
+@pytest.mark.parametrize("name", DEMO_MODELS if GPU else ["llama"])
+def test_trained_models_are_proven_equal(name, dtype):
+    model, ids = demo(name, dtype)
+    report = verify_equivalence(model, inputs=ids, max_new_tokens=16 if GPU else 2)
+    assert report.norms, "no norm was compared"
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma", "olmo2", "phi3"] if GPU else ["mistral"])
+def test_random_models_generate_the_same_tokens(family):
+    model = build(family)
+    patch_model(model)  # on the CPU, before the move: the kernels must follow the tensors
+    model.to(DEVICE)
+    ids = token_ids(batch=1).to(DEVICE)
+    with count_launches() as launches:
+        got = generate(model, ids, tokens=32 if GPU else 2)
+    assert launches
+    unpatch_model(model)
+    assert got == generate(model, ids, tokens=32 if GPU else 2)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=real_gpu)])
+def test_static_cache_generates_the_same_tokens(compiled):
+    # With a static cache `generate` compiles the decoding step and records it as CUDA graphs, unless told not to.
+    torch._dynamo.reset()
+    model, ids = demo("llama", FP32)
+    expected = generate(model, ids)
+    with patched(model):
+        got = generate(model, ids, cache_implementation="static", disable_compile=not compiled)
+    assert got == expected
+
+
+def test_training_step_on_the_gpu():
+    model, ids = demo("qwen3", FP32)
+    ids = ids.repeat(2, 1)
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected_loss, expected = step()
+    with patched(model):
+        loss, grads = step()
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for name, grad in grads.items():
+        difference = (grad - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
+        assert difference.item() < 1e-4, f"gradient of {name}"
+
+
+def test_offloaded_models_generate_the_same_tokens():
+    from accelerate import cpu_offload
+
+    model, ids = demo("llama", FP32)
+    expected = generate(model, ids, tokens=8 if GPU else 2)
+    model.to("cpu")
+    patch_model(model)
+    model = cpu_offload(model, execution_device=torch.device(DEVICE))
+    with count_launches() as launches:
+        assert generate(model, ids, tokens=8 if GPU else 2) == expected
+    assert launches
+
+
+def test_a_patched_model_compiles_into_one_graph():
+    torch._dynamo.reset()
+    model = build("qwen3").to(DEVICE)
+    ids = (token_ids() if GPU else token_ids(1, 4)).to(DEVICE)
+    patch_model(model)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend=COMPILER)
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
