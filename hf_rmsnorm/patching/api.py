@@ -19,7 +19,7 @@ def patch_model(
     """Swap every norm that is recognised by its arithmetic for the fused kernels, in place.
 
     Each norm keeps its parameters, buffers, hooks, name and `state_dict`; only its class changes, to a subclass of the
-    one it had. Nothing outside this model changes. Patching again changes nothing and reports the same.
+    one it had. Nothing outside this model changes. Norms patched earlier stay patched and are reported again.
 
     Args:
         model: any `torch.nn.Module`, on any devices; it may be a single norm.
