@@ -1,4 +1,4 @@
-"""NormSpec and the plain-torch formulas: worked examples, closed-form gradients, the Hugging Face classes bit for bit."""
+"""NormSpec and the plain-torch formulas: worked examples, closed-form gradients, the live classes bit for bit."""
 
 import pytest
 import torch

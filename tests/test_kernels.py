@@ -180,6 +180,16 @@ def test_addressable_views_are_read_in_place(layout):
     assert [op for op in dispatched if "permute" not in op] == ["aten.empty_like.default"]
 
 
+@pytest.mark.slow  # 4.3 GB of address space, and the interpreter touches it all
+def test_offsets_beyond_32_bits():
+    hidden_size, stride = 64, 2**31 + 64
+    storage = torch.zeros(stride + hidden_size, dtype=torch.bfloat16, device=DEVICE)
+    x = storage.as_strided((2, hidden_size), (stride, 1))
+    x.copy_(rows(2, hidden_size, dtype=torch.bfloat16))
+    weight, bias = parameters(SPECS["llama"], hidden_size, torch.bfloat16)
+    check(SPECS["llama"], x, weight, bias, rows(2, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 70000)])
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_no_rows(name, shape):

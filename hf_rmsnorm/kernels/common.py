@@ -14,8 +14,9 @@ def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
     """
     rows = tl.cast(rows, tl.uint32)
     inner = tl.cast(inner, tl.uint32)
-    outer = tl.cast(rows // inner, tl.int64) * (outer_stride * UNIT)
-    return outer + tl.cast(rows % inner, tl.int64) * (inner_stride * UNIT)
+    # The interpreter passes a small integer as 32 bits whatever the signature says, so both factors are cast.
+    outer = tl.cast(rows // inner, tl.int64) * (tl.cast(outer_stride, tl.int64) * UNIT)
+    return outer + tl.cast(rows % inner, tl.int64) * (tl.cast(inner_stride, tl.int64) * UNIT)
 
 
 @triton.jit

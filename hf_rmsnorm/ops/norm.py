@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch.autograd import forward_ad
 
@@ -33,8 +35,17 @@ class _FusedNorm(torch.autograd.Function):
         return *grads, None
 
 
+@torch.compiler.assume_constant_result
+def _teach_dtensor() -> bool:
+    """Register how DTensors are split, once one can exist."""
+    if "torch.distributed.tensor" in sys.modules:
+        from . import sharding  # noqa: F401  registers on import
+    return True
+
+
 def _launch_forward(x, weight, bias, spec, stats):
     if _is_compiling() or not plain(x, weight, bias):
+        _teach_dtensor()
         return norm_forward_op(x, weight, bias, *spec_args(spec), stats)
     from ..kernels import launch
 
