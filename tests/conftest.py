@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
@@ -16,3 +17,18 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not config.getoption("--model"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """The inputs that went through a patched module's fused forward."""
+    from hf_rmsnorm import layers
+
+    calls, real = [], layers.fused_norm
+
+    def spy(x, *args):
+        calls.append(x)
+        return real(x, *args)
+
+    monkeypatch.setattr(layers, "fused_norm", spy)
+    return calls

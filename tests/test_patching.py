@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_rmsnorm
-from hf_rmsnorm import NormSpec, layers, patch_model, patched, unpatch_model, use_backend
+from hf_rmsnorm import NormSpec, patch_model, patched, unpatch_model, use_backend
 
 LLAMA = {"rounding": "before_weight"}
 GEMMA = {"weight_offset": 1.0}
@@ -30,20 +30,6 @@ EXPECTED = {
 }
 # Norms per decoder layer, q/k norms included; each model has one more at its end.
 PER_LAYER = {"qwen3": 4, "gemma2": 4, "gemma3_text": 6, "olmo2": 4}
-
-
-@pytest.fixture
-def fused_calls(monkeypatch):
-    """The modules' inputs that went through the fused forward."""
-    calls = []
-    real = layers.fused_norm
-
-    def spy(x, *args):
-        calls.append(x)
-        return real(x, *args)
-
-    monkeypatch.setattr(layers, "fused_norm", spy)
-    return calls
 
 
 def norm_eps(module):

@@ -31,19 +31,6 @@ from user_norms import Evenly
 from hf_rmsnorm import layers, patch_model, unpatch_model, use_backend
 
 
-@pytest.fixture
-def fused_calls(monkeypatch):
-    calls = []
-    real = layers.fused_norm
-
-    def spy(x, *args):
-        calls.append(x)
-        return real(x, *args)
-
-    monkeypatch.setattr(layers, "fused_norm", spy)
-    return calls
-
-
 def x8():
     return torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 

@@ -1,0 +1,215 @@
+"""Modules that are nearly norms, or only called so: left alone, and named if they normalise or carry a norm's name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reports import reason_for, report_on
+from torch import nn
+
+
+def rms(h, eps=1e-6):
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def divide_by_variance(self, x):
+    return self.weight * x / (x.var(-1, keepdim=True, unbiased=False) + 1e-6)
+
+
+def divide_by_std(self, x):
+    return self.weight * x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-6)
+
+
+def eps_outside(self, x):
+    return self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6))
+
+
+def affine(self, x):
+    return self.weight * x + self.bias
+
+
+def over_dim_1(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6))
+
+
+def over_everything(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean() + 1e-6))
+
+
+def unbiased(self, x):
+    return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6) + self.bias
+
+
+def l2(self, x):
+    return self.weight * F.normalize(x, dim=-1)
+
+
+def weight_first(self, x):
+    return rms(x.float() * self.weight.float()).to(x.dtype)
+
+
+def no_upcast(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def one_norm(self, x):
+    return self.weight * x / x.abs().mean(-1, keepdim=True)
+
+
+def grouped(self, x):
+    h = x.float().unflatten(-1, (2, -1))
+    return self.weight * rms(h).flatten(-2).to(x.dtype)
+
+
+def random_forward(self, x):
+    return self.weight * rms(x.float() + 0.0 * torch.rand_like(x.float())).to(x.dtype)
+
+
+def dropout_in_training(self, x):
+    return F.dropout(self.weight * rms(x.float()).to(x.dtype), 0.5, self.training)
+
+
+def other_in_training(self, x):
+    return self.weight * rms(x.float(), 1e-3 if self.training else 1e-6).to(x.dtype)
+
+
+def counting(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.weight * rms(x.float()).to(x.dtype)
+
+
+def counting_in_training(self, x):
+    if self.training:
+        self.calls = getattr(self, "calls", 0) + 1
+    return self.weight * rms(x.float()).to(x.dtype)
+
+
+def running_average(self, x):
+    self.bias.data.lerp_(x.mean((0, 1)).float(), 0.1)
+    return self.weight * rms(x.float()).to(x.dtype)
+
+
+def no_gradient(self, x):
+    h = x.float()
+    return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6).detach()).to(x.dtype)
+
+
+def scaled_by_an_attribute(self, x):
+    return self.multiplier * (self.weight * rms(x.float()).to(x.dtype))
+
+
+def in_place(self, x):
+    return self.weight * x.mul_(torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def depends_on_rows(self, x):
+    y = self.weight * rms(x.float()).to(x.dtype)
+    return y + y.flatten()[0]
+
+
+def only_for_three_dimensions(self, x):
+    return self.weight * rms(x.float(), 1e-6 if x.dim() == 3 else 1e-3).to(x.dtype)
+
+
+def own_autocast(self, x):
+    y = self.weight * rms(x.float()).to(x.dtype)
+    return y.bfloat16() if torch.is_autocast_enabled() else y
+
+
+def autocast_off_in_bfloat16(self, x):
+    if x.dtype != torch.bfloat16:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+    enabled = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", False)
+    y = F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+    torch.set_autocast_enabled("cuda", enabled)
+    return y
+
+
+def only_in_float32(self, x):
+    if x.dtype != torch.float32:
+        raise TypeError("needs float32")
+    return self.weight * rms(x)
+
+
+def returns_factor(self, x):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def returns_pair(self, x):
+    return self.weight * rms(x), x
+
+
+def fails(self, x):
+    raise ValueError("needs a cache")
+
+
+def two_inputs(self, x, residual):
+    return self.weight * rms(x + residual)
+
+
+def lookalike(forward, name):
+    def __init__(self, size=32):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.rand(size))
+        self.bias = nn.Parameter(torch.rand(size))
+        self.multiplier = 0.75
+
+    return type(name, (nn.Module,), {"__init__": __init__, "forward": forward})()
+
+
+NORMALISE = {
+    divide_by_std: "standard deviation without centring",
+    eps_outside: "not inside the root",
+    unbiased: "unbiased",
+    l2: "L2 norm",
+    weight_first: "before the norm",
+    no_upcast: "order of its own",
+    one_norm: "mean magnitude",
+    grouped: "not one that this package knows",
+    random_forward: "random",
+    dropout_in_training: "random",
+    other_in_training: "train mode",
+    counting: "state",
+    counting_in_training: "state",
+    running_average: "state",
+    in_place: "writes into its input",
+    no_gradient: "gradient",
+    scaled_by_an_attribute: "not one that this package knows",
+    only_for_three_dimensions: "dimensional input",
+    own_autocast: "autocast",
+    autocast_off_in_bfloat16: "autocast",
+    only_in_float32: "needs float32",
+}
+DO_NOT = {
+    divide_by_variance: "variance without the root",
+    affine: "affine",
+    over_dim_1: "another dimension",
+    over_everything: "another dimension",
+    depends_on_rows: "other rows",
+    returns_factor: "(2, 3, 1)",
+    returns_pair: "tuple",
+    fails: "needs a cache",
+    two_inputs: "besides one tensor",
+}
+
+
+@pytest.mark.parametrize(("forward", "why"), [*NORMALISE.items(), *DO_NOT.items()])
+def test_lookalike_with_a_norms_name_is_left_alone_and_named(forward, why):
+    module = lookalike(forward, "OddRMSNorm")
+    assert why in reason_for(module)
+    assert type(module).forward is forward
+
+
+@pytest.mark.parametrize(("forward", "why"), NORMALISE.items())
+def test_lookalike_that_normalises_is_named_whatever_it_is_called(forward, why):
+    assert why in reason_for(lookalike(forward, "Thing"))
+
+
+@pytest.mark.parametrize("forward", DO_NOT)
+def test_what_does_not_normalise_is_not_mentioned(forward):
+    report = report_on(lookalike(forward, "Thing"))
+    assert not report.swapped and not report.skipped, report
+
+
+def test_two_dimensional_weight_is_named():
+    assert "(4, 8)" in reason_for(nn.LayerNorm((4, 8)))
