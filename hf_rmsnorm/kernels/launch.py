@@ -16,6 +16,7 @@ from .counting import record_launch
 from .plan import VECTOR, backward_plan, forward_plan
 
 INTERPRETED = not isinstance(forward.norm_forward, triton.runtime.JITFunction)
+HIP = torch.version.hip is not None
 INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
 INTERPRETER_SHARED = 232_448
 _interpreter_lock = threading.RLock()  # Triton's interpreter keeps its program index in a global
@@ -89,6 +90,8 @@ class Kernel:
 
     def _launch(self, device, grid, args, key, aligned, num_warps):
         key = (aligned, device, key)
+        if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
+            key += tuple(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor))
         compiled = self._compiled.get(key)
         if compiled is None:
             # FP fusion is asked for by name: its default differs between versions of Triton.

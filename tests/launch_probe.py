@@ -1,0 +1,108 @@
+"""Prints, as JSON, what the launch code asks of Triton for a target of scripts/aot.py.
+
+It is a script for test_launch.py: Triton compiles nothing in a process where it interprets.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import aot  # noqa: E402
+import torch  # noqa: E402
+
+from hf_rmsnorm.formula import NormSpec  # noqa: E402
+
+N = 64
+LLAMA = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
+LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
+
+
+def step(x, dy, spec=LLAMA):
+    weight = torch.empty(x.shape[-1], dtype=x.dtype)
+    bias = torch.empty_like(weight) if spec.has_bias else None
+    _, rstd, mean = aot.launch.norm_forward(x, weight, bias, spec, True, False)
+    aot.launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, (True, True, spec.has_bias), False)
+
+
+def compiles():
+    """By kernel, the compiles Triton holds in both variants, and the compiled kernels the launch code holds."""
+    index = aot.driver.active.get_current_device()
+    return {
+        kernel.name: [
+            sum(len(variant.device_caches[index][0]) for variant in set(kernel._variants.values())),
+            len(kernel._compiled),
+        ]
+        for kernel in aot.launch.KERNELS
+        if kernel._compiled
+    }
+
+
+def views(aligned):
+    """Rows in many numbers and at many strides; every third value is one or a multiple of 16."""
+    shift = 0 if aligned else 1
+    columns = slice(shift, shift + N)
+    for length in (1, 2, 3, 16, 17, 48):
+        for width in (N, N + 8, N + 16, 16 * N):
+            packed = torch.empty(2, length, 3, width + shift, dtype=torch.bfloat16)
+            yield packed[0, :, 0, columns]
+            yield packed[:, :, 1, columns]  # (outer, inner)
+            yield packed[:, :, 2, columns].transpose(0, 1)
+
+
+def described(launched):
+    """A recorded launch as values that two launches of the same work share."""
+    source, _, (*launch, _, _, _), arguments = *launched[:2], launched[2][:9], launched[2][9:]  # less hooks, their data
+    values = [[str(a.dtype), *a.shape] if isinstance(a, torch.Tensor) else a for a in arguments]
+    return [source.name, launch, dict(zip(source.fn.arg_names, values, strict=True))]
+
+
+def main(target):
+    recorder = aot.compile_for(target)
+    facts = {}
+    for aligned in (True, False):
+        for x in views(aligned):
+            step(x, torch.empty(x.shape, dtype=x.dtype))
+        facts["compiles_aligned" if aligned else "compiles_with_unaligned"] = compiles()
+    facts["launches"] = len(recorder.launches)
+
+    recorder.launches.clear()
+    for kernel in aot.launch.KERNELS:
+        kernel._compiled.clear()  # the next launch goes through Triton again
+    for spec in (LLAMA, LAYER_NORM):
+        for hidden_size in (64, 65_536):
+            x = torch.empty(3, hidden_size, dtype=torch.bfloat16)
+            step(x, x.clone(), spec)
+            half = len(recorder.launches)
+            step(x, x.clone(), spec)
+            first, again = recorder.launches[:half], recorder.launches[half:]
+            facts.setdefault("repeats", []).append([list(map(described, first)), list(map(described, again))])
+            if spec is LLAMA and hidden_size == 64:
+                facts["sources"] = {
+                    source.name: {
+                        "signature": dict(source.signature),
+                        "aligned": [source.fn.arg_names[path[0]] for path, found in source.attrs.items() if found],
+                    }
+                    for source, *_ in first
+                }
+            recorder.launches.clear()
+
+    if target == "gfx942":
+        aot.launch.HIP = True
+        with tempfile.TemporaryDirectory() as folder:
+            name = str(Path(folder) / "storage")
+            with open(name, "wb") as file:
+                file.truncate(2**31 + 4096)  # sparse: takes no room
+            large = torch.from_file(name, shared=True, size=2**30 + 2048, dtype=torch.bfloat16)
+            for x in (torch.empty(3, N, dtype=torch.bfloat16), large[-3 * N :].view(3, N)):
+                step(x, torch.empty(3, N, dtype=torch.bfloat16))
+                source = next(s for s, *_ in recorder.launches if s.name == "norm_forward")
+                facts.setdefault("x_attributes", []).append([kind for kind, _ in source.attrs[(0,)]])
+                recorder.launches.clear()
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,64 @@
+"""What the launch code hands to Triton: how often it compiles, for which types, and with which arguments."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="there is nothing to launch without Triton")
+PROBE = Path(__file__).with_name("launch_probe.py")
+TARGETS = ("sm_90", "gfx942")
+LAUNCHED = {"norm_forward", "norm_forward_loop", "norm_backward", "norm_backward_loop", "norm_backward_columns",
+            "reduce_partials"}  # fmt: skip
+
+
+@cache
+def probe(target):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, PROBE, target], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_neither_row_counts_nor_strides_compile_again(target):
+    once = {"norm_forward": [1, 1], "norm_backward": [1, 1], "reduce_partials": [1, 1]}
+    assert probe(target)["compiles_aligned"] == once
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_unaligned_tensors_compile_once_more(target):
+    twice = {"norm_forward": [2, 2], "norm_backward": [2, 2], "reduce_partials": [1, 1]}
+    assert probe(target)["compiles_with_unaligned"] == twice
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_types_are_fixed_and_only_pointers_are_known_to_be_aligned(target):
+    for name, source in probe(target)["sources"].items():
+        kinds = {
+            argument: kind for argument, kind in source["signature"].items() if argument != argument.upper()
+        }  # pointers and constants are in capitals
+        expected = {a: "fp32" if a == "eps" else "i64" if a.endswith(("outer", "x_inner", "dy_inner")) else "i32"
+                    for a in kinds}  # fmt: skip
+        assert kinds == expected, name
+        pointers = [a for a, kind in source["signature"].items() if kind.startswith("*")]
+        assert source["aligned"] == pointers, name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_repeated_launch_passes_what_the_first_one_passed(target):
+    repeats = probe(target)["repeats"]
+    assert {name for first, _ in repeats for name, *_ in first} == LAUNCHED
+    for first, again in repeats:
+        assert first == again
+
+
+def test_amd_compiles_again_for_storage_past_32_bit_offsets():
+    small, large = probe("gfx942")["x_attributes"]
+    assert small == ["tt.divisibility", "tt.pointer_range"]
+    assert large == ["tt.divisibility"]
+
