@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -169,8 +170,11 @@ class Compiled:
     widths: dict[str, list[int]]
 
 
-def examine(name: str, variant: str, hidden_size: int) -> list[Compiled]:
-    """Compile forward and backward of one variant for one target, and read the machine code of every kernel."""
+def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False) -> list[Compiled]:
+    """Compile forward and backward of one variant for one target, and read what became of every kernel.
+
+    Access widths are read from PTX, which names the argument; `disassemble` (slow) checks them against the SASS.
+    """
     recorder = compile_for(name)
     run(VARIANTS[variant], hidden_size)
     found = []
@@ -181,25 +185,25 @@ def examine(name: str, variant: str, hidden_size: int) -> list[Compiled]:
             found.append(Compiled(
                 target=name, variant=variant, kernel=kernel.name, hidden_size=hidden_size,
                 shared=compiled.metadata.shared, warps=compiled.metadata.num_warps,
-                **read(compiled, recorder.chip, arguments),
+                **read(compiled, recorder.chip, arguments, disassemble),
             ))  # fmt: skip
     return found
 
 
-def _read_nvidia(compiled, chip: Chip, arguments: list[str]) -> dict:
+def _read_nvidia(compiled, chip: Chip, arguments: list[str], disassemble: bool) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        command = [tool, "-res-usage", "-sass", cubin.name]
+        command = [tool, "-res-usage", *(["-sass"] if disassemble else []), cubin.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", text)[1]) for word in ("REG", "STACK"))
     accesses = list(_ptx_accesses(compiled.asm["ptx"]))
-    # PTX tells which argument an access belongs to; that its width is the machine's is checked here.
-    suffixes = re.findall(r"\s(?:LDG|STG|LDGSTS)\.(\S+)", text)
-    machine = {next((w for w, mark in SASS_WIDTHS.items() if mark in s.split(".")), 4) for s in suffixes}
-    if machine != {width for _, width in accesses}:
-        raise ValueError(f"ptxas accesses memory by {machine} bytes where the PTX says {accesses}")
+    if disassemble:
+        suffixes = re.findall(r"\s(?:LDG|STG|LDGSTS)\.(\S+)", text)
+        machine = {next((w for w, mark in SASS_WIDTHS.items() if mark in s.split(".")), 4) for s in suffixes}
+        if machine != {width for _, width in accesses}:
+            raise ValueError(f"{compiled.name}: ptxas accesses memory by {machine} bytes, the PTX by {accesses}")
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     blocks = min(
         65_536 // (-(-registers // 8) * 8 * 32 * warps),  # registers are handed out to warps by 8 a thread
@@ -209,7 +213,7 @@ def _read_nvidia(compiled, chip: Chip, arguments: list[str]) -> dict:
     return {"registers": registers, "spilled": stack, "blocks": blocks, "widths": _widths(accesses, arguments)}
 
 
-def _read_amd(compiled, chip: Chip, arguments: list[str]) -> dict:
+def _read_amd(compiled, chip: Chip, arguments: list[str], disassemble: bool) -> dict:
     text = compiled.asm["amdgcn"]
     return {
         "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]),
@@ -243,7 +247,7 @@ def _origin(name: str, sources: dict[str, set[str]], pointers: dict[str, int]) -
 
 
 def _ptx_accesses(text: str) -> Iterator[tuple[set[int], int]]:
-    """(pointer arguments, bytes) of every access to global memory in PTX, which ptxas neither splits nor joins."""
+    """(pointer arguments, bytes) of every access to global memory in PTX."""
     pointer_names = re.findall(r"\.param \.u64 \.ptr \.global .*?(\w+)[,\n]", text)
     pointers = {name: int(name.rpartition("_")[2]) for name in pointer_names}
     sources: dict[str, set[str]] = {}
@@ -290,11 +294,12 @@ def _llvm_bytes(kind: str) -> int:
     return int(count or 1) * bits // 8
 
 
-def examine_all(cases: list[tuple[str, str, int]]) -> list[Compiled]:
+def examine_all(cases: list[tuple[str, str, int]], disassemble: bool = False) -> list[Compiled]:
     """`examine` for each (target, variant, hidden size), in forked processes: torch is imported once."""
     torch.set_num_threads(1)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        return [c for found in pool.map(examine, *zip(*cases, strict=True)) for c in found]
+        results = pool.map(partial(examine, disassemble=disassemble), *zip(*cases, strict=True))
+        return [kernel for found in results for kernel in found]
 
 
 def tighten(budgets: dict, found: list[Compiled]) -> None:
@@ -340,9 +345,10 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", type=parse_cases, metavar="TARGETS:VARIANTS:SIZES",
                         default=[parse_cases("sm_90:llama-bf16")])  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--disassemble", action="store_true", help="check access widths against the machine code")
     parser.add_argument("--tighten", type=Path, metavar="FILE", help="lower the budgets in FILE to what was compiled")
     arguments = parser.parse_args()
-    found = examine_all([case for cases in arguments.cases for case in cases])
+    found = examine_all([case for cases in arguments.cases for case in cases], arguments.disassemble)
     if arguments.tighten:
         budgets = json.loads(arguments.tighten.read_text()) if arguments.tighten.exists() else {}
         tighten(budgets, found)

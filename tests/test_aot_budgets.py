@@ -1,0 +1,130 @@
+"""Budgets on the machine code of every kernel, compiled ahead of time by scripts/aot.py: no GPU is needed.
+
+tests/aot_budgets.json holds registers per thread and programs per multiprocessor for one version of Triton. It began
+with the figures of the design and only ever improves: ``python scripts/aot.py CASES --tighten tests/aot_budgets.json``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="nothing is compiled without Triton")
+ROOT = Path(__file__).resolve().parent.parent
+BUDGETS = json.loads((ROOT / "tests/aot_budgets.json").read_text())
+REGISTER_SLACK = 8
+SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+WIDEST_TILE = 16_384
+
+DEFAULT = (
+    "sm_90:llama-bf16",
+    "sm_90:llama-bf16-frozen,llama-fp16,llama-fp32,llama-mixed,gemma-bf16,t5-mixed,plain-bf16:128,8192,14336",
+    "sm_90:layernorm-bf16,layernorm-fp32:128,4096,14336",
+    "sm_90:llama-bf16-unaligned:128,4096",
+    "sm_80,sm_100,gfx942:llama-bf16:96,896,4096,14336,65536",
+    "sm_80,sm_86,gfx942:llama-fp32:16384",
+    "sm_86,gfx942:layernorm-fp32:8192",
+)
+EVERYTHING = ("::",)
+
+
+@cache
+def compiled(cases, *options):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # it would compile nothing
+    command = [sys.executable, ROOT / "scripts/aot.py", *cases, *options, "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)["kernels"]
+
+
+@pytest.fixture(params=[DEFAULT, pytest.param(EVERYTHING, marks=pytest.mark.slow)], ids=["sample", "everything"])
+def kernels(request):
+    return compiled(request.param)
+
+
+def name_of(kernel):
+    return "{target} {variant} {kernel} N={hidden_size}".format(**kernel)
+
+
+def test_every_kernel_compiles_for_every_target(kernels):
+    names = defaultdict(set)
+    for kernel in kernels:
+        names[kernel["target"]].add(kernel["kernel"])
+    rows = {"norm_forward", "norm_backward", "reduce_partials"}
+    wide = {"norm_forward_loop", "norm_backward_loop", "norm_backward_columns"}
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert names[target] == rows | wide, target
+
+
+def test_no_register_is_spilled(kernels):
+    spilled = {
+        name_of(k): k["spilled"] for k in kernels
+        if k["spilled"] and k["target"] == "sm_90" and not k["variant"].endswith("unaligned")
+    }  # fmt: skip
+    assert not spilled, "bytes of local memory per thread"
+
+
+def test_other_chips_spill_next_to_nothing(kernels):
+    """A chip with too little shared memory to prefetch wide float32 rows keeps them in registers."""
+    spilled = {
+        name_of(k): k["spilled"] for k in kernels
+        if k["spilled"] and k["target"] != "sm_90" and not k["variant"].endswith("unaligned")
+    }  # fmt: skip
+    assert all("fp32" in name and f"N={WIDEST_TILE}" in name and size <= 32 for name, size in spilled.items()), spilled
+
+
+def test_rows_move_by_16_bytes(kernels):
+    """Loads and stores of x, dy, y and dx where pointers and strides are aligned; 8 bytes are enough on AMD."""
+    narrow = {}
+    for kernel in kernels:
+        if kernel["variant"].endswith("unaligned"):
+            continue
+        least = 8 if kernel["target"].startswith("gfx") else 16
+        widths = {operand: w for operand, w in kernel["widths"].items() if operand in ("X", "DY", "Y", "DX")}
+        assert widths or kernel["kernel"] == "reduce_partials"
+        narrow |= {f"{name_of(kernel)} {operand}": w for operand, w in widths.items() if min(w) < least}
+    assert not narrow, "bytes per access"
+
+
+def test_the_machine_code_keeps_these_widths():
+    assert compiled(("sm_90:llama-bf16:128,4096,65536",), "--disassemble")  # the script compares the two
+
+
+def test_nothing_is_assumed_of_unaligned_rows(kernels):
+    for kernel in kernels:
+        if kernel["variant"].endswith("unaligned") and kernel["kernel"].startswith("norm_"):
+            assert all(kernel["widths"][operand] == [2] for operand in ("X", "Y", "DY", "DX") if operand in
+                       kernel["widths"]), name_of(kernel)  # fmt: skip
+
+
+def test_shared_memory_fits_the_chip(kernels):
+    over = {name_of(k): k["shared"] for k in kernels if k["shared"] > SHARED_LIMIT[k["target"]]}
+    assert not over, "bytes per program"
+
+
+@pytest.mark.skipif(triton.__version__ not in BUDGETS, reason=f"no budgets for Triton {triton.__version__}")
+def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
+    table, over, unknown = BUDGETS[triton.__version__], [], []
+    for kernel in kernels:
+        row = table.get("{target} {variant} {kernel}".format(**kernel), {})
+        budget = row.get(str(kernel["hidden_size"]))
+        if budget is None:
+            unknown.append(name_of(kernel))
+        elif kernel["registers"] > budget[0] + REGISTER_SLACK or kernel["blocks"] < budget[1]:
+            over.append(f"{name_of(kernel)}: {kernel['registers']} registers, {kernel['blocks']} blocks, not {budget}")
+    assert not over
+    assert not unknown or kernels is not compiled(DEFAULT), "compiled, but not in tests/aot_budgets.json"
+
+
+def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
+    from hf_rmsnorm.kernels.config import backward_config
+
+    for kernel in compiled(DEFAULT):
+        if kernel["kernel"] == "norm_backward" and (kernel["target"], kernel["variant"]) == ("sm_90", "llama-bf16"):
+            config = backward_config(kernel["hidden_size"], False, 2, SHARED_LIMIT["sm_90"])
+            assert config.programs_per_sm <= kernel["blocks"], name_of(kernel)
