@@ -31,6 +31,9 @@ DEFAULT = (
     "sm_86,gfx942:layernorm-fp32:8192",
 )
 EVERYTHING = ("::",)
+budgeted = pytest.mark.skipif(
+    triton.__version__ not in BUDGETS, reason=f"registers are budgeted for Triton {', '.join(BUDGETS)} only"
+)
 
 
 @cache
@@ -61,6 +64,7 @@ def test_every_kernel_compiles_for_every_target(kernels):
         assert names[target] == rows | wide, target
 
 
+@budgeted
 def test_no_register_is_spilled(kernels):
     spilled = {
         name_of(k): k["spilled"] for k in kernels
@@ -69,6 +73,7 @@ def test_no_register_is_spilled(kernels):
     assert not spilled, "bytes of local memory per thread"
 
 
+@budgeted
 def test_other_chips_spill_next_to_nothing(kernels):
     """A chip with too little shared memory to prefetch wide float32 rows keeps them in registers."""
     spilled = {
@@ -107,7 +112,7 @@ def test_shared_memory_fits_the_chip(kernels):
     assert not over, "bytes per program"
 
 
-@pytest.mark.skipif(triton.__version__ not in BUDGETS, reason=f"no budgets for Triton {triton.__version__}")
+@budgeted
 def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
     table, over, unknown = BUDGETS[triton.__version__], [], []
     for kernel in kernels:
@@ -121,6 +126,7 @@ def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
     assert not unknown or kernels is not compiled(DEFAULT), "compiled, but not in tests/aot_budgets.json"
 
 
+@budgeted
 def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     from hf_rmsnorm.kernels.config import backward_config
 
