@@ -1,0 +1,232 @@
+"""Tiny random models of any type in Transformers, made from the type's config class by the names of its attributes.
+
+There is no table of models: widths, depths, head counts and vocabularies are recognised by attribute name and shrunk
+in one of several styles, and the first style whose model can be built and run is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+MAX_PARAMETERS = 60_000_000
+VOCABULARY = 128
+
+# What to do with a scalar, by its name; the first pattern that matches decides. Numbers are upper limits.
+SCALARS: list[tuple[re.Pattern, Any]] = [
+    (re.compile(pattern), action)
+    for pattern, action in (
+        (r"kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm", "keep"),
+        (r"vocab|codebook_size|num_embeddings|num_hash_buckets", VOCABULARY),
+        (r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts", 2),
+        (r"experts?$|num_local_experts|n_routed_experts|moe_num_experts", 4),
+        (r"^n_group$", 2),
+        (r"^topk_group$", 1),
+        (r"dense_replace|dense_layers|first_k|num_dense", 1),
+        (r"interval|every_n|layer_period|layer_group_size|sparse_step|sliding_window_pattern|layer_freq", 2),
+        (r"layer_offset", 1),
+        (r"key_value_heads|kv_heads|num_key_heads|query_groups", 2),
+        (r"heads?$|num_value_heads", 4),
+        (r"(head_(dim|size)|d_kv|dim_head|rope_dim|d_head)$|_head_dim", 16),
+        (r"lora_rank|_rank$", 16),
+        (r"state_(size|dim)|d_state", 16),
+        (r"chunk_size|block_size", 16),
+        (r"(^|_)(layers?|n_layers?|depth|blocks|cycles)$|num_.*_layers$", 2),
+        (r"intermediate|ffn|d_?ff$|dim_ff|feed_?forward|n_inner|mlp_(dim|size)|mlp_hidden", 96),
+        (r"image_size|input_size|img_size|spec_size", 32),
+        (r"^(vision_)?patch_size$", 8),
+        (r"position|n_ctx|seq_len|block_len|max_length|num_queries|num_latents", 128),
+        (r"window", 16),
+        (r"index_topk", 8),
+        (r"hidden|d_model|n_embd|embed|(^|_)(width|dim|size)$|_dim$", 64),
+    )
+]
+WIDTH = re.compile(r"hidden|intermediate|ffn|d_?ff$|dim|d_model|n_embd|embed|width|channels?$|inner|feed_?forward|d_head")
+TOKEN_ID = re.compile(r"(tok(en)?_(id|index)s?|_token_id_\w+)$")
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+LAYER_INDICES = re.compile(r"layers$|idxs|indic|index|layer_ids|hook_ids|deepstack|layer_id$|feature_layer")
+# Optional parts that bring norms with them.
+FEATURE = re.compile(
+    r"qk_?(layer_?)?norm|use_qk|(layer|rms)_?norm|(post|pre|out|sandwich|swin|task)_norm|norm_(bias|after|before)"
+    r"|normalize_(before|modulator)|^add_adapter$|attention_gate"
+)
+NOT_FEATURE = re.compile(r"residual|remove|init_|share|reuse|in_modulation|elementwise|batch_norm|force")
+FEATURE_WORDS = {"group": "layer", "no_norm": "layer_norm", "batchnorm": "layernorm"}
+
+# How the scalars and lists are shrunk: to fixed sizes, divided by a common number, only in depth, or not at all.
+STYLES = ("fixed", "divide8", "divide4", "divide16", "shallow", "default")
+
+
+def config_class(model_type: str) -> type[PretrainedConfig]:
+    return CONFIG_MAPPING[model_type]
+
+
+def model_class(name: str | tuple) -> type[torch.nn.Module]:
+    return getattr(transformers, name if isinstance(name, str) else name[0])
+
+
+class Shrinker:
+    """Makes one tiny config; remembers which optional features it switched on."""
+
+    def __init__(self, style: str, features: bool):
+        self.style, self.features = style, features
+        self.switched: set[str] = set()
+        self.token_ids: dict[str, int] = {}
+
+    def make(self, cls: type[PretrainedConfig], given: PretrainedConfig | None = None) -> PretrainedConfig:
+        """A tiny config of cls, with the values of `given` where those are not cls's own defaults."""
+        try:
+            fresh = cls()
+        except Exception:  # a config that refuses its own defaults still has the defaults of its fields
+            fresh = None
+        given = given or fresh
+        values = {} if given is None else vars(given)
+        own = {} if fresh is None else vars(fresh)
+        arguments: dict[str, Any] = {}
+        defaults = {f.name: _default(f) for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
+        layers = self._layers(values, defaults)
+        for name, default in defaults.items():
+            value = values.get(name, default)
+            if value is dataclasses.MISSING or name in ("id2label", "label2id", "dtype", "architectures"):
+                continue
+            if isinstance(value, PretrainedConfig):
+                arguments[name] = self.make(type(value), value)
+                continue
+            derived = default is None and value is not None and _same(own.get(name), value)
+            shrunk = self.value(name, value, layers)
+            if derived and not (isinstance(value, (list, tuple)) and shrunk != value and layers):
+                continue
+            if shrunk is not None and not _same(shrunk, default):
+                arguments[name] = shrunk
+        config = cls(**arguments)
+        outputs = values.get("_out_indices")
+        if outputs and not _same(outputs, own.get("_out_indices")) and hasattr(config, "stage_names"):
+            last = len(config.stage_names) - 1
+            config.out_indices = sorted({min(i if i >= 0 else last + 1 + i, last) for i in outputs})
+        return config
+
+    def _layers(self, values: dict, defaults: dict) -> tuple[int, int] | None:
+        """(depth by default, depth to build): enough layers for every kind that the config lists per layer."""
+        depth = next((values[n] for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+                      if isinstance(values.get(n), int)), None)
+        if depth is None or self.style == "default":
+            return None
+        kinds = [len(set(map(str, v))) for n, v in values.items() if isinstance(v, (list, tuple)) and len(v) == depth
+                 and all(isinstance(e, str) for e in v)]
+        return depth, min(depth, max([2, *kinds]))
+
+    def value(self, name: str, value: Any, layers: tuple[int, int] | None) -> Any:
+        if isinstance(value, bool):
+            if self.features and not value and FEATURE.search(name) and not NOT_FEATURE.search(name):
+                self.switched.add(name)
+                return True
+            return value
+        if TOKEN_ID.search(name) and isinstance(value, (int, list, tuple)):
+            return self._token(name) if isinstance(value, int) else [self._token(f"{name}{i}") for i in range(len(value))]
+        if isinstance(value, str) and self.features and "norm" in name and value in FEATURE_WORDS:
+            self.switched.add(name)
+            return FEATURE_WORDS[value]
+        if isinstance(value, (list, tuple)) and value:
+            return self._list(name, value, layers)
+        return self._scalar(name, value, layers) if isinstance(value, int) else value
+
+    def _token(self, name: str) -> int:
+        if name.startswith("eos_token_id"):
+            return SPECIAL["eos_token_id"]
+        free = VOCABULARY - 1 - len(self.token_ids)
+        return SPECIAL.get(name) if name in SPECIAL else self.token_ids.setdefault(name, free)
+
+    def _list(self, name: str, value, layers: tuple[int, int] | None):
+        if self.style == "default":
+            return value
+        depth, kept = layers or (None, None)
+        integers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        if integers and LAYER_INDICES.search(name) and (depth is None or len(value) != depth or max(value) >= depth - 1):
+            if depth is None:
+                return value
+            mapped = [i * kept // depth if i >= 0 else max(i, -kept) for i in value]
+            return type(value)(sorted(set(mapped)) if len(value) > kept else mapped)
+        if depth is not None and len(value) == depth and depth > 4:
+            kinds = list(dict.fromkeys(map(repr, value)))
+            chosen = [next(v for v in value if repr(v) == kind) for kind in kinds][:kept]
+            value = type(value)([*chosen, *[value[-1]] * (kept - len(chosen))])
+        if not integers:
+            return value
+        if re.search(r"depths|num_block|blocks|repeats|layers$", name):
+            return type(value)(min(v, 2) for v in value)
+        if WIDTH.search(name) and max(value) >= 32:
+            divisor = {"fixed": 8, "shallow": 1}.get(self.style) or int(self.style.removeprefix("divide"))
+            return type(value)(v // divisor if v % divisor == 0 and v >= 16 else v for v in value)
+        return value
+
+    def _scalar(self, name: str, value: int, layers: tuple[int, int] | None) -> int:
+        if self.style == "default" or value <= 0:
+            return value
+        action = next((action for pattern, action in SCALARS if pattern.search(name)), "keep")
+        if action == 2 and layers and value == layers[0]:
+            return layers[1]
+        if LAYER_INDICES.search(name) and layers and "size" not in name and action == "keep":
+            return min(value, layers[1] - 1)
+        if self.style.startswith("divide"):
+            divisor = int(self.style.removeprefix("divide"))
+            if action in (64, 96, 16) and WIDTH.search(name):
+                return value // divisor if value % divisor == 0 and value >= 4 * divisor else value
+            if action in (32, 8, 4) and "expert" not in name or action == 2 and "heads" in name:
+                return value
+        elif self.style == "shallow" and (action in (4, 8, 16, 32, 64, 96) or "heads" in name) and "expert" not in name:
+            return value
+        return value if action == "keep" else min(value, action)
+
+
+def _default(field: dataclasses.Field):
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _same(a, b) -> bool:
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def build(model: type[torch.nn.Module], config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
+    """A random float32 model in eval mode, its norm weights spread as training spreads them.
+
+    Raises:
+        MemoryError: it has more than `MAX_PARAMETERS` parameters.
+    """
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in model(config).parameters())
+    except Exception:  # some models compute with their weights while they are made, which meta tensors cannot
+        size = 0
+    if size > MAX_PARAMETERS:
+        raise MemoryError(f"{size / 1e6:.0f} million parameters")
+    torch.manual_seed(seed)
+    built = model(config).float().eval()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            # Constant ones are norm weights, biases and gates: training moves them all.
+            if parameter.is_floating_point() and parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return built
+
+
+def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
+    """What ``from_pretrained(dtype=torch.bfloat16)`` gives: bfloat16 but for the modules that are kept in float32."""
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in kept)) if kept else None
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not (pattern and pattern.search(name)):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    saved = set(model.state_dict(keep_vars=True))
+    for name, buffer in model.named_buffers():
+        # Rotary frequencies and the like are made in float32 and are not in the checkpoint, so they stay so.
+        if name in saved and buffer.is_floating_point() and not (pattern and pattern.search(name)):
+            buffer.data = buffer.data.to(torch.bfloat16)
+    return model
