@@ -181,16 +181,21 @@ def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False
     for kernel in launch.KERNELS:
         for compiled in kernel._compiled.values():
             arguments = [arg for arg, kind in compiled.src.signature.items() if kind != "constexpr"]
-            read = _read_amd if recorder.chip.target.backend == "hip" else _read_nvidia
+            try:
+                if recorder.chip.target.backend == "hip":
+                    read = _read_amd(compiled, arguments)
+                else:
+                    read = _read_nvidia(compiled, arguments, recorder.chip, disassemble)
+            except ValueError as error:
+                raise ValueError(f"{name} {variant} {kernel.name} N={hidden_size}: {error}") from error
             found.append(Compiled(
                 target=name, variant=variant, kernel=kernel.name, hidden_size=hidden_size,
-                shared=compiled.metadata.shared, warps=compiled.metadata.num_warps,
-                **read(compiled, recorder.chip, arguments, disassemble),
+                shared=compiled.metadata.shared, warps=compiled.metadata.num_warps, **read,
             ))  # fmt: skip
     return found
 
 
-def _read_nvidia(compiled, chip: Chip, arguments: list[str], disassemble: bool) -> dict:
+def _read_nvidia(compiled, arguments: list[str], chip: Chip, disassemble: bool) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -203,7 +208,7 @@ def _read_nvidia(compiled, chip: Chip, arguments: list[str], disassemble: bool) 
         suffixes = re.findall(r"\s(?:LDG|STG|LDGSTS)\.(\S+)", text)
         machine = {next((w for w, mark in SASS_WIDTHS.items() if mark in s.split(".")), 4) for s in suffixes}
         if machine != {width for _, width in accesses}:
-            raise ValueError(f"{compiled.name}: ptxas accesses memory by {machine} bytes, the PTX by {accesses}")
+            raise ValueError(f"ptxas accesses memory by {machine} bytes, the PTX by {accesses}")
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     blocks = min(
         65_536 // (-(-registers // 8) * 8 * 32 * warps),  # registers are handed out to warps by 8 a thread
@@ -213,11 +218,11 @@ def _read_nvidia(compiled, chip: Chip, arguments: list[str], disassemble: bool) 
     return {"registers": registers, "spilled": stack, "blocks": blocks, "widths": _widths(accesses, arguments)}
 
 
-def _read_amd(compiled, chip: Chip, arguments: list[str], disassemble: bool) -> dict:
+def _read_amd(compiled, arguments: list[str]) -> dict:
     text = compiled.asm["amdgcn"]
     return {
         "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]),
-        "spilled": 4 * sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", text)),
+        "spilled": 4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]),
         "blocks": int(re.search(r"; Occupancy: (\d+)", text)[1]),
         "widths": _widths(_llvm_accesses(compiled.asm["llir"]), arguments),
     }  # fmt: skip
@@ -227,7 +232,7 @@ def _widths(accesses: Iterator[tuple[set[int], int]], arguments: list[str]) -> d
     widths: dict[str, set[int]] = {}
     for pointers, width in accesses:
         if len(pointers) != 1:
-            raise ValueError(f"an address comes from {len(pointers)} arguments of the kernel: {arguments}")
+            raise ValueError(f"cannot tell which argument an access of {width} bytes belongs to")
         widths.setdefault(arguments[pointers.pop()], set()).add(width)
     return {name: sorted(found, reverse=True) for name, found in sorted(widths.items())}
 
@@ -262,6 +267,8 @@ def _ptx_accesses(text: str) -> Iterator[tuple[set[int], int]]:
             vector = re.search(r"\.v(\d)", access[1])
             bits = int(re.search(r"\.[bufs](\d+)$", access[1])[1])
             accesses.append((access[2], bits // 8 * (int(vector[1]) if vector else 1)))
+        elif re.search(r"(ld|st|atom|red|shared)\.global", line):
+            raise ValueError(f"cannot read {line.strip()}")
         elif match := re.match(r"\s*(?:@!?%\w+ )?\s*[a-z][\w.:]*\s+\{?\s*(%\w+)(.*);", line):
             target, operands = match.groups()
             sources.setdefault(target, set()).update(re.findall(r"%\w+|\w+_param_\d+", operands))
@@ -271,19 +278,21 @@ def _ptx_accesses(text: str) -> Iterator[tuple[set[int], int]]:
 def _llvm_accesses(text: str) -> Iterator[tuple[set[int], int]]:
     """(pointer arguments, bytes) of every access to global memory in LLVM IR for AMD."""
     definition = re.search(r"define amdgpu_kernel void @.*", text)[0]
-    declared = re.findall(r"(ptr addrspace\(1\)|i\d+|float)[^%]*(%\w+)", definition)
+    declared = re.findall(r"(ptr addrspace\(1\)|i\d+|float)[^%]*(%[-\w.$]+)", definition)
     pointers = {name: i for i, (kind, name) in enumerate(declared) if kind.startswith("ptr")}
     sources: dict[str, set[str]] = {}
     accesses = []
     for line in text.splitlines():
-        load = re.search(r"= .*raw\.ptr\.buffer\.load\.(\w+)\(ptr addrspace\(8\) (%\w+)", line)
-        store = re.search(r"raw\.ptr\.buffer\.store\.(\w+)\(.*?ptr addrspace\(8\) (%\w+)", line)
-        plain = re.search(r"load (.*?), ptr addrspace\(1\) (%\w+)", line)
-        plain = plain or re.search(r"store (<.*?>|\w+) .*, ptr addrspace\(1\) (%\w+)", line)
+        load = re.search(r"= .*raw\.ptr\.buffer\.load\.(\w+)\(ptr addrspace\(8\) (%[-\w.$]+)", line)
+        store = re.search(r"raw\.ptr\.buffer\.store\.(\w+)\(.*?ptr addrspace\(8\) (%[-\w.$]+)", line)
+        plain = re.search(r"load (.*?), ptr addrspace\(1\) (%[-\w.$]+)", line)
+        plain = plain or re.search(r"store (<.*?>|\w+) .*, ptr addrspace\(1\) (%[-\w.$]+)", line)
         if access := load or store or plain:
             accesses.append((access[2], _llvm_bytes(access[1])))
-        elif match := re.match(r"\s*(%\w+) = (.*)", line):
-            sources.setdefault(match[1], set()).update(re.findall(r"%\w+", match[2]))
+        elif re.search(r"buffer\.(load|store|atomic)|(load|store) .*addrspace\(1\)", line) and "declare" not in line:
+            raise ValueError(f"cannot read {line.strip()}")
+        elif match := re.match(r"\s*(%[-\w.$]+) = (.*)", line):
+            sources.setdefault(match[1], set()).update(re.findall(r"%[-\w.$]+", match[2]))
     return ((_origin(address, sources, pointers), width) for address, width in accesses)
 
 

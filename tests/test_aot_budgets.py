@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = json.loads((ROOT / "tests/aot_budgets.json").read_text())
 REGISTER_SLACK = 8
 SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
-WIDEST_TILE = 16_384
 
 DEFAULT = (
     "sm_90:llama-bf16",
@@ -41,11 +40,13 @@ def compiled(cases, *options):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # it would compile nothing
     command = [sys.executable, ROOT / "scripts/aot.py", *cases, *options, "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)["kernels"]
 
 
-@pytest.fixture(params=[DEFAULT, pytest.param(EVERYTHING, marks=pytest.mark.slow)], ids=["sample", "everything"])
+@pytest.fixture(
+    scope="module", params=[DEFAULT, pytest.param(EVERYTHING, marks=pytest.mark.slow)], ids=["sample", "everything"]
+)
 def kernels(request):
     return compiled(request.param)
 
@@ -75,12 +76,13 @@ def test_no_register_is_spilled(kernels):
 
 @budgeted
 def test_other_chips_spill_next_to_nothing(kernels):
-    """A chip with too little shared memory to prefetch wide float32 rows keeps them in registers."""
+    """Wide float32 rows may: they are held in registers where a chip has too little shared memory to prefetch them."""
     spilled = {
         name_of(k): k["spilled"] for k in kernels
-        if k["spilled"] and k["target"] != "sm_90" and not k["variant"].endswith("unaligned")
+        if k["target"] != "sm_90" and not k["variant"].endswith("unaligned")
+        and k["spilled"] > (32 if k["variant"].endswith("fp32") and k["hidden_size"] >= 16_384 else 0)
     }  # fmt: skip
-    assert all("fp32" in name and f"N={WIDEST_TILE}" in name and size <= 32 for name, size in spilled.items()), spilled
+    assert not spilled, "bytes of local memory per thread"
 
 
 def test_rows_move_by_16_bytes(kernels):
