@@ -282,3 +282,19 @@ def test_interpreter_state_is_left_as_it_was():
     before = interpreter._convert_float
     test_every_formula_in_every_dtype("llama", torch.bfloat16)
     assert interpreter._convert_float is before
+
+
+@pytest.mark.parametrize("hidden_size", [96, 1000, 20000])
+@pytest.mark.parametrize("value", [100.0, 1000.3])
+def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size, value):
+    spec = SPECS["layer_norm_no_affine"]
+    with use_backend("triton"):
+        assert not fused_norm(torch.full((2, hidden_size), value, device=DEVICE), None, None, spec).any()
+
+
+@pytest.mark.parametrize("hidden_size", [1000, 20000])
+def test_layer_norm_of_rows_far_from_zero(hidden_size):
+    """A mean 10,000 times the deviation: its own rounding must not reach the result."""
+    x = (100 + 0.01 * rows(3, hidden_size, dtype=torch.float32, mean=0)).contiguous()
+    dy = rows(3, hidden_size, dtype=torch.float32, seed=7, mean=0)
+    check(SPECS["layer_norm_no_affine"], x, None, None, dy)

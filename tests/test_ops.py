@@ -341,3 +341,79 @@ def test_inplace_change_between_forward_and_backward_is_an_error():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_the_operator_and_not_the_allocation(block, tracing_mode):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = some_input(4, 64)
+    with use_backend("triton"), torch.no_grad():
+        graph = make_fx(block, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(x)
+        assert torch.equal(graph(x), block(x))
+        assert torch.equal(graph(2 * x), block(2 * x))
+    assert "hf_rmsnorm.norm_forward" in str(graph.code)
+
+
+def test_jit_trace_sees_plain_operators(block):
+    x = some_input(4, 64)
+    with use_backend("triton"), torch.no_grad():
+        traced = torch.jit.trace(block, x)
+    with use_backend("reference"):
+        assert torch.equal(traced(2 * x), block(2 * x))
+
+
+def test_batched_gradients_of_a_fused_forward():
+    weight = torch.rand(6, device=DEVICE, requires_grad=True)
+    x = some_input(2, 6).requires_grad_()
+    basis = torch.eye(12, device=DEVICE).view(12, 2, 6)
+    with use_backend("triton"):
+        y = layer_norm(x, weight, weight)
+        batched = torch.autograd.grad(y, (x, weight), basis, is_grads_batched=True, retain_graph=True)
+        single = [torch.autograd.grad(y, (x, weight), v, retain_graph=True) for v in basis]
+        jacobian = torch.autograd.functional.jacobian(lambda z: layer_norm(z, weight, weight), x, vectorize=True)
+    for got, want in zip(batched, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(want))
+    torch.testing.assert_close(jacobian.view(12, 2, 6), batched[0])
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm, LlamaRMSNorm])
+def test_strides_of_the_output_are_those_of_the_module(make):
+    module = make(8).to(DEVICE)
+    functional = make is not LlamaRMSNorm
+    spec = NormSpec(make is nn.LayerNorm, 1e-6, has_bias=make is nn.LayerNorm, functional=functional)
+    for x in (some_input(2, 3, 8).transpose(0, 1), some_input(2, 3, 4, 8)[:, 1:], some_input(1, 3, 8).expand(2, 3, 8)):
+        with use_backend("triton"):
+            y = fused_norm(x, module.weight, getattr(module, "bias", None), spec)
+        assert y.stride() == module(x).stride()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_other_backends_between_a_checkpoint_and_its_backward_do_not_matter(block, reentrant):
+    x = some_input(4, 64)
+
+    def evaluate(backend):
+        with use_backend(backend), torch.no_grad():
+            block(x)
+
+    plain = outcome(block, block, x)
+    block.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = checkpoint(block, leaf, use_reentrant=reentrant)
+    evaluate("reference")
+    y.square().sum().backward()
+    assert torch.equal(leaf.grad, plain[1])
+    with use_backend("reference"):
+        y = checkpoint(block, leaf, use_reentrant=reentrant)
+        evaluate("triton")
+        leaf.register_hook(lambda g: evaluate("triton"))
+        y.sum().backward()
+
+
+def test_one_use_backend_may_be_entered_twice():
+    twice = use_backend("reference")
+    with twice, twice:
+        pass
+    with count_launches() as launches, use_backend("auto"):
+        rms_norm(torch.ones(1, 8, device=DEVICE))
+    assert launches == {"norm_forward": 1}

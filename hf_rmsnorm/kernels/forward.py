@@ -49,7 +49,13 @@ def norm_forward(
     x = load(X + x_at, mask, DENSE).to(tl.float32)
     if CENTERED:
         mean = tl.sum(x, axis=1) * (1.0 / N)
+        # The mean of what is left corrects the rounding of a large mean; a constant row becomes exactly zero.
         x = x - mean[:, None]
+        if BLOCK != N:
+            x = tl.where(col_mask[None, :], x, 0.0)
+        rest = tl.sum(x, axis=1) * (1.0 / N)
+        mean = mean + rest
+        x = x - rest[:, None]
         if BLOCK != N:
             x = tl.where(col_mask[None, :], x, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)
@@ -94,7 +100,9 @@ def norm_forward_loop(
         else:
             squares += x * x
     if CENTERED:
-        mean = tl.sum(lane_mean * lane_count, axis=0) * (1.0 / N)
+        # Summed as differences from one lane's mean: a large mean then costs no accuracy, a constant row none at all.
+        lane = tl.max(tl.where(lane_count > 0, lane_mean, -float("inf")), axis=0)
+        mean = lane + tl.sum((lane_mean - lane) * lane_count, axis=0) * (1.0 / N)
         delta = lane_mean - mean
         squares += lane_count * delta * delta
     rstd = tl.rsqrt(tl.sum(squares, axis=0) * (1.0 / N) + eps)

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 
 import torch
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
+
+from .recompute import same_as_forward
 
 BACKENDS = ("auto", "triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HIDDEN_SIZE = 262_144
-MAX_ROWS = 2**31 - 1
+MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach past the last row
 PLAIN_TYPES = (torch.Tensor, Parameter)
 
 
@@ -23,9 +24,7 @@ class _Choice(threading.local):
 
 
 _choice = _Choice()
-# (backend, thread) of the newest forward, by weight; filled only while `use_backend` is in play. It is what lets an
-# activation checkpoint's recompute notice that it runs under another backend than its forward did.
-_forwards: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_used = False  # whether `use_backend` was ever entered: before that no two calls can differ
 
 
 class use_backend:
@@ -54,14 +53,17 @@ class use_backend:
         if name not in BACKENDS:
             raise ValueError(f"use_backend({name!r}): no such backend, choose one of {', '.join(BACKENDS)}")
         self.name = name
+        self._previous = []
 
     def __enter__(self):
-        self._previous = _choice.name
+        global _used
+        _used = True
+        self._previous.append(_choice.name)
         _choice.name = self.name
         return self
 
     def __exit__(self, *exc):
-        _choice.name = self._previous
+        _choice.name = self._previous.pop()
 
 
 @cache
@@ -139,36 +141,23 @@ def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: t
             raise RuntimeError(f"use_backend('triton'): {reason}")
         else:
             backend = "original"
-    if not torch.compiler.is_compiling() and weight is not None and (choice != "auto" or _forwards):
-        backend = _same_as_forward(backend, choice, weight)
-    return backend
-
-
-def _same_as_forward(backend: str, choice: str, weight: torch.Tensor) -> str:
-    recompute = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-    if not recompute:
-        if choice == "auto":
-            _forwards.pop(weight, None)
-        else:
-            _forwards[weight] = (backend, threading.get_ident())
-        return backend
-    before, thread = _forwards.get(weight, (None, None))
-    if before is None:  # the forward ran under auto
-        before = "original" if refusal(weight, None, None) is not None else "triton"
-    elif thread != threading.get_ident():
-        return before  # autograd's own thread, which no `use_backend` of the caller reaches
-    if before != backend:
-        raise RuntimeError(
-            f"an activation checkpoint recomputes a norm under backend {backend!r}, but its forward ran under "
-            f"{before!r}: keep backward() inside the same use_backend(...)"
-        )
+    if _used and not torch.compiler.is_compiling():
+        automatic = "triton" if refusal(x, weight, bias) is None else "original"
+        backend = same_as_forward(backend, choice != "auto", automatic, weight)
     return backend
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-    """Whether a kernel may read these tensors' memory directly: no subclass, no functorch wrapper."""
+    """Whether a kernel may read these tensors' memory directly: no subclass, and nobody tracing the operators."""
     return (
         type(x) in PLAIN_TYPES
         and (weight is None or type(weight) in PLAIN_TYPES)
         and (bias is None or type(bias) in PLAIN_TYPES)
+        and not (torch._C._len_torch_dispatch_stack() and _traced())
     )
+
+
+def _traced() -> bool:
+    """Whether a mode that records or fakes operators is active; one that merely watches them does not count."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..formula import NormSpec, Rounding
-from ..reference import reference_norm
+from ..reference import reference_backward, reference_norm
 from .backend import plain, resolve_backend
 from .operators import contiguous_output, norm_backward_op, norm_forward_op, spec_args
 
@@ -30,6 +30,8 @@ class _FusedNorm(torch.autograd.Function):
         need = list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled() and not _is_compiling():  # create_graph: the formula itself is differentiable
             grads = _differentiable_backward(dy, x, weight, bias, ctx.spec, need)
+        elif not _is_compiling() and (_transformed() or torch._C._functorch.is_legacy_batchedtensor(dy)):
+            grads = reference_backward(dy, x, weight, bias, ctx.spec, need)
         else:
             grads = _launch_backward(dy, x, weight, bias, rstd, mean, ctx.spec, need)
         return *grads, None
@@ -104,8 +106,8 @@ def fused_norm(
 
 
 def _transformed() -> bool:
-    """Whether functorch (vmap, grad, jvp) or forward-mode AD is at work: they need operators they can see through."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
 def _autocast_to_float32(*tensors):
