@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import types
 
 import accelerate
 import pytest
@@ -202,8 +203,83 @@ def test_wrong_output_dtype_fails_norm_by_norm():
     candidate.model.norm.__class__ = Wide
     candidate.lm_head.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
-    (norm,) = report.norms
+    norm, head = report.norms
+    assert head.path == "lm_head" and head.reached and "not compared" in head.reason
     assert not norm.passed and "returns torch.float32" in norm.reason and report.noise_floor.passed
+
+
+def one_rounding(norm, hidden_states):
+    return OneRoundingNorm.forward(norm, hidden_states)
+
+
+def test_forwards_set_on_the_instances_are_compared():
+    model = tiny_models.build("llama", torch.bfloat16)
+    candidate = copy.deepcopy(model)
+    for _, module in tiny_models.norms(candidate):
+        module.forward = types.MethodType(one_rounding, module)
+    report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
+    assert len(report.norms) == len(tiny_models.norms(model)) and not any(norm.passed for norm in report.norms)
+    assert not report.passed
+
+
+def exchange(norm):
+    with torch.no_grad():
+        norm.weight[:2] = norm.weight[:2].flip(0)
+
+
+def scale_an_element(norm):
+    with torch.no_grad():
+        norm.weight[3] *= 1.05
+
+
+def hook(norm):
+    norm.register_forward_hook(lambda module, args, y: y * 1.002)
+
+
+def pre_hook(norm):
+    norm.register_forward_pre_hook(lambda module, args: (args[0] * 2 + 1,))
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("change", [exchange, scale_an_element, hook, pre_hook], ids=lambda change: change.__name__)
+def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
+    model = tiny_models.build("llama", torch.bfloat16)
+    torch.nn.init.normal_(model.model.layers[1].input_layernorm.weight)
+    candidate = copy.deepcopy(model)
+    change(candidate.model.layers[1].input_layernorm)
+    if offloaded:
+        for each in (model, candidate):
+            accelerate.cpu_offload(each, execution_device=torch.device("cpu"))
+    report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
+    (norm,) = report.norms
+    assert norm.path == "model.layers.1.input_layernorm" and not norm.passed and not report.passed
+
+
+def test_the_same_hooks_and_forwards_in_both_are_no_difference():
+    model = tiny_models.build("llama", torch.bfloat16)
+    for _, module in tiny_models.norms(model):
+        hook(module)
+        module.forward = types.MethodType(one_rounding, module)
+    candidate = copy.deepcopy(model)
+    for each in (model, candidate):
+        accelerate.cpu_offload(each, execution_device=torch.device("cpu"))
+    assert verify_equivalence(model, candidate, IDS, max_new_tokens=0).norms == ()
+
+
+def test_other_modules_that_differ_are_named_and_left_to_the_logits():
+    model = tiny_models.build("llama")
+    candidate = copy.deepcopy(model)
+    with torch.no_grad():
+        candidate.model.embed_tokens.weight[int(IDS.max()) + 1 :] += 1
+    report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
+    paths = {norm.path: norm for norm in report.norms}
+    assert paths["model.embed_tokens"].reached and not paths["model.embed_tokens"].elements
+
+
+def test_weights_of_another_dtype_fail_norm_by_norm():
+    model = tiny_models.build("llama", torch.bfloat16)
+    report = verify_equivalence(model, copy.deepcopy(model).float(), IDS, max_new_tokens=0)
+    assert not report.passed and any("raises RuntimeError" in norm.reason for norm in report.norms)
 
 
 def test_tie_between_words_is_not_a_failure():
@@ -227,7 +303,19 @@ def test_a_norm_the_inputs_do_not_reach_is_named():
     model.spare = LlamaRMSNorm(64)
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
     spare = next(norm for norm in report.norms if norm.path == "spare")
-    assert spare.elements == 0 and spare.reason == "not reached by these inputs"
+    assert spare.elements == 0 and spare.reason == "not reached by these inputs" and not spare.reached
+    assert report.passed and report.unreached == ("spare",) and report.to_dict()["unreached"] == ["spare"]
+    lines = str(report).splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("spare")]
+    assert "not reached" in line and "PASS" not in line
+    assert lines[-1].split()[:2] == ["PASS", "equivalent"] and "1 not reached: spare" in lines[-1]
+
+
+def test_nothing_is_proven_where_no_norm_is_reached():
+    model = tiny_models.build("llama")
+    model.spare = LlamaRMSNorm(64)
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference", norms=["spare"])
+    assert not report.norms_passed and not report.passed
 
 
 # --- the report ---------------------------------------------------------------------------------------------------

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 
 import torch
+from accelerate.hooks import AlignDevicesHook
+from accelerate.utils import align_module_device
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -18,6 +21,8 @@ MAX_OFF_HALF = 1e-3
 MAX_OFF_FLOAT = 1e-2
 MAX_ULP = 2.0
 WORST_ULP = 4.0
+NOT_REACHED = "not reached by these inputs"
+_ROWS = 4096  # of a parameter at a time between devices: bounds the memory a large vocabulary needs
 _MAX_AMPLIFIED = 0.05  # of elements in rows nearly constant; a wrong rounding order changes five times as many
 
 
@@ -59,13 +64,19 @@ class NormCheck:
     passed: bool
     reason: str = ""
 
+    @property
+    def reached(self) -> bool:
+        """Whether the inputs ran the module at all."""
+        return self.reason != NOT_REACHED
+
 
 @dataclass
 class NormSample:
     """One recorded call of a module in the reference run, and what its original makes of it.
 
     ``y`` is its output. Per row, ``largest_term`` is the size of what y's elements are sums of, and ``amplification``
-    by how much rounding errors of x grow: 1 + |mean|/std if the norm is centred, else 1.
+    by how much rounding errors of x grow: 1 + |mean|/std if the norm is centred, else 1. A call that has no floating
+    tensor to compare is kept without its arguments.
     """
 
     args: tuple
@@ -75,24 +86,91 @@ class NormSample:
     amplification: torch.Tensor | None = None
 
     @property
-    def x(self) -> torch.Tensor:
-        return next(v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.Tensor))
+    def x(self) -> torch.Tensor | None:
+        return next((v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.Tensor)), None)
 
 
 def changed_modules(reference: nn.Module, candidate: nn.Module) -> list[str]:
-    """Paths of the leaf modules that compute something else: of another class, or with another plain attribute."""
+    """Paths of the leaf modules that may compute something else.
+
+    They are of another class, or differ in a plain attribute, in the forward that runs, in a forward (pre-)hook, or in
+    the value of a parameter or buffer. In doubt a module counts as changed: it is compared then, not condemned.
+    """
     others = dict(candidate.named_modules())
     return [
         path
         for path, module in reference.named_modules()
-        if path in others
-        and next(module.children(), None) is None
-        and (type(module) is not type(others[path]) or _settings(module) != _settings(others[path]))
+        if path in others and next(module.children(), None) is None and _differ(module, others[path])
     ]
 
 
-def _settings(module: nn.Module) -> dict:
-    return {k: v for k, v in vars(module).items() if k != "training" and isinstance(v, (bool, int, float))}
+_OF_MODULES = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward"}  # `training` is among them
+_PLAIN = (bool, int, float, complex, str, tuple, list, torch.dtype, type(None))
+
+
+def _differ(a: nn.Module, b: nn.Module) -> bool:
+    if type(a) is not type(b) or not _same_functions(a, b):
+        return True
+    ours, theirs = ({k: v for k, v in vars(m).items() if k not in _OF_MODULES} for m in (a, b))
+    if ours.keys() != theirs.keys() or not all(_same_attribute(v, theirs[k], a, b) for k, v in ours.items()):
+        return True
+    with _present(a), _present(b):
+        return not all(
+            mine.keys() == other.keys() and all(_same_tensor(v, other[k]) for k, v in mine.items())
+            for mine, other in ((a._parameters, b._parameters), (a._buffers, b._buffers))
+        )
+
+
+def _same_functions(a: nn.Module, b: nn.Module) -> bool:
+    """Whether both run the same forward between the same hooks."""
+    ours, theirs = (
+        [_forward(m), *m._forward_pre_hooks.values(), None, *m._forward_hooks.values(), None, *_accelerate_hooks(m)]
+        for m in (a, b)
+    )
+    return len(ours) == len(theirs) and all(_same_function(f, g, a, b) for f, g in zip(ours, theirs, strict=True))
+
+
+def _forward(module: nn.Module):
+    """What `module` calls; behind an accelerate hook, what the hook calls."""
+    return vars(module).get("_old_forward" if "_hf_hook" in vars(module) else "forward", module.forward)
+
+
+def _accelerate_hooks(module: nn.Module) -> list:
+    """All but those that only move tensors."""
+    hook = vars(module).get("_hf_hook")
+    hooks = getattr(hook, "hooks", (hook,))
+    return [hook for hook in hooks if hook is not None and type(hook) is not AlignDevicesHook]
+
+
+def _same_function(f, g, a: nn.Module, b: nn.Module) -> bool:
+    if isinstance(f, MethodType) and isinstance(g, MethodType) and f.__self__ is a and g.__self__ is b:
+        f, g = f.__func__, g.__func__
+    return f is g
+
+
+def _same_attribute(v, w, a: nn.Module, b: nn.Module) -> bool:
+    if isinstance(v, torch.Tensor) and isinstance(w, torch.Tensor):
+        return _same_tensor(v, w)
+    if isinstance(v, _PLAIN) or isinstance(w, _PLAIN):
+        return type(v) is type(w) and v == w
+    if isinstance(v, (FunctionType, MethodType)) or isinstance(w, (FunctionType, MethodType)):
+        return _same_function(v, w, a, b)
+    return True  # a config, say: what a forward reads from it is not known
+
+
+def _same_tensor(v: torch.Tensor | None, w: torch.Tensor | None) -> bool:
+    if v is None or w is None or v is w:
+        return v is w
+    if v.shape != w.shape or v.dtype != w.dtype or v.is_meta or w.is_meta:
+        return False
+    if v.device == w.device or v.dim() == 0:
+        return torch.equal(v, w.to(v.device))
+    return all(torch.equal(x, y.to(x.device)) for x, y in zip(v.split(_ROWS), w.split(_ROWS), strict=True))
+
+
+def _present(module: nn.Module):
+    """Has the parameters that accelerate keeps elsewhere on the module."""
+    return align_module_device(module) if any(p.is_meta for p in module.parameters()) else nullcontext()
 
 
 @contextmanager
@@ -108,7 +186,11 @@ def recording(model: nn.Module, paths: Iterable[str], rows: int):
     def hook_for(path):
         def hook(module, args, kwargs):
             x = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
-            if x is None or not x.is_floating_point() or x.dim() == 0 or x.numel() == 0 or seen[path] >= rows:
+            if x is None or not x.is_floating_point() or x.dim() == 0 or x.numel() == 0:
+                if not samples[path]:
+                    samples[path].append(NormSample((), {}))
+                return
+            if seen[path] >= rows:
                 return
             weight = getattr(module, "weight", None)
             # the dimensions a weight spans belong together; the ones before them are many of the same
@@ -152,7 +234,7 @@ def run_originals(model: nn.Module, samples: dict[str, list[NormSample]]) -> Non
     """Complete the recorded calls with what the model's own modules return for them."""
     for path, calls in samples.items():
         module = model.get_submodule(path)
-        for call in calls:
+        for call in (call for call in calls if call.x is not None):
             y = module(*call.args, **call.kwargs)
             if isinstance(y, torch.Tensor) and y.shape == call.x.shape:
                 call.y = y
@@ -194,15 +276,22 @@ def check_norms(model: nn.Module, samples: dict[str, list[NormSample]], original
 def _check(path: str, class_name: str, module: nn.Module, calls: list[NormSample]) -> NormCheck:
     measured = [call for call in calls if call.y is not None]
     if not measured:
-        reason = "does not map a tensor to one of the same shape" if calls else "not reached by these inputs"
+        reason = "not compared: it does not map a tensor to one of the same shape" if calls else NOT_REACHED
         return NormCheck(path, class_name, "", 0, 0, 0, 0, 0.0, True, reason)
     elements = differing = off = 0
     worst = amplified = 0.0
     for call in measured:
-        y = module(*call.args, **call.kwargs)
+        try:
+            y = module(*call.args, **call.kwargs)
+        except (RuntimeError, TypeError) as error:  # weights of another dtype, or a forward with other arguments
+            reason = f"raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return NormCheck(path, class_name, "", 0, 0, 0, 0, math.inf, False, reason)
         dtype = max(call.x.dtype, call.y.dtype, key=lambda d: torch.finfo(d).eps)
         name = str(dtype).removeprefix("torch.")
-        if y.dtype != call.y.dtype or y.shape != call.y.shape:
+        if not isinstance(y, torch.Tensor) or y.dtype != call.y.dtype or y.shape != call.y.shape:
+            if not isinstance(y, torch.Tensor):
+                reason = f"returns a {type(y).__name__}, the original a tensor"
+                return NormCheck(path, class_name, name, 0, 0, 0, 0, math.inf, False, reason)
             reason = f"returns {y.dtype} {tuple(y.shape)}, the original {call.y.dtype} {tuple(call.y.shape)}"
             return NormCheck(path, class_name, name, 0, 0, 0, 0, math.inf, False, reason)
         ours, theirs = y.double(), call.y.double()

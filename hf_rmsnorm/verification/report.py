@@ -65,6 +65,7 @@ class EquivalenceReport:
         logits: candidate against reference.
         noise_floor: verdict (a).
         norms: verdict (b), one record per changed module; None if it was not asked for.
+            Those in `unreached` were not run by the inputs; if that is all of them, (b) fails.
         greedy: whether both generate the same tokens.
         launches: Triton kernels that the candidate launched, by kernel name; empty if none ran.
         backend: what `use_backend` was to choose for the candidate; None left the choice in force.
@@ -82,7 +83,14 @@ class EquivalenceReport:
 
     @property
     def norms_passed(self) -> bool:
-        return all(norm.passed for norm in self.norms or ())
+        """No norm failed; and where norms were to be checked, the inputs reached at least one."""
+        norms = self.norms or ()
+        return all(norm.passed for norm in norms) and (not norms or any(norm.reached for norm in norms))
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Paths of the norms that these inputs did not run, about which nothing is proven."""
+        return tuple(norm.path for norm in self.norms or () if not norm.reached)
 
     @property
     def passed(self) -> bool:
@@ -96,7 +104,7 @@ class EquivalenceReport:
         floor, greedy = self.noise_floor, self.greedy
         data["noise_floor"] |= {"allowed_max": floor.allowed_max, "allowed_rms": floor.allowed_rms}
         data["noise_floor"]["passed"] = floor.passed
-        data["norms_passed"] = self.norms_passed
+        data["norms_passed"], data["unreached"] = self.norms_passed, self.unreached
         data["greedy"] |= {"equal": greedy.equal, "passed": greedy.passed}
         if greedy.first_difference is not None:
             data["greedy"]["first_difference"]["is_tie"] = greedy.first_difference.is_tie
@@ -127,7 +135,7 @@ class EquivalenceReport:
             *self._norm_lines(),
             _line("greedy generation", self._greedy_text(), self.greedy.passed),
             _line("Triton kernels launched", self._launch_text()),
-            _line("equivalent", "", self.passed),
+            _line("equivalent", self._gap_text(), self.passed),
         ]
         return "\n".join(lines)
 
@@ -135,18 +143,27 @@ class EquivalenceReport:
         if self.norms is None:
             return [_line("(b) norm by norm", "not asked for")]
         if not self.norms:
-            return [_line("(b) norm by norm", "no module differs between reference and candidate", True)]
-        good = sum(norm.passed for norm in self.norms)
-        text = f"{good} of {len(self.norms)} agree with their originals"
+            return [_line("(b) norm by norm", "no leaf module differs between reference and candidate", True)]
+        compared = [norm for norm in self.norms if norm.elements or not norm.passed]
+        good = sum(norm.passed for norm in compared)
+        others = f", {len(self.norms) - len(compared)} not compared" if len(compared) < len(self.norms) else ""
+        text = f"{good} of {len(compared)} agree with their originals{others}"
         lines = [_line("(b) norm by norm", text, self.norms_passed)]
         worst = sorted(self.norms, key=lambda n: (n.passed, not n.reason, -n.off, -n.worst_ulp))
         for norm in worst[:_SHOWN]:
             off = f"{norm.off} of {norm.elements} off ({norm.allowed} allowed)"
             text = f"{norm.dtype}, {off}, worst {norm.worst_ulp:.2g} ulp" if norm.elements else ""
-            lines.append(_line(f"      {norm.path}", text, norm.passed, norm.reason))
+            lines.append(_line(f"      {norm.path}", text, norm.passed if norm in compared else None, norm.reason))
         if len(self.norms) > _SHOWN:
             lines.append(f"      ... and {len(self.norms) - _SHOWN} that do no worse")
         return lines
+
+    def _gap_text(self) -> str:
+        missed = self.unreached
+        if not missed:
+            return ""
+        more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
+        return f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}"
 
     def _greedy_text(self) -> str:
         greedy, first = self.greedy, self.greedy.first_difference

@@ -44,9 +44,9 @@ def verify_equivalence(
             Where a two-dimensional attention mask is 0, logits are not compared.
         max_new_tokens: how many tokens to generate per prompt; 0 generates nothing.
         backend: what `use_backend` shall choose for the candidate; None leaves the choice in force.
-        norms: which modules part (b) checks: True for every leaf module that differs between the two (by class or by
-            a plain attribute), or their paths; False to leave (b) out, and with it the demand that both models have the
-            same parameters.
+        norms: which modules part (b) checks: True for every leaf module that differs between the two (in its class,
+            its plain attributes, the forward and hooks it runs, or a parameter or buffer), or their paths; False to
+            leave (b) out, and with it the demand that both models have the same parameters.
         rows_per_norm: about how many rows (vectors that a norm normalises) part (b) takes for each module.
 
     Returns:
