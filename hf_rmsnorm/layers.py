@@ -29,6 +29,7 @@ class Recipe:
         eps: name of the attribute that holds eps; None if eps is fixed in the code.
         eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
         hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
+        settings: flags of the module, as (name, value), without which it computes something else.
     """
 
     spec: NormSpec
@@ -37,9 +38,13 @@ class Recipe:
     eps: str | None = None
     eps_value: Any = None
     hidden_size: int | None = None
+    settings: tuple[tuple[str, bool], ...] = ()
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
-        """The formula with the eps that module holds now; None if that is no eps, but negative or NaN for example."""
+        """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
+        for name, value in self.settings:
+            if getattr(module, name) is not value:
+                return None
         if self.eps is None:
             return self.spec
         eps = getattr(module, self.eps)
@@ -50,7 +55,7 @@ class Recipe:
         return None
 
 
-_classes: dict[tuple[type, Recipe], type] = {}
+_classes: dict[tuple, type] = {}
 _classes_lock = threading.Lock()
 
 
@@ -67,7 +72,7 @@ def fused_class(base: type, recipe: Recipe) -> type:
     Raises:
         TypeError: base cannot be subclassed.
     """
-    key = (base, recipe)
+    key = (base, base.forward, recipe)
     with _classes_lock:
         if key not in _classes:
             _classes[key] = _make_class(base, recipe)
@@ -86,7 +91,7 @@ def _make_class(base: type, recipe: Recipe) -> type:
     cls = type(base)(base.__name__, (base,), namespace)
 
     def __reduce_ex__(self, protocol):
-        reduced = super(cls, self).__reduce_ex__(protocol)
+        reduced = super(cls, self).__reduce_ex__(max(protocol, 2))  # older ones ask for a class by name
         # The class is made at run time, so pickle cannot find it by name: have it made again instead.
         if type(self) is cls and reduced[0] is copyreg.__newobj__ and reduced[1] == (cls,):
             return (_rebuild, (base, recipe), *reduced[2:])
@@ -109,6 +114,9 @@ def _make_forward(base: type, recipe: Recipe):
     hidden_size, functional = recipe.hidden_size, recipe.spec.functional
 
     def forward(self, *args, **kwargs):
+        # Somebody may have kept this method and unpatched the module since, or given its class another forward.
+        if getattr(type(self), "_hf_rmsnorm_recipe", None) is not recipe or base.forward is not base_forward:
+            return base.forward(self, *args, **kwargs)
         if len(args) == 1 and not kwargs:
             x = args[0]
         elif not args and len(kwargs) == 1 and input_name in kwargs:

@@ -63,7 +63,7 @@ class Fit:
         spec = NormSpec(centered, 0.0, weight is not None, bias is not None, offset, functional=self.functional)
         recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight))
         recipe = self._find_eps(recipe)
-        self._check_other_attributes(recipe)
+        recipe = self._check_other_attributes(recipe)
         recipe, exact = self._find_rounding(recipe)
         self._verify(recipe, exact)
         return recipe
@@ -218,19 +218,38 @@ class Fit:
         finally:
             self.probe.set(**{name: value})
 
-    def _check_other_attributes(self, recipe: Recipe) -> None:
-        """No other number or tensor of the module may matter: only what the recipe names is read at run time."""
+    def _check_other_attributes(self, recipe: Recipe) -> Recipe:
+        """No other number or tensor may matter: only what the recipe names is read at run time, flags included."""
         x = self._rows()
         y = self.probe.run(x)
+        trained = self._run_in_mode(True, x)
+        self.probe.module.training = False
+        if not same_bits(trained, y):
+            raise NotInFamily("it computes something else in train mode")
         others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
         others |= {name: 2.0 * t + 0.125 for name, t in own_tensors(self.probe.module)}
-        for name in others.keys() - {recipe.weight, recipe.bias, recipe.eps}:
-            value = getattr(self.probe.module, name)
-            self.probe.set(**{name: others[name]})
-            same = same_bits(self.probe.run(x), y)
-            self.probe.set(**{name: value})
-            if not same:
+        for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
+            if self._matters(name, others[name], x, y):
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
+        flags = {k: v for k, v in plain_attributes(self.probe.module).items() if isinstance(v, bool)}
+        settings = tuple((name, flag) for name, flag in flags.items() if self._matters(name, not flag, x, y))
+        return replace(recipe, settings=settings)
+
+    def _matters(self, name: str, value, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether another value of an attribute changes the result y of x, in train mode or not."""
+        before = getattr(self.probe.module, name)
+        self.probe.set(**{name: value})
+        try:
+            return not all(same_bits(self._run_in_mode(training, x), y) for training in (False, True))
+        except Unusable:
+            return True
+        finally:
+            self.probe.module.training = False
+            self.probe.set(**{name: before})
+
+    def _run_in_mode(self, training: bool, x: torch.Tensor) -> torch.Tensor:
+        self.probe.module.training = training
+        return self.probe.run_watched(x)[0]
 
     def _find_rounding(self, recipe: Recipe) -> tuple[Recipe, bool]:
         """The rounding order, and whether float32 results are equal to the formula's to the last bit."""
@@ -260,7 +279,7 @@ class Fit:
         return nearly(y, expected, x, weight, bias, recipe.spec)
 
     def _verify(self, recipe: Recipe, exact: bool) -> None:
-        """Shapes, strides, train mode, autocast and gradients: everything a model will ask of the swapped forward."""
+        """Shapes, strides, NaN, autocast and gradients: everything a model will ask of the swapped forward."""
         for dtype in (torch.float32, torch.bfloat16):
             self._randomise()
             rows = self._rows(half=dtype == torch.bfloat16)
@@ -269,14 +288,22 @@ class Fit:
                 if not self._agrees(recipe, x, dtype, dtype, exact):
                     raise NotInFamily(f"on {x.dim()}-dimensional input its result is not that of {recipe.spec}")
             self._verify_autocast(recipe, three, dtype, exact)
-        x = self._rows()
-        y = self.probe.run(x)
-        self.probe.module.training = True
-        trained, _ = self.probe.run_watched(x)
-        self.probe.module.training = False
-        if not same_bits(trained, y):
-            raise NotInFamily("it computes something else in train mode")
+        self._verify_strange_input(recipe)
         self._verify_gradients(recipe)
+
+    def _verify_strange_input(self, recipe: Recipe) -> None:
+        values = [self.tensors.get(recipe.weight), self.tensors.get(recipe.bias), recipe.spec]
+        x = self._rows()
+        x[1, 0], x[2, -1] = math.nan, math.inf
+        if not torch.equal(self.probe.run(x).isnan(), reference_norm(x, *values).isnan()):
+            raise NotInFamily("it treats NaN and infinity in a way of its own")
+        five = self._rows().view(3, 2, 2, 1, -1)
+        try:
+            y = self.probe.run(five)
+        except Unusable:  # such input never reaches a forward that refuses it
+            return
+        if not close(y.nan_to_num(), reference_norm(five, *values).nan_to_num(), 1e-3):
+            raise NotInFamily(f"on 5-dimensional input its result is not that of {recipe.spec}")
 
     def _verify_autocast(self, recipe: Recipe, x: torch.Tensor, dtype: torch.dtype, exact: bool) -> None:
         self.probe.set(**{name: tensor.to(dtype) for name, tensor in self.tensors.items()})

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # What nn.Module keeps on every instance: parameters, hooks and the like. The copy starts with fresh ones.
 MODULE_STATE = frozenset(torch.nn.Module().__dict__) | {"_compiled_call_impl"}
@@ -149,8 +149,9 @@ def _autocast_state() -> list[bool]:
 
 @contextlib.contextmanager
 def neutral_modes() -> Iterator[None]:
-    """Whatever context the caller is in (inference mode, autocast, a default device), probe in a plain one."""
+    """Whatever context the caller is in (inference mode, autocast, fake tensors), probe in a plain one."""
     with (
+        _disable_current_modes(),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),

@@ -60,7 +60,11 @@ def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None
     key, lasting = _signature(module)
     known = _known if lasting or cache is None else cache
     if key not in known:
-        known[key] = _examine(module, named)
+        try:
+            known[key] = _examine(module, named)
+        except Exception as error:
+            # Whatever a user's class does, the other norms are still to be served. Not kept: the cause may pass.
+            return Verdict(reason=f"it could not be examined: {type(error).__name__}: {error}")
     return known[key]
 
 
@@ -79,8 +83,6 @@ def _examine(module: torch.nn.Module, named: bool) -> Verdict:
         return Verdict(reason=str(error)) if named or _reduces(type(module).forward, type(module)) else NOT_A_NORM
     except (NotANorm, Unusable) as error:
         return Verdict(reason=str(error)) if named else NOT_A_NORM
-    except Exception as error:  # whatever a user's class does, the model's other norms are still to be served
-        return Verdict(reason=f"it could not be examined: {type(error).__name__}: {error}")
 
 
 def _refusal(module: torch.nn.Module) -> str | None:

@@ -66,7 +66,7 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     norm_paths = [path for entry in entries for path in entry.paths]
     for word, globs in (("include", include), ("exclude", exclude)):
         for glob in globs or ():
-            if not any(fnmatchcase(path, glob) for path in norm_paths):
+            if not any(_matches(path, glob) for path in norm_paths):
                 example = f", for example {norm_paths[0]!r}" if norm_paths else ""
                 raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
     for entry in entries:
@@ -95,16 +95,21 @@ def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | No
 def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
     spec = recipe.spec_of(module)
     if spec is None:
-        return Verdict(reason=f"its {recipe.eps} is now {getattr(module, recipe.eps)}: it runs its own forward")
+        now = [f"{name} is now {getattr(module, name)}" for name in (recipe.eps, *dict(recipe.settings)) if name]
+        return Verdict(reason=f"it runs its own forward: {', '.join(now)}")
     return Verdict(recipe=replace(recipe, spec=spec))
 
 
 def _filter(entry: Entry, include: list[str] | None, exclude: list[str] | None) -> None:
-    hit = next((glob for glob in exclude or () for path in entry.paths if fnmatchcase(path, glob)), None)
+    hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
     if hit is not None:
         entry.recipe, entry.reason, entry.excluded = None, f"excluded by {hit!r}", True
-    elif include is not None and not any(fnmatchcase(path, glob) for path in entry.paths for glob in include):
+    elif include is not None and not any(_matches(path, glob) for path in entry.paths for glob in include):
         entry.recipe, entry.reason, entry.excluded = None, "not in include", True
+
+
+def _matches(path: str, glob: str) -> bool:
+    return path == glob or fnmatchcase(path, glob)  # a path names itself, whatever characters are in it
 
 
 def _globs(word: str, globs: Globs) -> list[str] | None:
