@@ -1,9 +1,11 @@
 """`verify_equivalence`: what it must let pass, what it must catch, and that it leaves the models alone."""
 
+import contextlib
 import copy
 import json
 import math
 import types
+from unittest import mock
 
 import accelerate
 import pytest
@@ -361,6 +363,50 @@ def test_patch_state_is_restored_and_respected(include):
     assert types_of(model) == before
     assert report.passed and len(report.norms) == count and report.launches
     assert unpatch_model(model) == (count if include else 0)
+
+
+def llama_in_a_dict():
+    """A model with a path that is a glob, and one that this glob matches."""
+    model = tiny_models.build("llama")
+    first, second = model.model.layers
+    model.extra = torch.nn.ModuleDict({"x[1]": first.input_layernorm, "x1": LlamaRMSNorm(64)})
+    first.input_layernorm = torch.nn.Sequential(model.extra["x[1]"])
+    return model
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_patch_of_paths_that_look_like_globs_is_restored(fails):
+    model = llama_in_a_dict()
+    fused = len(patch_model(model, exclude="extra.x1").swapped)
+    before = types_of(model)
+    if fails:
+        model.lm_head.register_forward_pre_hook(mock.Mock(side_effect=RuntimeError("broken on purpose")))
+    with pytest.raises(RuntimeError, match="on purpose") if fails else contextlib.nullcontext():
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
+        assert report.passed and len(report.norms) == len({norm.path for norm in report.norms}) <= fused
+    assert types_of(model) == before and type(model.extra["x1"]) is LlamaRMSNorm
+
+
+@pytest.mark.parametrize("named", [["x[1]"], ["x[1]", "x1"]])
+def test_a_path_with_glob_characters_is_verified(named):
+    model = tiny_models.build("llama")
+    model.extra = torch.nn.ModuleDict({name: LlamaRMSNorm(64) for name in named})
+    patch_model(model)
+    before = types_of(model)
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
+    assert report.unreached == tuple(f"extra.{name}" for name in named) and types_of(model) == before
+
+
+def test_patch_is_restored_exactly_under_hooks_and_after_a_change_of_eps():
+    model = tiny_models.build("llama")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    patch_model(model)
+    model.model.norm.variance_epsilon = "none that could be recognised"
+    before = [(type(module), vars(module).get("_old_forward")) for module in model.modules()]
+    with pytest.raises(TypeError):
+        verify_equivalence(model, inputs=IDS, max_new_tokens=0)
+    after = [(type(module), vars(module).get("_old_forward")) for module in model.modules()]
+    assert after == before
 
 
 def test_fused_modules_never_run_as_the_reference():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -76,14 +77,18 @@ def verify_equivalence(
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(_evaluating(model))
-        was_patched = stack.enter_context(_original_forwards(reference_model))
+        own_patch = stack.enter_context(_OwnPatch(reference_model))
+        if candidate_model is not None:
+            candidate_state, changed = nullcontext, None
+        elif own_patch.paths:
+            candidate_state, changed = own_patch.present, own_patch.paths
+        else:
+            candidate_state = partial(_patched, reference_model)
+            with candidate_state() as patch:
+                changed = [record.path for record in patch.swapped]
         if candidate_model is None:
             candidate_model = reference_model
-            candidate_state = lambda: _patched(reference_model, was_patched)  # noqa: E731
-        else:
-            candidate_state = nullcontext
-        with candidate_state() as patch:
-            paths = _paths(reference_model, candidate_model, patch, norms)
+        paths = _paths(reference_model, candidate_model, changed, norms)
         class_names = {path: type(reference_model.get_submodule(path)).__name__ for path in paths or ()}
 
         with recording(reference_model, paths or (), rows_per_norm) as samples:
@@ -225,25 +230,62 @@ def _evaluating(model: nn.Module):
             module.training = flag
 
 
-@contextmanager
-def _original_forwards(model: nn.Module):
-    """Take a patch out and put it back; yields the paths that were patched."""
-    from hf_rmsnorm import patch_model, unpatch_model
+class _OwnPatch:
+    """The patch that a model came with, which is taken out and put back without being worked out again.
 
-    before = {path: type(module) for path, module in model.named_modules()}
-    unpatch_model(model)
-    was_patched = [path for path, module in model.named_modules() if type(module) is not before[path]]
-    try:
-        yield was_patched
-    finally:
-        if was_patched:
-            patch_model(model, include=was_patched)
+    In a ``with`` the model runs its original forwards; `present` gives the patch back for a while. ``paths`` are those
+    of the patched modules.
+    """
+
+    _FORWARDS = ("forward", "_old_forward")  # bound methods on the instance, which unpatching exchanges
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._modules = list(model.named_modules())
+        self._before = [(type(module), self._forwards(module)) for _, module in self._modules]
+
+    def _forwards(self, module: nn.Module) -> dict:
+        return {name: vars(module)[name] for name in self._FORWARDS if name in vars(module)}
+
+    def __enter__(self):
+        try:
+            self._take_out()
+        except BaseException:
+            self._put_back()
+            raise
+        self.paths = [
+            path for (path, module), (cls, _) in zip(self._modules, self._before, strict=True)
+            if type(module) is not cls
+        ]  # fmt: skip
+        return self
+
+    def __exit__(self, *error):
+        self._put_back()
+
+    @contextmanager
+    def present(self):
+        self._put_back()
+        try:
+            yield
+        finally:
+            self._take_out()
+
+    def _take_out(self):
+        from hf_rmsnorm import unpatch_model
+
+        unpatch_model(self._model)
+
+    def _put_back(self):
+        for (_, module), (cls, forwards) in zip(self._modules, self._before, strict=True):
+            if type(module) is not cls:
+                module.__class__ = cls
+                vars(module).update(forwards)
 
 
-def _patched(model: nn.Module, paths: list[str]):
+def _patched(model: nn.Module):
     from hf_rmsnorm import patched
 
-    return patched(model, include=paths or None)
+    return patched(model)
 
 
 def _backend(name: str | None):
@@ -258,7 +300,7 @@ def _launches():
     return count_launches()
 
 
-def _paths(reference: nn.Module, candidate: nn.Module, patch, norms) -> list[str] | None:
+def _paths(reference: nn.Module, candidate: nn.Module, changed: list[str] | None, norms) -> list[str] | None:
     if norms is False:
         return None
     if norms is not True:
@@ -267,7 +309,7 @@ def _paths(reference: nn.Module, candidate: nn.Module, patch, norms) -> list[str
             if path not in known:
                 raise ValueError(f"norms names {path!r}, which is no module of {type(reference).__name__}")
         return paths
-    return changed_modules(reference, candidate) if patch is None else [record.path for record in patch.swapped]
+    return changed_modules(reference, candidate) if changed is None else changed
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
