@@ -1,0 +1,149 @@
+"""What users change around a patch: forwards, flags, wrappers, names, modes."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import patch_model, unpatch_model, use_backend
+
+
+def llama_formula(self, h):
+    x = h.float()
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(h.dtype)
+
+
+def make(cls, size=16):
+    module = cls(size)
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(0.5, 1.5, size))
+    return module
+
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_forward_replaced_between_two_patches_is_the_one_that_runs():
+    class Scaled(LlamaRMSNorm):
+        def forward(self, h, scale=None):
+            return llama_formula(self, h) * (1.0 if scale is None else 2.0 * scale)
+
+    module = make(Scaled)
+    patch_model(module)
+    unpatch_model(module)
+    Scaled.forward = lambda self, h, scale=None: llama_formula(self, h) * (1.0 if scale is None else scale)
+    assert patch_model(module).swapped
+    assert torch.equal(module(X, scale=3.0), 3.0 * llama_formula(module, X))
+
+
+def test_a_class_whose_forward_is_replaced_while_patched_runs_it():
+    class Mine(LlamaRMSNorm):
+        pass
+
+    module = make(Mine)
+    patch_model(module)
+    Mine.forward = lambda self, h: h + 1
+    with use_backend("reference"):
+        assert torch.equal(module(X), X + 1)
+
+
+def test_a_wrapper_that_kept_the_fused_forward_runs_the_original_after_unpatching(monkeypatch):
+    module = make(LlamaRMSNorm)
+    patch_model(module)
+    kept = module.forward
+    module.forward = lambda x: kept(x)
+    assert unpatch_model(module) == 1
+    monkeypatch.setattr("hf_rmsnorm.layers.fused_norm", lambda *a: pytest.fail("the fused forward ran"))
+    with use_backend("reference"):
+        assert torch.equal(module(X), llama_formula(module, X))
+
+
+class Flagged(LlamaRMSNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.plus = False
+        self.unused = False
+
+    def forward(self, h):
+        y = llama_formula(self, h)
+        return y + 1 if self.plus else y
+
+
+def test_a_flag_that_changes_the_formula_is_watched():
+    module = make(Flagged)
+    patch_model(module)
+    with use_backend("reference"):
+        module.unused = True
+        assert torch.equal(module(X), llama_formula(module, X))
+        module.plus = True
+        assert torch.equal(module(X), llama_formula(module, X) + 1)
+    (record,) = patch_model(module).skipped
+    assert "plus is now True" in record.reason
+
+
+class Dropped(LlamaRMSNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.p = 0.0
+
+    def forward(self, h):
+        return nn.functional.dropout(llama_formula(self, h), self.p, self.training)
+
+
+class Cleaned(LlamaRMSNorm):
+    def forward(self, h):
+        return llama_formula(self, h.nan_to_num())
+
+
+class Deep(LlamaRMSNorm):
+    def forward(self, h):
+        return llama_formula(self, h) * (2 if h.dim() == 5 else 1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"), [(Dropped, "attribute 'p'"), (Cleaned, "NaN and infinity"), (Deep, "5-dimensional")]
+)
+def test_what_ordinary_input_does_not_show(cls, words):
+    with pytest.warns(UserWarning, match="changed no norm"):
+        (record,) = patch_model(make(cls)).skipped
+    assert words in record.reason
+
+
+def test_patching_under_fake_tensors_spoils_nothing():
+    class Fresh(LlamaRMSNorm):
+        forward = llama_formula
+
+    module = make(Fresh)
+    with FakeTensorMode():
+        assert patch_model(module).swapped
+    unpatch_model(module)
+    assert patch_model(module).swapped
+
+
+def test_an_examination_that_fails_is_not_remembered():
+    class Fresh(LlamaRMSNorm):
+        forward = llama_formula
+
+    module = make(Fresh)
+    with pytest.warns(UserWarning):
+        torch.func.vmap(lambda x: (patch_model(module), x)[1])(X)
+    unpatch_model(module)
+    assert patch_model(module).swapped
+
+
+def test_a_path_with_glob_characters_names_itself():
+    model = nn.ModuleDict({"n[0]": make(LlamaRMSNorm), "n[1]": make(LlamaRMSNorm)})
+    report = patch_model(model, include="n[0]")
+    assert [record.path for record in report.swapped] == ["n[0]"]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_pickle_protocol(protocol):
+    module = make(LlamaRMSNorm)
+    patch_model(module)
+    again = pickle.loads(pickle.dumps(module, protocol))
+    assert type(again) is type(module)
+    assert torch.equal(again(X), module(X))
