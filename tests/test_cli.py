@@ -106,6 +106,28 @@ def test_report_knows_models_that_are_no_causal_lms(capsys, tmp_path, config, cl
     assert (data["class_name"], len(data["swapped"])) == (class_name, norms)
 
 
+SMALL = dict(vocab_size=64, num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
+WHISPER = dict(vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16)
+WHISPER |= dict(encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0, eos_token_id=2)
+
+
+@pytest.mark.parametrize(
+    "name, config, norms",
+    [
+        ("WhisperForConditionalGeneration", transformers.WhisperConfig(**WHISPER), 7),
+        ("BertForSequenceClassification", transformers.BertConfig(**SMALL), 3),
+        ("LlamaModel", transformers.LlamaConfig(**SMALL), 3),
+        ("BertNoSuchHead", transformers.BertConfig(**SMALL), 4),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_report_builds_the_class_that_was_saved(capsys, tmp_path, name, config, norms):
+    config.architectures = [name]
+    data = run_json(capsys, "report", save_config(tmp_path, config))
+    assert (data["class_name"], len(data["swapped"])) == (name if hasattr(transformers, name) else "BertLMHeadModel",
+                                                          norms)  # fmt: skip
+
+
 def test_report_takes_include_and_exclude(capsys):
     data = run_json(capsys, "report", "demo:qwen3", "--include", "*.layers.0.*", "--exclude", "*.q_norm")
     assert {record["path"].rpartition(".")[2] for record in data["swapped"]} == {
@@ -183,6 +205,27 @@ def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenize
         shutil.copy(demo_path("qwen3") / name, tmp_path)
     data = run_json(capsys, "verify", tmp_path, "--max-tokens", "3", "--max-new-tokens", "0")
     assert [(run["dtype"], run["logits"]["tokens"]) for run in data["runs"]] == [("bfloat16", 3)]
+
+
+@pytest.mark.parametrize(
+    "name, config, part",
+    [
+        ("WhisperForConditionalGeneration", transformers.WhisperConfig(**WHISPER), "takes input_features and not a"),
+        ("LlamaModel", transformers.LlamaConfig(**SMALL), "returns no logits"),
+    ],
+    ids=["no text", "no logits"],
+)
+def test_verify_of_what_gives_no_logits_for_a_text_fails_in_one_line(capsys, tmp_path, name, config, part):
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
+    assert part in fails(capsys, "verify", tmp_path, "--max-tokens", "2")
+
+
+def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
+    config = transformers.T5Config(vocab_size=64, num_layers=1, d_model=32, d_kv=16, num_heads=2, d_ff=32)
+    config.decoder_start_token_id = 0
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    (found,) = run_json(capsys, "verify", tmp_path, "--max-tokens", "2")["runs"]
+    assert found["passed"] and len(found["norms"]) == 7 and found["unreached"] == []
 
 
 def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
@@ -274,6 +317,23 @@ def test_a_hub_id_out_of_reach_fails_with_the_cure(capsys, monkeypatch):
     assert "network" in fails(capsys, "report", "no-such-org/no-such-model")
 
 
+def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
+    code = (
+        "import socket, sys, time\nasked = []\n"
+        "def down(*args, **kwargs):\n    asked.append(args)\n    raise socket.gaierror(-2, 'not known')\n"
+        "socket.getaddrinfo = down\n"
+        "def no_waiting(seconds): raise AssertionError(f'it waits {seconds} s to ask again')\n"
+        "time.sleep = no_waiting\n"
+        "from hf_rmsnorm.cli.main import main\ncode = main(['report', 'no-such-org/no-such-model'])\n"
+        "assert len(asked) <= 2, asked\nsys.exit(code)"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"}
+    environment |= {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "check the id and the network" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["verify", "generate"])
 def test_a_folder_without_weights_fails_with_the_cure(capsys, tmp_path, command):
     shutil.copytree(demo_path("llama"), tmp_path, dirs_exist_ok=True)
@@ -290,6 +350,8 @@ def test_a_folder_without_weights_fails_with_the_cure(capsys, tmp_path, command)
         (["report", "demo:llama", "--include", "no.such.*"], "no.such.*"),
         (["verify", "demo:llama", "--dtype", "int8"], "int8"),
         (["verify", "demo:llama", "--max-tokens", "0"], "below 1"),
+        (["verify", "demo:llama", "--max-new-tokens", "-5"], "below 0"),
+        (["report", ""], "MODEL is empty"),
         (["verify", "demo:llama", "--prompt", ""], "--prompt"),
         (["verify", "demo:llama", "--device", "toaster"], "toaster"),
         (["verify", "demo:llama", "--device", "mps:7"], "mps"),

@@ -78,6 +78,14 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    """An argparse type: a whole number, 0 included."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
 def interpret_on_cpu(device) -> None:
     """Have Triton's interpreter run the kernels where device is the CPU.
 

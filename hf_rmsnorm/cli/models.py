@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,15 +27,30 @@ class Source(NamedTuple):
     @property
     def kwargs(self) -> dict:
         """Arguments for every `from_pretrained`; only a hub id may reach for the network."""
-        return {"local_files_only": self.is_local, "trust_remote_code": self.trust_remote_code}
+        return {"local_files_only": self.is_local or not _hub_answers(), "trust_remote_code": self.trust_remote_code}
+
+
+@cache
+def _hub_answers() -> bool:
+    """Asked once and without the client's own retries, which take half a minute where there is no network."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5.0)  # any answer will do
+    except Exception:  # which one depends on the client underneath, and that has changed: no answer is no answer
+        return False
+    return True
 
 
 def find(model: str, trust_remote_code: bool = False) -> Source:
     """Resolve MODEL without touching the network.
 
     Raises:
-        CliError: it is neither a demo, nor a folder with a config.json, nor shaped like a hub id.
+        CliError: it is empty, or neither a demo, nor a folder with a config.json, nor shaped like a hub id.
     """
+    if not model.strip():
+        raise CliError("MODEL is empty: pass a local folder, a hub id such as org/name, or demo:llama")
     if model.startswith("demo:"):
         name = model.removeprefix("demo:")
         if name not in DEMO_MODELS:
@@ -75,11 +91,15 @@ def load_config(source: Source):
         return AutoConfig.from_pretrained(source.where, **source.kwargs)
 
 
-def _auto_class(config):
-    """AutoModelForCausalLM where the config has one; else the class it was saved from; else AutoModel."""
+def _model_class(config):
+    """The class that the config says it was saved from, where transformers has it; else an auto class that takes it."""
     import transformers
 
     remote = getattr(config, "auto_map", None) or {}
+    for name in () if remote else getattr(config, "architectures", None) or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in remote:
         return transformers.AutoModelForCausalLM
     for mapping, auto in (
@@ -96,13 +116,16 @@ def empty_model(source: Source, config):
     from accelerate import init_empty_weights
 
     with _loading(source, "the modules"), init_empty_weights():
-        return _auto_class(config).from_config(config, trust_remote_code=source.trust_remote_code).eval()
+        cls = _model_class(config)
+        if hasattr(cls, "from_config"):  # an auto class
+            return cls.from_config(config, trust_remote_code=source.trust_remote_code).eval()
+        return cls(config).eval()
 
 
 def load_model(source: Source, config, dtype: str, device):
     """The model with its weights, in evaluation mode; dtype is a torch dtype's name or "auto" (as stored)."""
     with _loading(source, "the weights"):
-        model = _auto_class(config).from_pretrained(source.where, dtype=dtype, **source.kwargs)
+        model = _model_class(config).from_pretrained(source.where, dtype=dtype, **source.kwargs)
         return model.to(device).eval()
 
 

@@ -7,7 +7,17 @@ on FAIL.
 from __future__ import annotations
 
 from . import models
-from .common import DTYPES, Result, add_device, add_model, interpret_on_cpu, pick_device, positive
+from .common import (
+    DTYPES,
+    CliError,
+    Result,
+    add_device,
+    add_model,
+    interpret_on_cpu,
+    not_negative,
+    pick_device,
+    positive,
+)
 
 PROMPT = (
     "The following table lists the statements that may be used in a function. An expression is evaluated before the "
@@ -28,7 +38,11 @@ def add_arguments(parser) -> None:
         "--max-tokens", type=positive, default=64, metavar="N", help="use the first N tokens of the prompt (default 64)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=32, metavar="N", help="compare N greedily generated tokens (default 32)"
+        "--max-new-tokens",
+        type=not_negative,
+        default=32,
+        metavar="N",
+        help="compare N greedily generated tokens, 0 for none (default 32)",
     )
     add_device(parser)
 
@@ -52,8 +66,15 @@ def run(args) -> Result:
     runs = []
     for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
         model = models.load_model(source, config, each, device)
-        inputs = models.tokens(model, tokenizer, args.prompt, args.max_tokens)
-        runs.append(verify_equivalence(model, inputs=inputs, backend=backend, max_new_tokens=args.max_new_tokens))
+        if model.main_input_name != "input_ids":
+            raise CliError(
+                f"{source.name} is a {type(model).__name__}, which takes {model.main_input_name} and not a text: call "
+                "verify_equivalence(model, inputs=...) from Python"
+            )
+        inputs, new = models.tokens(model, tokenizer, args.prompt, args.max_tokens), args.max_new_tokens
+        if model.config.is_encoder_decoder:  # it would generate from the decoder's start token, not from a text
+            inputs, new = {"input_ids": inputs, "decoder_input_ids": inputs}, 0
+        runs.append(verify_equivalence(model, inputs=inputs, backend=backend, max_new_tokens=new))
         del model
 
     passed = all(verdict.passed for verdict in runs)
@@ -68,3 +89,4 @@ def run(args) -> Result:
     blocks = [f"{source.name} in {run.dtype}: {'PASS' if run.passed else 'FAIL'}\n{run}" for run in runs]
     blocks.append(f"Backend {backend} on {device}: {reason}.")
     return Result(data, "\n\n".join(blocks), 0 if passed else 1)
+

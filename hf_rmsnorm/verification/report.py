@@ -133,7 +133,7 @@ class EquivalenceReport:
                 floor.rms_passed,
             ),
             *self._norm_lines(),
-            _line("greedy generation", self._greedy_text(), self.greedy.passed),
+            _line("greedy generation", self._greedy_text(), self.greedy.passed if self.greedy.sequences else None),
             _line("Triton kernels launched", self._launch_text()),
             _line("equivalent", self._gap_text(), self.passed),
         ]
