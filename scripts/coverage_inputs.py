@@ -11,17 +11,51 @@ from collections.abc import Iterator
 import torch
 
 BATCH, LENGTH = 2, 12
-REFUSALS = (AttributeError, AssertionError, ImportError, IndexError, KeyError, NotImplementedError, OverflowError,
-            RuntimeError, StopIteration, TypeError, ValueError, ZeroDivisionError)
+REFUSALS = (
+    AttributeError,
+    AssertionError,
+    ImportError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    OverflowError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+    ZeroDivisionError,
+)
 # Arguments that belong together, added when a model fails for want of something it does not name.
 COMPANIONS = (
-    ("decoder_input_ids",), ("attention_mask",), ("bbox",), ("image_grid_thw",), ("grid_thw",), ("pixel_values",),
-    ("input_features",), ("encoder_hidden_states",), ("pixel_mask",), ("image_sizes",), ("labels",),
+    ("use_cache",),
+    ("lang_ids",),
+    ("decoder_input_ids",),
+    ("attention_mask",),
+    ("bbox",),
+    ("image_grid_thw",),
+    ("grid_thw",),
+    ("pixel_values",),
+    ("input_features",),
+    ("encoder_hidden_states",),
+    ("pixel_mask",),
+    ("image_sizes",),
+    ("labels",),
+    ("states", "actions", "rewards", "returns_to_go", "timesteps"),
     ("past_time_features", "past_observed_mask", "future_values", "future_time_features"),
-    ("pixel_values", "decoder_input_ids"), ("input_ids", "attention_mask"), ("pixel_values", "bbox"),
-    ("input_ids", "pixel_values"), ("pixel_attention_mask",), ("spatial_shapes",), ("return_loss",),
-    ("past_observed_mask",), ("padding_mask",), ("input_features_mask",), ("feature_attention_mask",),
+    ("pixel_values", "decoder_input_ids"),
+    ("input_ids", "attention_mask"),
+    ("pixel_values", "bbox"),
+    ("input_ids", "pixel_values"),
+    ("pixel_attention_mask",),
+    ("spatial_shapes",),
+    ("return_loss",),
+    ("past_observed_mask",),
+    ("padding_mask",),
+    ("input_features_mask",),
+    ("feature_attention_mask",),
 )
+# The last dimension that a linear layer, or a sum, wanted.
+WANTED_WIDTH = re.compile(r"cannot be multiplied \(\d+x\d+ and (\d+)x|must match the size of tensor b \((\d+)\)")
 
 
 def setting(config, *names: str, default=None):
@@ -49,9 +83,13 @@ class Inputs:
         self.config = getattr(model, "config", None)
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters = {
-            name: p for name, p in inspect.signature(model.forward).parameters.items()
+            name: p
+            for name, p in inspect.signature(model.forward).parameters.items()
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         }
+        self.optional = [*self.parameters]
+        if any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
+            self.optional.append("use_cache")
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
@@ -65,11 +103,15 @@ class Inputs:
     def candidates(self, name: str) -> list:
         """Values for one argument, the likeliest first; empty where nothing is known of it."""
         c = self.config
-        hidden = setting(c, "hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "decoder_hidden_size", default=64)
+        hidden = setting(
+            c, "hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "decoder_hidden_size", default=64
+        )
         hidden = hidden if isinstance(hidden, int) else hidden[-1]
         channels = setting(c, "num_channels", "in_channels", "in_chans", default=3)
         channels = channels if isinstance(channels, int) else 3
-        if re.search(r"pixel|image|video|img", name) and not re.search(r"mask|size|thw|ids|shape|patches|position|num|hw", name):
+        if re.search(r"pixel|image|video|img", name) and not re.search(
+            r"mask|size|thw|ids|shape|patches|position|num|hw", name
+        ):
             return self._pictures(channels, name)
         if re.search(r"grid_thw|image_grid|video_grid", name):
             return [torch.tensor([[1, 4, 4]]), torch.tensor([[1, 4, 4], [1, 4, 4]]), torch.tensor([[1, 8, 8]])]
@@ -96,8 +138,10 @@ class Inputs:
             return [torch.ones(BATCH, n, dtype=torch.long) for n in (length or 100, 64, 3000, 1600, LENGTH)]
         if re.search(r"mask$", name):
             return [torch.ones(BATCH, LENGTH, dtype=torch.long), torch.ones(BATCH, LENGTH, dtype=torch.bool)]
-        if re.search(r"input_features|audio_features|spectrogram|^mel", name):
-            mels = setting(c, "num_mel_bins", "n_mels", "input_feat_per_channel", "num_mel_features", "input_dim", default=80)
+        if re.search(r"input_features|audio_mel$|audio_features|spectrogram|^mel", name):
+            mels = setting(
+                c, "num_mel_bins", "n_mels", "input_feat_per_channel", "num_mel_features", "input_dim", default=80
+            )
             mels = mels if isinstance(mels, int) else 80
             frames = [100, 64, 256, 3000, 1024]
             if isinstance(positions := setting(c, "max_source_positions", default=None), int):
@@ -108,38 +152,69 @@ class Inputs:
         if re.search(r"input_values|audio_values|waveform|audio$|^audio_input", name):
             mels = setting(c, "num_mel_bins", default=80)
             patch = setting(c, "max_length", default=128)
-            shapes = [(4000,), (1, 4000), (16000,), (1, 16000), (1, 1920), (24, mels), (patch, mels), (1024, mels), (1, 48000)]
+            shapes = [
+                (4000,),
+                (1, 4000),
+                (16000,),
+                (1, 16000),
+                (1, 1920),
+                (24, mels),
+                (patch, mels),
+                (1024, mels),
+                (1, 48000),
+            ]
             return [self._normal(BATCH, *s) for s in shapes]
-        if name in ("past_values", "future_values", "past_time_features", "future_time_features", "context_values",
-                    "history_values"):
+        if name in (
+            "past_values",
+            "future_values",
+            "past_time_features",
+            "future_time_features",
+            "context_values",
+            "history_values",
+        ):
             return self._series(name)
         if name in ("past_values_mask", "freq"):
             return [[0] * BATCH]
         if re.search(r"audio_codes|codes", name):
-            return [self._ids(BATCH, n, LENGTH) for n in (setting(c, "num_codebooks", "num_quantizers", default=4), 8, 1)]
+            return [
+                self._ids(BATCH, n, LENGTH) for n in (setting(c, "num_codebooks", "num_quantizers", default=4), 8, 1)
+            ]
+        if name == "lang_ids":
+            return [torch.zeros(BATCH, dtype=torch.long)]
         if re.search(r"(^|_)ids?$|_tokens$|codes$", name):
             books = [setting(c, n) for n in ("num_codebooks", "num_vq", "num_channels")]
             books = [b for b in books if isinstance(b, int)] + [8, 9]
-            many = [self._ids(BATCH, LENGTH, b) for b in books] + [self._ids(BATCH * b, LENGTH) for b in books]
+            many = [self._ids(BATCH * b, LENGTH) for b in books] + [self._ids(BATCH, LENGTH, b) for b in books]
             many += [self._ids(BATCH, b, LENGTH) for b in books]
             return [self._ids(BATCH, LENGTH), *many, self._ids(BATCH, 64), self._ids(BATCH, 256), self._ids(BATCH, 128)]
         if name == "labels":
             return [self._ids(BATCH, LENGTH)]
         if re.search(r"hidden_states?$|embeds?$|embedding|features|^x$|inputs|latent|noisy|last_hidden", name):
-            return [self._normal(BATCH, LENGTH, hidden), self._normal(BATCH, hidden), self._normal(LENGTH, hidden),
-                    self._normal(BATCH, hidden, LENGTH), *self._pictures(channels, name)[:2]]
-        if re.search(r"return_loss", name):
+            return [
+                self._normal(BATCH, LENGTH, hidden),
+                self._normal(BATCH, hidden),
+                self._normal(LENGTH, hidden),
+                self._normal(BATCH, hidden, LENGTH),
+                *self._pictures(channels, name)[:2],
+            ]
+        if name in ("return_loss", "use_cache"):
             return [False]
+        if name == "timesteps":
+            return [torch.arange(LENGTH).expand(BATCH, LENGTH)]
+        if name.endswith("_idx"):
+            return [1, 0]
         if re.search(r"timestep|^t$|sigma|^r$", name):
-            return [torch.ones(BATCH, dtype=self.dtype), torch.ones(1, dtype=self.dtype), torch.ones(BATCH, 1).to(self.dtype)]
+            return [
+                torch.ones(BATCH, dtype=self.dtype),
+                torch.ones(1, dtype=self.dtype),
+                torch.ones(BATCH, 1).to(self.dtype),
+            ]
         if re.search(r"actions", name):
             return [self._normal(BATCH, LENGTH, setting(c, "act_dim", "max_action_dim", default=4))]
         if name in ("states", "state"):
             return [self._normal(BATCH, LENGTH, setting(c, "state_dim", default=17)), self._normal(BATCH, 32)]
         if name in ("rewards", "returns_to_go"):
             return [self._normal(BATCH, LENGTH, 1)]
-        if name == "timesteps":
-            return [torch.arange(LENGTH).expand(BATCH, LENGTH)]
         return []
 
     def _pictures(self, channels: int, name: str) -> list[torch.Tensor]:
@@ -152,13 +227,32 @@ class Inputs:
         time_patch = setting(c, "temporal_patch_size", default=1)
         sides = dict.fromkeys((size, (32, 32), (64, 64), (224, 224), (128, 128)))
         flat = channels * patch * patch
-        patches = [(16, flat * time_patch), (BATCH, 16, flat), (32, flat * time_patch), (64, flat * time_patch),
-                   (16, channels, patch, patch), (BATCH, 16, patch, patch, channels)]
+        patches = [
+            (16, flat * time_patch),
+            (BATCH, 16, flat),
+            (32, flat * time_patch),
+            (64, flat * time_patch),
+            (16, channels, patch, patch),
+            (BATCH, 16, patch, patch, channels),
+        ]
         pictures = [(BATCH, channels, *side) for side in sides]
-        videos = [s for side in list(sides)[:2] for s in (
-            (BATCH, frames, channels, *side), (BATCH, 1, channels, *side), (BATCH, 2, channels, *side),
-            (BATCH, channels, frames, *side), (1, BATCH, channels, *side), (BATCH, 1, 1, channels, *side))]
-        first = videos[:1] + pictures[:1] + videos[1:] + pictures[1:] if "video" in name else pictures[:2] + videos + pictures[2:]
+        videos = [
+            s
+            for side in list(sides)[:2]
+            for s in (
+                (BATCH, frames, channels, *side),
+                (BATCH, 1, channels, *side),
+                (BATCH, 2, channels, *side),
+                (BATCH, channels, frames, *side),
+                (1, BATCH, channels, *side),
+                (BATCH, 1, 1, channels, *side),
+            )
+        ]
+        first = (
+            videos[:1] + pictures[:1] + videos[1:] + pictures[1:]
+            if "video" in name
+            else pictures[:2] + videos + pictures[2:]
+        )
         if any("thw" in p or "spatial" in p or "sizes" in p or "hws" in p for p in self.parameters):
             return [self._normal(*s) for s in [*patches[:2], *first, *patches[2:]]]
         return [self._normal(*s) for s in [*first, *patches]]
@@ -187,38 +281,63 @@ class Inputs:
             names.append("decoder_input_ids")
         return list(dict.fromkeys([*names, *required]))
 
+    def _widened(self, value, width: int | None):
+        return value if width is None else self._normal(*value.shape[:-1], width)
+
     def attempts(self) -> Iterator[dict]:
-        """Keyword arguments to try; send the error of each back in to have what it asks for added."""
-        queue, seen = [dict.fromkeys(self.start(), 0)], set()
+        """Keyword arguments to try; send the error of each back in to have what it asks for added.
+
+        An attempt that fails otherwise than the one it was made from has got further, so its variants come first.
+        """
+        queue, seen = [(dict.fromkeys(self.start(), 0), "")], set()
         while queue:
-            choice = queue.pop(0)
-            key = tuple(sorted(choice.items()))
+            choice, before = queue.pop(0)
+            key = tuple(sorted(map(str, choice.items())))
             if key in seen:
                 continue
             seen.add(key)
             options = {name: self.candidates(name) for name in choice}
-            if any(choice[name] >= len(values) and values for name, values in options.items()):
+            picked = {name: (index, None) if isinstance(index, int) else index for name, index in choice.items()}
+            if any(picked[name][0] >= len(values) and values for name, values in options.items()):
                 continue
-            error = yield {n: values[choice[n]] for n, values in options.items() if values}
-            missing = [n for n in self.parameters if n not in choice and re.search(rf"\b{n}\b", error)]
-            if missing:
-                queue.insert(0, {**choice, **dict.fromkeys(missing, 0)})
-            for name in choice:
-                queue.append({**choice, name: choice[name] + 1})
+            error = yield {
+                n: self._widened(values[picked[n][0]], picked[n][1]) for n, values in options.items() if values
+            }
+            missing = [n for n in self.optional if n not in choice and re.search(rf"\b{n}\b", error)]
+            variants = [{**choice, **dict.fromkeys(missing, 0)}] if missing else []
+            if match := WANTED_WIDTH.search(error):
+                width = int(match[1] or match[2])
+                variants += [
+                    {**choice, n: (i, width)}
+                    for n, (i, now) in picked.items()
+                    if options[n]
+                    and now is None
+                    and isinstance(options[n][i], torch.Tensor)
+                    and options[n][i].is_floating_point()
+                ]
+            variants += [{**choice, name: index + 1} for name, (index, _) in reversed(picked.items())]
+            # A wrong shape is looked for among this argument's other candidates before other arguments are added.
+            urgent = len(variants) if re.search(r"shape|size|dimension", error) else len(missing) > 0
             for names in COMPANIONS:
-                extra = [n for n in names if n in self.parameters and n not in choice]
+                extra = [n for n in names if n in self.optional and n not in choice]
                 if extra and len(choice) < 6:
-                    queue.append({**choice, **dict.fromkeys(extra, 0)})
+                    variants.append({**choice, **dict.fromkeys(extra, 0)})
+            kind = re.sub(r"\d+", "#", error)[:80]
+            made = [(variant, kind) for variant in variants]
+            if kind != before:
+                queue[:0] = made
+            else:
+                queue[:0], queue[len(queue) :] = made[:urgent], made[urgent:]
 
 
 def find_inputs(model: torch.nn.Module, dtype: torch.dtype, budget: float, most: int = 150):
     """(keyword arguments that the model runs on, "") or (None, the first error that was met).
 
     Args:
-        budget: seconds.
+        budget: seconds of CPU.
         most: attempts.
     """
-    deadline = time.monotonic() + budget
+    deadline = time.process_time() + budget
     attempts = Inputs(model, dtype).attempts()
     arguments, first = next(attempts), None
     for _ in itertools.repeat(None, most):
@@ -232,7 +351,7 @@ def find_inputs(model: torch.nn.Module, dtype: torch.dtype, budget: float, most:
         except REFUSALS as exception:
             error = f"{type(exception).__name__}: {exception}"
         first = first or error
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             break
         try:
             arguments = attempts.send(error)

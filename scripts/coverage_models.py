@@ -7,21 +7,27 @@ in one of several styles, and the first style whose model can be built and run i
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+import sys
 from typing import Any
 
 import torch
 import transformers
 from transformers import PretrainedConfig
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import is_timm_available
 
-MAX_PARAMETERS = 60_000_000
+MAX_PARAMETERS = 100_000_000
 VOCABULARY = 128
 
 # What to do with a scalar, by its name; the first pattern that matches decides. Numbers are upper limits.
 SCALARS: list[tuple[re.Pattern, Any]] = [
     (re.compile(pattern), action)
     for pattern, action in (
+        (r"layer_offset|kv_shared_layers", 0),
+        (r"upsample_groups", 64),
         (r"kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm", "keep"),
         (r"vocab|codebook_size|num_embeddings|num_hash_buckets", VOCABULARY),
         (r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts", 2),
@@ -30,7 +36,6 @@ SCALARS: list[tuple[re.Pattern, Any]] = [
         (r"^topk_group$", 1),
         (r"dense_replace|dense_layers|first_k|num_dense", 1),
         (r"interval|every_n|layer_period|layer_group_size|sparse_step|sliding_window_pattern|layer_freq", 2),
-        (r"layer_offset", 1),
         (r"key_value_heads|kv_heads|num_key_heads|query_groups", 2),
         (r"heads?$|num_value_heads", 4),
         (r"(head_(dim|size)|d_kv|dim_head|rope_dim|d_head)$|_head_dim", 16),
@@ -47,7 +52,9 @@ SCALARS: list[tuple[re.Pattern, Any]] = [
         (r"hidden|d_model|n_embd|embed|(^|_)(width|dim|size)$|_dim$", 64),
     )
 ]
-WIDTH = re.compile(r"hidden|intermediate|ffn|d_?ff$|dim|d_model|n_embd|embed|width|channels?$|inner|feed_?forward|d_head")
+WIDTH = re.compile(
+    r"hidden|intermediate|ffn|d_?ff$|dim|d_model|n_embd|embed|width|channels?$|inner|feed_?forward|d_head"
+)
 TOKEN_ID = re.compile(r"(tok(en)?_(id|index)s?|_token_id_\w+)$")
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 LAYER_INDICES = re.compile(r"layers$|idxs|indic|index|layer_ids|hook_ids|deepstack|layer_id$|feature_layer")
@@ -59,8 +66,10 @@ FEATURE = re.compile(
 NOT_FEATURE = re.compile(r"residual|remove|init_|share|reuse|in_modulation|elementwise|batch_norm|force")
 FEATURE_WORDS = {"group": "layer", "no_norm": "layer_norm", "batchnorm": "layernorm"}
 
-# How the scalars and lists are shrunk: to fixed sizes, divided by a common number, only in depth, or not at all.
-STYLES = ("fixed", "divide8", "divide4", "divide16", "shallow", "default")
+# How numbers are shrunk: to fixed sizes; those and what is None filled in too; those but for the depth; widths divided
+# by a common number; only the depth; not at all.
+STYLES = ("fixed", "filled", "deep", "divide8", "divide4", "divide16", "shallow", "default")
+FIXED = STYLES[:3]
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
@@ -71,6 +80,10 @@ def model_class(name: str | tuple) -> type[torch.nn.Module]:
     return getattr(transformers, name if isinstance(name, str) else name[0])
 
 
+class Same(str):
+    """The name of the attribute whose value another must have."""
+
+
 class Shrinker:
     """Makes one tiny config; remembers which optional features it switched on."""
 
@@ -78,6 +91,7 @@ class Shrinker:
         self.style, self.features = style, features
         self.switched: set[str] = set()
         self.token_ids: dict[str, int] = {}
+        self.repairs: dict[str, Any] = {}
 
     def make(self, cls: type[PretrainedConfig], given: PretrainedConfig | None = None) -> PretrainedConfig:
         """A tiny config of cls, with the values of `given` where those are not cls's own defaults."""
@@ -90,36 +104,122 @@ class Shrinker:
         own = {} if fresh is None else vars(fresh)
         arguments: dict[str, Any] = {}
         defaults = {f.name: _default(f) for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
-        layers = self._layers(values, defaults)
+        layers = self._layers(values, getattr(given, "layers_block_type", None))
         for name, default in defaults.items():
             value = values.get(name, default)
             if value is dataclasses.MISSING or name in ("id2label", "label2id", "dtype", "architectures"):
                 continue
+            if isinstance(value, PretrainedConfig) and value.model_type == "timm_backbone" and not is_timm_available():
+                arguments[name] = self._backbone()
+                continue
             if isinstance(value, PretrainedConfig):
                 arguments[name] = self.make(type(value), value)
                 continue
-            derived = default is None and value is not None and _same(own.get(name), value)
+            if value is None and self.style == "filled":
+                arguments.update(self._fill(cls, name, layers))
+                continue
+            if isinstance(value, dict) and "mrope_section" in value and self.style in FIXED:
+                half = int(16 * value.get("partial_rotary_factor", 1.0)) // 2
+                arguments[name] = {**value, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+                continue
+            derived = default is None or (isinstance(default, str) and not isinstance(value, str))
+            derived = derived and value is not None and _same(own.get(name), value)
             shrunk = self.value(name, value, layers)
+            if re.search("key_value_heads|kv_heads", name) and value == values.get("num_attention_heads"):
+                shrunk = self.value("num_attention_heads", value, layers)
             if derived and not (isinstance(value, (list, tuple)) and shrunk != value and layers):
                 continue
             if shrunk is not None and not _same(shrunk, default):
                 arguments[name] = shrunk
+        for name in defaults.keys() & self.repairs.keys():
+            value = self.repairs[name]
+            arguments[name] = arguments.get(value, defaults.get(value)) if isinstance(value, Same) else value
         config = cls(**arguments)
+        for name, value in self.repairs.items():
+            if name.startswith(f"{cls.__name__}."):
+                setattr(config, name.partition(".")[2], value)
+        for name, value in values.items():  # what a parent's config hung on this one
+            if name not in defaults and not name.startswith("_") and fresh is not None and name not in own:
+                setattr(config, name, self.value(name, value, layers))
         outputs = values.get("_out_indices")
         if outputs and not _same(outputs, own.get("_out_indices")) and hasattr(config, "stage_names"):
             last = len(config.stage_names) - 1
             config.out_indices = sorted({min(i if i >= 0 else last + 1 + i, last) for i in outputs})
         return config
 
-    def _layers(self, values: dict, defaults: dict) -> tuple[int, int] | None:
+    def repair(self, error: str) -> bool:
+        """Learn from an error what some attribute must be; whether there was anything new to learn."""
+        found: dict[str, Any] = {}
+        if match := re.search(r"`?\b(\w+)\s*=\s*(True|False)`?", error):
+            found[match[1]] = match[2] == "True"
+        if match := re.search(r"\b(\w+) must be (?:set to )?(\d+|True|False)\b", error):
+            found[match[1]] = {"True": True, "False": False}.get(match[2]) if match[2].isalpha() else int(match[2])
+        if match := re.search(r"'(\w+Config)' object has no attribute '(\w+)'", error):
+            action = next((action for pattern, action in SCALARS if pattern.search(match[2])), None)
+            action = 10000.0 if match[2] == "rope_theta" else action
+            found[f"{match[1]}.{match[2]}"] = None if action == "keep" else action
+        if match := re.search(rf"KeyError: '({'|'.join(ALLOWED_LAYER_TYPES)})'", error):
+            found["rope_parameters"] = {match[1]: {"rope_type": "default", "rope_theta": 10000.0}}
+        if match := re.search(r"missing required fields: \[(.*?)\]", error):
+            found |= {name: 4 for name in re.findall(r"\w+", match[1])}
+        if match := re.search(r"\b(\w+) must match (\w+)", error):
+            found[match[1]] = Same(match[2])
+        if match := re.search(r"`(\w+)` config needs to be specified", error):
+            found[match[1]] = 4
+        new = {k: v for k, v in found.items() if k not in self.repairs}
+        self.repairs |= new
+        return bool(new)
+
+    @staticmethod
+    def _backbone() -> PretrainedConfig:
+        """What Transformers itself offers in the place of a backbone of timm, which is not installed."""
+        return CONFIG_MAPPING["resnet"](
+            embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1], out_indices=[1, 2, 3, 4]
+        )
+
+    def _layers(self, values: dict, pattern: list[str] | None) -> tuple[int, int] | None:
         """(depth by default, depth to build): enough layers for every kind that the config lists per layer."""
-        depth = next((values[n] for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-                      if isinstance(values.get(n), int)), None)
-        if depth is None or self.style == "default":
+        depth = next(
+            (
+                values[n]
+                for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+                if isinstance(values.get(n), int)
+            ),
+            None,
+        )
+        if depth is None or self.style in ("default", "deep"):
             return None
-        kinds = [len(set(map(str, v))) for n, v in values.items() if isinstance(v, (list, tuple)) and len(v) == depth
-                 and all(isinstance(e, str) for e in v)]
+        kinds = [
+            len(set(map(str, v)))
+            for n, v in values.items()
+            if isinstance(v, (list, tuple)) and len(v) == depth and all(isinstance(e, str) for e in v)
+        ]
+        if isinstance(pattern, (list, tuple)) and len(pattern) == depth:  # computed, so the depth must reach every kind
+            places = [[i for i, kind in enumerate(pattern) if kind == each] for each in set(pattern)]
+            second = max(indices[:2][-1] for indices in places)  # layers of one kind may share their weights
+            kinds += [1 + (second if second < 12 else max(indices[0] for indices in places))]
         return depth, min(depth, max([2, *kinds]))
+
+    def _fill(self, cls, name: str, layers) -> dict[str, Any]:
+        """A value for an attribute that is None by default, where its annotation and name suggest one."""
+        annotation = str(cls.__dataclass_fields__[name].type)
+        if "float" in annotation and "clip" in name:
+            return {name: 8.0}
+        if "dict" in annotation and "vocab" in name:
+            return {name: {"<image>": self._token(name)}}
+        if name in SPECIAL:
+            return {name: SPECIAL[name]}
+        if "int" in annotation.split("list")[0]:
+            action = next((action for pattern, action in SCALARS if pattern.search(name)), "keep")
+            return {name: action} if isinstance(action, int) and not TOKEN_ID.search(name) else {}
+        if LAYER_INDICES.search(name) and "list" in annotation and layers:
+            return {name: [layers[1] - 1]}
+        if name.endswith("layer_types") and layers:
+            source = inspect.getsource(sys.modules[cls.__module__.replace(".configuration_", ".modeling_")])
+            allowed = ALLOWED_MLP_LAYER_TYPES if "mlp" in name else ALLOWED_LAYER_TYPES
+            kinds = [kind for kind in allowed if f'"{kind}"' in source][: layers[1]]
+            return {name: [*kinds, *kinds[-1:] * layers[1]][: layers[1]]} if kinds else {}
+        return {}
 
     def value(self, name: str, value: Any, layers: tuple[int, int] | None) -> Any:
         if isinstance(value, bool):
@@ -128,7 +228,8 @@ class Shrinker:
                 return True
             return value
         if TOKEN_ID.search(name) and isinstance(value, (int, list, tuple)):
-            return self._token(name) if isinstance(value, int) else [self._token(f"{name}{i}") for i in range(len(value))]
+            several = isinstance(value, (list, tuple))
+            return [self._token(f"{name}{i}") for i in range(len(value))] if several else self._token(name)
         if isinstance(value, str) and self.features and "norm" in name and value in FEATURE_WORDS:
             self.switched.add(name)
             return FEATURE_WORDS[value]
@@ -146,8 +247,11 @@ class Shrinker:
         if self.style == "default":
             return value
         depth, kept = layers or (None, None)
+        if layers and all(isinstance(v, list) and len(v) == 2 and isinstance(v[1], int) for v in value):
+            return type(value)([v[0], max(1, v[1] * kept // depth)] for v in value)
         integers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-        if integers and LAYER_INDICES.search(name) and (depth is None or len(value) != depth or max(value) >= depth - 1):
+        one_a_layer = depth is not None and len(value) == depth and max(value) < depth - 1 if integers else False
+        if integers and LAYER_INDICES.search(name) and not one_a_layer:
             if depth is None:
                 return value
             mapped = [i * kept // depth if i >= 0 else max(i, -kept) for i in value]
@@ -161,7 +265,7 @@ class Shrinker:
         if re.search(r"depths|num_block|blocks|repeats|layers$", name):
             return type(value)(min(v, 2) for v in value)
         if WIDTH.search(name) and max(value) >= 32:
-            divisor = {"fixed": 8, "shallow": 1}.get(self.style) or int(self.style.removeprefix("divide"))
+            divisor = 8 if self.style in FIXED else int(self.style.removeprefix("divide").replace("shallow", "1"))
             return type(value)(v // divisor if v % divisor == 0 and v >= 16 else v for v in value)
         return value
 
@@ -194,25 +298,30 @@ def _same(a, b) -> bool:
     return type(a) is type(b) and repr(a) == repr(b)
 
 
-def build(model: type[torch.nn.Module], config: PretrainedConfig, seed: int = 0) -> torch.nn.Module:
+def build(model: type[torch.nn.Module], config: PretrainedConfig, small: bool, seed: int = 0) -> torch.nn.Module:
     """A random float32 model in eval mode, its norm weights spread as training spreads them.
+
+    Args:
+        small: the config is known to be; else the parameters are counted first, on the meta device.
 
     Raises:
         MemoryError: it has more than `MAX_PARAMETERS` parameters.
     """
-    try:
+    if not small:
         with torch.device("meta"):
             size = sum(p.numel() for p in model(config).parameters())
-    except Exception:  # some models compute with their weights while they are made, which meta tensors cannot
-        size = 0
-    if size > MAX_PARAMETERS:
-        raise MemoryError(f"{size / 1e6:.0f} million parameters")
+        if size > MAX_PARAMETERS:
+            raise MemoryError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(seed)
     built = model(config).float().eval()
+    if hasattr(built, "set_experts_implementation"):
+        built.set_experts_implementation("eager")  # grouped products ask for sizes that a tiny model may not have
     with torch.no_grad():
         for parameter in built.parameters():
             # Constant ones are norm weights, biases and gates: training moves them all.
-            if parameter.is_floating_point() and parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+            if not parameter.is_floating_point() or parameter.numel() < 2:
+                continue
+            if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return built
 

@@ -1,0 +1,320 @@
+"""One type of model: built, run, patched, compared and unpatched."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import signal
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+import transformers
+from coverage_inputs import find_inputs, tensors
+from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, to_bfloat16
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+import hf_rmsnorm
+
+MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
+TIME_LIMIT = 60  # seconds a type may take
+DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half|FFT")
+
+
+def examine(model_type: str, mapping: str, interpreter: bool = False, say=lambda stage: None) -> dict:
+    """Build, run, patch, compare and unpatch one type.
+
+    Returns:
+        ``{"type", "mapping", "model_class", "built", "ran", "error", "runs": [...]}``; a type with optional features
+        has one run with them and one without.
+    """
+    started = time.monotonic()
+    result = {"type": model_type, "mapping": mapping, "built": False, "ran": False, "error": None}
+    result |= {"errors": [], "runs": []}
+    try:
+        cls = model_class(MAPPINGS[mapping][model_type])
+        config = config_class(model_type)
+        own = getattr(cls, "config_class", None)
+        if own is not None and not issubclass(config, own):
+            config = own  # the decoder of a composite type, which has a config of its own
+    except Exception as error:  # an optional dependency is missing, whatever it raises
+        return {**result, "error": line(error)}
+    result["model_class"] = cls.__name__
+    done: set[tuple] = set()
+    for features in (True, False):
+        run = _first_that_runs(cls, config, features, started, done, result, say)
+        if run is not None:
+            compared = _compare(*run, interpreter, say)
+            result["runs"].append(compared)
+            # A model without a forward of its own counts as run where its parts ran every norm.
+            swapped = sum(n for *_, n in compared["swapped"])
+            result["ran"] |= bool(compared["parts_run"]) and compared["norms_run"] == swapped
+            done.add(tuple(run[2]["features"]))
+    if result["ran"]:
+        result["error"] = None
+    result["errors"] = [] if result["ran"] else result["errors"]
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result
+
+
+def _first_that_runs(cls, config, features, started, done, result, say):
+    """(model, arguments, how it was made) in the first style that runs, or None."""
+    best, kinds = None, defaultdict(set)
+    for style in STYLES:
+        if any(len(styles) > 2 for styles in kinds.values()) and style != STYLES[-1]:
+            continue  # three ways of choosing sizes failed alike: it is not a matter of size
+        if time.monotonic() - started > TIME_LIMIT / 4 * (2 - features):
+            break
+        say(f"building in style {style}, features {features}")
+        try:
+            built = _build(cls, config, style, features, done)
+        except Exception as error:  # any constructor may refuse a size in its own way: the next style is tried
+            result["errors"].append(f"{style}: {line(error)}")
+            result["error"] = result["error"] or result["errors"][0]
+            continue
+        if built is None:
+            return None
+        model, switched = built
+        how = {"style": style, "features": switched, "dtype": "bfloat16"}
+        result["built"] = True
+        say(f"finding inputs in style {style}, features {features}")
+        for dtype in (torch.bfloat16, torch.float32):
+            try:
+                with _seconds(10):
+                    model = model.float() if dtype == torch.float32 else model
+                    arguments, error = find_inputs(model, dtype, budget=4)
+            except TimeoutError as timeout:
+                arguments, error = None, line(timeout)
+            if arguments is not None:
+                break
+            result["errors"].append(f"{style}, {dtype}: {error[:300]}")
+            kinds[re.sub(r"\d+", "#", error)[:80]].add("fixed" if style in FIXED else style)
+            if not DTYPE_ERROR.search(error):
+                break
+        result["error"] = result["errors"][-1] if result["errors"] else None
+        if arguments is None:
+            best = best or (model.bfloat16(), None, how)
+            continue
+        result["ran"] = True
+        return model, arguments, {**how, "dtype": str(dtype).removeprefix("torch.")}
+    return best if not result["ran"] else None
+
+
+def _build(cls, config, style: str, features: bool, done: set, repairs: int = 5):
+    """(model in bfloat16, the features switched on), or None if there are none or those were done before.
+
+    What an error asks for is tried before it is raised.
+    """
+    shrinker = Shrinker(style, features)
+    for attempt in range(repairs):
+        try:
+            tiny = shrinker.make(config)
+            switched = tuple(sorted(shrinker.switched))
+            if switched in done or (features and not switched):
+                return None
+            with _seconds(15):
+                return to_bfloat16(build(cls, tiny, small=style not in ("shallow", "default"))), list(switched)
+        except Exception as error:  # see there
+            if attempt == repairs - 1 or not shrinker.repair(line(error)):
+                raise
+
+
+def _compare(model, arguments, how: dict, interpreter: bool, say) -> dict:
+    say("patching")
+    run = {**how, "arguments": sorted(arguments or ()), "parameters": sum(p.numel() for p in model.parameters())}
+    classes = [type(m) for m in model.modules()]
+    saved = _saved_bytes(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a model without any norm is a result here
+        report = hf_rmsnorm.patch_model(model)
+    run["swapped"] = _counted((r.class_name, str(r.formula)) for r in report.swapped)
+    run["left_alone"] = _counted((r.class_name, r.reason) for r in report.skipped)
+    named = {r.path for r in (*report.swapped, *report.skipped)}
+    run["unreported"] = dict(
+        Counter(
+            type(m).__name__ for p, m in model.named_modules() if "norm" in type(m).__name__.lower() and p not in named
+        )
+    )
+    norms = {r.path: model.get_submodule(r.path) for r in report.swapped}
+    run["saved_equal"] = saved == _saved_bytes(model)
+    hf_rmsnorm.unpatch_model(model)
+    run["classes_restored"] = classes == [type(m) for m in model.modules()]
+
+    say("comparing")
+    seen: dict[str, tuple] = {}
+    handles = [m.register_forward_hook(_recorder(seen, p), with_kwargs=True) for p, m in norms.items()]
+    scenes = [("", model, arguments)] if arguments is not None else []
+    before = [_outputs(m, a) for _, m, a in scenes]
+    for path, part in _idle_parts(model, norms, seen):
+        found, _ = find_inputs(part, next(part.parameters()).dtype, budget=3, most=60)
+        if found is not None:
+            before.append(_outputs(part, found))
+            scenes.append((path, part, found))
+    for handle in handles:
+        handle.remove()
+    again = [_outputs(m, a) for _, m, a in scenes]
+    alone_before = {p: _alone(m, seen.get(p)) for p, m in norms.items()}
+    with hf_rmsnorm.patched(model) if norms else contextlib.nullcontext(), hf_rmsnorm.use_backend("reference"):
+        patched = [_outputs(m, a) for _, m, a in scenes]
+        alone = {p: _alone(m, seen.get(p)) for p, m in norms.items()}
+    after = [_outputs(m, a) for _, m, a in scenes]
+    run["parts_run"] = [path for path, *_ in scenes]
+    run["norms_run"] = len(seen)
+    run["repeatable"] = [_same_bits(a, b) for a, b in zip(before, again, strict=True)]
+    run["bit_equal"] = [_same_bits(a, b) for a, b in zip(before, patched, strict=True)]
+    run["restored_equal"] = [_same_bits(a, b) for a, b in zip(before, after, strict=True)]
+    run["finite"] = [all(bool(t.isfinite().all()) for t in ts if t.is_floating_point()) for ts in before]
+    run["norms_unequal"] = [
+        [p, type(m).__name__, next(str(r.formula) for r in report.swapped if r.path == p)]
+        for p, m in norms.items()
+        if alone[p] is not None and not _same_bits(alone[p], alone_before[p])
+    ]
+    run["norms_alone"] = sum(a is not None for a in alone.values())
+    if interpreter and norms:
+        say("running the kernels in the interpreter")
+        run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms, report)
+    return run
+
+
+def _counted(pairs) -> list[list]:
+    return [[*pair, count] for pair, count in Counter(pairs).items()]
+
+
+def _recorder(seen: dict, path: str):
+    def hook(module, args, kwargs, output):
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
+        if x is not None and path not in seen and isinstance(output, torch.Tensor) and len(args) + len(kwargs) == 1:
+            seen[path] = (x.detach(), output.dtype)
+
+    return hook
+
+
+def _idle_parts(model, norms: dict, seen: dict):
+    """(path, part) of sub-models that hold norms which nothing has run yet, asked one after the other."""
+    for path, part in model.named_modules():
+        idle = path and any(p.startswith(f"{path}.") and p not in seen for p in norms)
+        if idle and isinstance(part, transformers.PreTrainedModel) and any(True for _ in part.parameters()):
+            yield path, part
+
+
+def _outputs(model, arguments: dict) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [t.detach().clone() for t in tensors(model(**arguments))]
+
+
+def _alone(module, seen) -> list[torch.Tensor] | None:
+    """The norm's own results on rows of every scale, in the dtype and the width that it is used with."""
+    weights = [p for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()]
+    if seen is not None:
+        dtype, width = seen[0].dtype, seen[0].shape[-1]
+    elif weights:
+        dtype, width = weights[0].dtype, weights[0].shape[-1]
+    else:
+        dtype, width = torch.bfloat16, 64
+    rows = torch.randn(64, width, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, 64)[:, None]
+    try:
+        with torch.no_grad():
+            return [module((rows + 0.1).to(dtype))]
+    except REFUSALS:
+        return None  # it accepts only the shape or dtype that its model gives it
+
+
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
+
+def _same_bits(a: list[torch.Tensor] | None, b: list[torch.Tensor] | None) -> bool:
+    if a is None or b is None or len(a) != len(b):
+        return False
+    return all(x.dtype == y.dtype and x.shape == y.shape and _bytes(x) == _bytes(y) for x, y in zip(a, b, strict=True))
+
+
+def _bytes(t: torch.Tensor) -> bytes:
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+
+
+def _saved_bytes(model) -> str:
+    """A hash of the state_dict, and of the files that save_pretrained writes where the model has it and can."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode() + _bytes(value))
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        try:
+            model.save_pretrained(folder)
+        except Exception as error:  # some cannot be saved in a config this small, neither before nor after
+            digest.update(type(error).__name__.encode())
+        for file in sorted(Path(folder).rglob("*")):
+            digest.update(file.name.encode() + (file.read_bytes() if file.is_file() else b""))
+    return digest.hexdigest()
+
+
+def _in_interpreter(model, scenes, norms: dict, report) -> dict:
+    """Every swapped norm that runs, in float32 through the kernels, against float64 and the original's own error."""
+    from tolerance import assert_as_accurate
+
+    from hf_rmsnorm.reference import reference_norm
+
+    def single(value):
+        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    seen: dict[str, tuple] = {}
+    handles = [m.register_forward_hook(_recorder(seen, p), with_kwargs=True) for p, m in norms.items()]
+    scenes = [(path, part, {n: single(v) for n, v in arguments.items()}) for path, part, arguments in scenes]
+    eager = [_outputs(m, a) for _, m, a in scenes]
+    for handle in handles:
+        handle.remove()
+    rows = {p: x.reshape(-1, x.shape[-1])[:32] if x.dim() else x for p, (x, _) in seen.items()}
+    with torch.no_grad():
+        originals = {p: norms[p](x) for p, x in rows.items()}
+        with hf_rmsnorm.patched(model), hf_rmsnorm.use_backend("triton"):
+            fused = {p: norms[p](x) for p, x in rows.items()}
+            outputs = [_outputs(m, a) for _, m, a in scenes]
+    formulas, failures = {r.path: r.formula for r in report.swapped}, []
+    for path, x in rows.items():
+        tensors_of = [t.double() for t in norms[path].parameters()]
+        spec = formulas[path]
+        weight = tensors_of[0] if spec.has_weight and tensors_of else None
+        bias = tensors_of[1] if spec.has_bias and len(tensors_of) > 1 else None
+        if x.numel() == 0 or (spec.has_weight and weight is None) or (spec.has_bias and bias is None):
+            continue
+        try:
+            assert_as_accurate(fused[path], originals[path], reference_norm(x.double(), weight, bias, spec), path)
+        except AssertionError as error:
+            failures.append(str(error))
+    largest = [
+        max((_relative(a, b) for a, b in zip(x, y, strict=True)), default=0.0)
+        for x, y in zip(eager, outputs, strict=True)
+    ]
+    return {"norms": len(rows), "failures": failures, "largest_output_difference": max(largest, default=0.0)}
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not a.is_floating_point() or a.numel() == 0:
+        return 0.0
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item()
+
+
+@contextlib.contextmanager
+def _seconds(limit: float):
+    """TimeoutError in the main thread of a child that spends more than this inside."""
+
+    def stop(*_):
+        raise TimeoutError(f"not done after {limit} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

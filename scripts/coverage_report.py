@@ -1,0 +1,91 @@
+"""What many results of scripts/coverage.py come to: totals, what was left alone and why, and the table."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+def wrong(result: dict) -> list[str]:
+    """What a patch changed that it must not have, in words."""
+    found = []
+    for run in result["runs"]:
+        for key in ("bit_equal", "restored_equal"):
+            found += [
+                f"{part or 'model'}: not {key}"
+                for part, equal, repeatable in zip(run["parts_run"], run[key], run["repeatable"], strict=True)
+                if repeatable and not equal
+            ]
+        found += [f"{p} ({c}): {formula} is not bit-equal" for p, c, formula in run["norms_unequal"]]
+        found += [word for word in ("saved_equal", "classes_restored") if not run[word]]
+        found += run.get("interpreter", {}).get("failures", [])
+    return list(dict.fromkeys(found))
+
+
+def totals(results: list[dict]) -> dict:
+    runs = [run for r in results for run in r["runs"][:1]]
+    formulas: Counter = Counter()
+    for _, formula, n in (entry for run in runs for entry in run["swapped"]):
+        formulas[formula] += n
+    return {
+        "tried": len(results),
+        "built": sum(bool(r["built"]) for r in results),
+        "run": sum(bool(r["ran"]) for r in results),
+        "bit_equal": sum(bool(r["ran"]) and not wrong(r) for r in results),
+        "with_wrong_results": sum(bool(wrong(r)) for r in results),
+        "not_repeatable": sum(not all(run["repeatable"]) for run in runs),
+        "norms_swapped": sum(n for run in runs for *_, n in run["swapped"]),
+        "norms_left_alone": sum(n for run in runs for *_, n in run["left_alone"]),
+        "swapped_by_formula": dict(formulas.most_common()),
+    }
+
+
+def left_alone(results: list[dict]) -> list[dict]:
+    """Per class and reason: how many modules, in which types."""
+    groups: dict[tuple[str, str], dict] = {}
+    for result in results:
+        most: dict[tuple[str, str], int] = {}
+        for class_name, reason, n in (entry for run in result["runs"] for entry in run["left_alone"]):
+            most[class_name, reason] = max(n, most.get((class_name, reason), 0))
+        for key, n in most.items():
+            group = groups.setdefault(key, {"modules": 0, "types": []})
+            group["modules"] += n
+            group["types"].append(result["type"])
+    return [{"class": c, "reason": reason, **g} for (c, reason), g in sorted(groups.items())]
+
+
+def unreported(results: list[dict]) -> dict[str, list[str]]:
+    """Modules with "norm" in their class's name that the report does not mention, by class."""
+    found: dict[str, set] = {}
+    for result in results:
+        for run in result["runs"]:
+            for name in run["unreported"]:
+                found.setdefault(name, set()).add(result["type"])
+    return {name: sorted(types) for name, types in sorted(found.items())}
+
+
+def table(results: list[dict]) -> str:
+    lines = [f"{'type':<34} {'norms':>5} {'alone':>5} {'run':>5}  {'style':<9} result"]
+    for r in results:
+        run = r["runs"][0] if r["runs"] else None
+        verdict = "; ".join(wrong(r)[:3]) or ("bit-equal" if r["ran"] else f"not run: {(r['error'] or '')[:110]}")
+        if not r["built"]:
+            verdict = f"not built: {(r['error'] or '')[:110]}"
+        if run is None:
+            lines.append(f"{r['type']:<34} {'':>5} {'':>5} {'':>5}  {'':<9} {verdict}")
+            continue
+        lines.append(
+            f"{r['type']:<34} {_sum(run['swapped']):>5} {_sum(run['left_alone']):>5} {run['norms_run']:>5}  "
+            f"{run['style']:<9} {verdict}"
+        )
+    lines += ["", "left alone:"]
+    lines += [
+        f"  {g['modules']:>4} x {g['class']}: {g['reason']}  [{', '.join(g['types'][:4])}]" for g in left_alone(results)
+    ]
+    lines += ["", "named norm but not in the report:"]
+    lines += [f"  {name}: {', '.join(types[:5])} ({len(types)} types)" for name, types in unreported(results).items()]
+    lines += ["", *(f"{k}: {v}" for k, v in totals(results).items() if k != "swapped_by_formula")]
+    return "\n".join(lines)
+
+
+def _sum(entries: list[list]) -> int:
+    return sum(n for *_, n in entries)
