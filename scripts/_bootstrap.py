@@ -28,6 +28,13 @@ EXTRAS = {"test": ("pytest", "hypothesis", "ruff", "build")}
 TRITON = ("triton==3.9.0; python_version >= '3.11'", "triton==3.8.0; python_version < '3.11'")
 
 
+def answer_help(usage: str) -> None:
+    """Print `usage` and exit where the command line asks for help: nobody waits for an environment to read that."""
+    if {"-h", "--help"}.intersection(sys.argv[1:]):
+        print(usage.strip())
+        sys.exit(0)
+
+
 def python() -> Path:
     """The environment's interpreter."""
     return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")

@@ -7,6 +7,11 @@ the L2 cache, so that no call finds its input there.
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    sys.exit(f"{__doc__.strip()}\n\nThis is no program by itself: run scripts/gpu_check.py (see its --help)")
+
 import copy
 import gc
 import statistics

@@ -1,7 +1,7 @@
 """From a fresh clone to a test result: ``python3 scripts/run_tests.py [pytest arguments]``.
 
 Makes ``.venv`` with everything pinned, runs the linter and then pytest; exits with pytest's code, or with the
-linter's where only that one complains.
+linter's where only that one complains. Useful arguments: ``-m "not slow"``, ``-k WORD``, ``tests/test_cli.py``.
 """
 
 import subprocess
@@ -11,6 +11,7 @@ import _bootstrap
 
 
 def main() -> int:
+    _bootstrap.answer_help(__doc__)
     python = str(_bootstrap.ensure("test"))
     print("ruff check", flush=True)
     ruff = subprocess.run([python, "-m", "ruff", "check", "."], cwd=_bootstrap.ROOT).returncode

@@ -183,3 +183,28 @@ def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
     )
     assert {*bootstrap.REQUIREMENTS, *bootstrap.EXTRAS["test"]} <= set(pinned)
     assert pinned["torch"] == "2.13.0" and "triton" not in pinned
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize(
+    "script, part", [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments"), ("gpu_check", "--dry-run")]
+)
+def test_scripts_answer_help_at_once(tmp_path, script, part, flag):
+    """Run from a copy of scripts/ alone: there is nothing to install, and nothing may be made."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__", "results"))
+    command = [sys.executable, "-B", tmp_path / "scripts" / f"{script}.py", flag]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and part in done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_the_measuring_half_of_gpu_check_names_the_program():
+    done = subprocess.run([sys.executable, ROOT / "scripts/gpu_bench.py", "--help"], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "run scripts/gpu_check.py" in done.stderr
+
+
+def test_quickstart_names_every_option_of_the_example():
+    example = (ROOT / "examples/generate.py").read_text(encoding="utf-8")
+    options = re.findall(r'add_argument\("(--[\w-]+)"', example)
+    usage = (ROOT / "scripts/quickstart.py").read_text(encoding="utf-8")
+    assert options and all(f"    {option} " in usage for option in options)
