@@ -1,5 +1,8 @@
 """The README's code and commands exist, and its figures are what comes out here."""
 
+import io
+import json
+import pickle
 import re
 import shlex
 from pathlib import Path
@@ -13,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import hf_rmsnorm
 from hf_rmsnorm.cli.main import build_parser
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,7 +41,58 @@ def test_commands_parse():
 
 @pytest.mark.parametrize("path", re.findall(r"`((?:scripts|examples|tests)/[\w/]+\.py)", README))
 def test_files_it_names_exist(path):
-    assert (Path(__file__).resolve().parent.parent / path).is_file()
+    assert (ROOT / path).is_file()
+
+
+PROSE = " ".join(README.split())
+
+
+def test_what_pickle_holds_is_what_it_says():
+    model = torch.nn.Sequential(LlamaRMSNorm(8))
+    files = {}
+    for state in ("plain", "patched", "unpatched"):
+        {"patched": hf_rmsnorm.patch_model, "unpatched": hf_rmsnorm.unpatch_model}.get(state, len)(model)
+        files[state] = io.BytesIO()
+        torch.save(model, files[state])
+        weights = io.BytesIO()
+        torch.save(model.state_dict(), weights)
+        assert b"hf_rmsnorm" not in weights.getvalue()
+    assert [name for name, file in files.items() if b"hf_rmsnorm" in file.getvalue()] == ["patched"]
+    files["patched"].seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(files["patched"], weights_only=True)
+    assert "names this package" in PROSE and "Unpatch to pickle for others" in PROSE
+    assert "and pickle do not notice" not in PROSE
+
+
+def test_limits_it_names_are_there():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(1), torch.nn.LayerNorm(8))
+    report = hf_rmsnorm.patch_model(model)
+    assert [record.path for record in report.skipped] == ["0"] and "`nn.LayerNorm(1)`" in PROSE
+    assert hf_rmsnorm.rms_norm(torch.ones(2, 1), torch.ones(1), 0.0).tolist() == [[1.0], [1.0]]
+    with pytest.raises(torch.jit.frontend.NotSupportedError):
+        torch.jit.script(model[1])
+    assert "`torch.jit.script` of a patched module is not supported" in PROSE
+
+
+def test_tolerances_of_other_primitives_are_those_of_the_code():
+    from hf_rmsnorm.patching.compare import MAX_DIFFERING, MAX_ULPS
+
+    bf16, fp16 = (f"{MAX_DIFFERING[dtype]:.1%}" for dtype in (torch.bfloat16, torch.float16))
+    assert f"held to {MAX_ULPS} ulp in float32 and to {bf16} of differing elements in bfloat16, {fp16} in" in PROSE
+
+
+def test_it_names_what_the_table_of_budgets_holds():
+    (version, table), = json.loads((ROOT / "tests/aot_budgets.json").read_text(encoding="utf-8")).items()
+    assert f"for Triton {version} alone" in PROSE
+    rows = [row.split() for row in table]
+    on_sm_90 = {variant.split("-")[0] for target, variant, _ in rows if target == "sm_90"}
+    assert on_sm_90 == {"llama", "gemma", "t5", "plain", "layernorm"}  # plain has no weight
+    elsewhere = {(target, variant.split("-")[0]) for target, variant, _ in rows if target != "sm_90"}
+    assert {target for target, _ in elsewhere} == {"sm_80", "sm_86", "sm_100", "gfx942"}
+    assert {variant for _, variant in elsewhere} == {"llama", "layernorm"}
+    assert "LLaMA, Gemma and T5, one without weight, and LayerNorm for sm_90" in PROSE
+    assert "LLaMA's and LayerNorm for sm_80, sm_86, sm_100 and gfx942" in PROSE
 
 
 def figures(row: str) -> list[str]:
