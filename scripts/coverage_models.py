@@ -190,7 +190,7 @@ class Shrinker:
         if depth is None or self.style in ("default", "deep"):
             return None
         kinds = [
-            len(set(map(str, v)))
+            len(set(map(str, v))) * (2 if n == "layers_block_type" else 1)
             for n, v in values.items()
             if isinstance(v, (list, tuple)) and len(v) == depth and all(isinstance(e, str) for e in v)
         ]
@@ -259,7 +259,7 @@ class Shrinker:
         if depth is not None and len(value) == depth and depth > 4:
             kinds = list(dict.fromkeys(map(repr, value)))
             chosen = [next(v for v in value if repr(v) == kind) for kind in kinds][:kept]
-            value = type(value)([*chosen, *[value[-1]] * (kept - len(chosen))])
+            value = type(value)((chosen * kept)[:kept])
         if not integers:
             return value
         if re.search(r"depths|num_block|blocks|repeats|layers$", name):
