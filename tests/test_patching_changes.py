@@ -1,12 +1,14 @@
 """What users change around a patch: forwards, flags, wrappers, names, modes."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend
 
@@ -147,3 +149,51 @@ def test_every_pickle_protocol(protocol):
     again = pickle.loads(pickle.dumps(module, protocol))
     assert type(again) is type(module)
     assert torch.equal(again(X), module(X))
+
+
+def test_an_eps_in_another_object_is_read_when_patched():
+    class Configured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+            self.config = SimpleNamespace(eps=1e-5)
+
+        def forward(self, h):
+            x = h.float()
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.eps)).to(h.dtype)
+
+    module = Configured()
+    (record,) = patch_model(module).swapped
+    assert record.formula.eps == 1e-5
+    with use_backend("reference"):
+        before = module(X)
+        module.config.eps = 1.0
+        assert torch.equal(module(X), before), "README: such an eps is read once, at patch time"
+
+
+def test_nemotrons_norm_is_left_alone_and_listed():
+    with pytest.warns(UserWarning, match="changed no norm"):
+        (record,) = patch_model(NemotronLayerNorm1P(16)).skipped
+    assert "autocast" in record.reason
+
+
+def test_a_norm_with_parameters_and_children_is_listed_and_a_block_named_after_its_norms_is_not():
+    class GatedRMSNorm(LlamaRMSNorm):
+        def __init__(self, size):
+            super().__init__(size)
+            self.gate = nn.Linear(size, size)
+
+        def forward(self, h):
+            return super().forward(h) * self.gate(h)
+
+    class EncoderStableLayerNorm(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.norm = nn.LayerNorm(size)
+
+        def forward(self, h):
+            return self.norm(h)
+
+    report = patch_model(nn.Sequential(GatedRMSNorm(16), EncoderStableLayerNorm(16)))
+    assert [(r.path, r.reason) for r in report.skipped] == [("0", "it has submodules")]
+    assert [r.path for r in report.swapped] == ["1.norm"]

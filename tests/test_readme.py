@@ -157,3 +157,13 @@ def test_saved_bytes_are_as_many_as_in_the_table(norm):
         fused = per_row(lambda x: hf_rmsnorm.rms_norm(x, module.weight))
     table = [int(d) * 512 + int(c) for d, c in (cell.split(" D + ") for cell in figures("bytes saved"))]
     assert [per_row(module), fused] == table
+
+
+def test_the_coverage_sentence_is_the_committed_result():
+    totals = json.loads((ROOT / "scripts/results/coverage-5.23.0.json").read_text())["mappings"]["causal"]["totals"]
+    sentence = " ".join(README.split())
+    assert (
+        "Of the {tried} causal language model types in Transformers 5.23, `scripts/coverage.py` builds {built} tiny "
+        "ones and runs {run}: {norms_swapped} norms swapped, {norms_left_alone} left alone".format(**totals)
+    ) in sentence
+    assert totals["bit_equal"] == totals["run"] and not totals["with_wrong_results"]

@@ -93,7 +93,8 @@ def _refusal(module: torch.nn.Module) -> str | None:
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its weight is parametrized"
     if any(True for _ in module.children()):
-        return "" if any(True for _ in module.parameters()) else "it has submodules"
+        # With parameters of its own beside its children it is a norm fused with something; else a block around norms.
+        return "it has submodules" if module._parameters or not any(True for _ in module.parameters()) else ""
     forward = cls.forward
     torch_norms = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
     if getattr(forward, "__module__", "").partition(".")[0] == "torch" and forward not in torch_norms:
