@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 
-# Written for this test, in no training text. A model that knows only the byte frequencies of English gives 2.9 nats.
+# Written for this test, in no training text. Byte frequencies of the training text alone would give 3.02 nats.
 UNSEEN = """\
 If you open a file for reading and the file does not exist, an exception is raised. The function returns a list of
 strings, one for each line of the file, and the optional argument gives the name of the encoding. When an object is
@@ -22,7 +22,7 @@ no longer needed, the method close() should be called, so that the resources use
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
 DTYPES = {"llama": torch.bfloat16, "qwen3": torch.bfloat16, "gpt2": torch.float32}
 # measured when the models were committed, plus 0.05
-UNSEEN_NATS_PER_BYTE = {"llama": 0.99, "qwen3": 0.99, "gpt2": 1.4}
+UNSEEN_NATS_PER_BYTE = {"llama": 0.99, "qwen3": 0.99, "gpt2": 1.09}
 
 
 @pytest.fixture(scope="module", params=DEMO_MODELS)
