@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,7 +32,7 @@ class RowsPlan:
         address = row_address(shape, strides, order)
         if address is not None:
             return cls(address, False)
-        rows, hidden_size = _rows(shape), shape[-1]
+        rows, hidden_size = math.prod(shape[:-1]), shape[-1]
         return cls(RowAddress(max(1, rows), 0, hidden_size), True)
 
     def vectorised(self) -> bool:
@@ -81,13 +82,6 @@ class BackwardPlan:
     dtypes: tuple
 
 
-def _rows(shape) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
-
-
 def _remember(key: tuple, make: Callable[[], Plan]) -> Plan:
     plan = _plans.get(key)
     if plan is None:
@@ -127,7 +121,7 @@ def forward_plan(x, weight, bias, spec: NormSpec, stats: bool, contiguous_output
 
     def make() -> ForwardPlan:
         shape = tuple(x.shape)
-        hidden_size, rows = shape[-1], _rows(shape)
+        hidden_size, rows = shape[-1], math.prod(shape[:-1])
         order, memory_format, flat_output = _layout(x, contiguous_output)
         x_rows = RowsPlan.of(shape, x.stride(), order)
         config = forward_config(hidden_size)
@@ -168,7 +162,7 @@ def backward_plan(
 
     def make() -> BackwardPlan:
         shape = tuple(x.shape)
-        hidden_size, rows = shape[-1], _rows(shape)
+        hidden_size, rows = shape[-1], math.prod(shape[:-1])
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, contiguous_output)
         x_rows, dy_rows = (RowsPlan.of(shape, t.stride(), order) for t in (x, dy))

@@ -10,11 +10,11 @@ from importlib.util import find_spec
 import torch
 from torch.nn import Parameter
 
+from ..kernels.config import MAX_HIDDEN_SIZE
 from .recompute import same_as_forward
 
 BACKENDS = ("auto", "triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_HIDDEN_SIZE = 262_144
 MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach past the last row
 PLAIN_TYPES = (torch.Tensor, Parameter)
 
@@ -142,7 +142,10 @@ def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: t
         else:
             backend = "original"
     if _used and not torch.compiler.is_compiling():
-        automatic = "triton" if refusal(x, weight, bias) is None else "original"
+
+        def automatic() -> str:
+            return "triton" if refusal(x, weight, bias) is None else "original"
+
         backend = same_as_forward(backend, choice != "auto", automatic, weight)
     return backend
 

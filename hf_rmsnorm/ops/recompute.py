@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 
 import torch.utils.checkpoint
 
@@ -33,12 +34,12 @@ def _region() -> tuple[object, bool] | None:
     return None
 
 
-def same_as_forward(backend: str, explicit: bool, automatic: str, weight: torch.Tensor | None) -> str:
+def same_as_forward(backend: str, explicit: bool, automatic: Callable[[], str], weight: torch.Tensor | None) -> str:
     """The backend this call shall use, given that it was asked to use `backend`.
 
     Args:
         explicit: whether a `use_backend` other than auto is in force in this thread.
-        automatic: what ``auto`` would answer, which is what a forward used that left no record.
+        automatic: says what ``auto`` would answer, which is what a forward used that left no record.
 
     Raises:
         RuntimeError: this is a recompute, and the forward it repeats ran under another backend.
@@ -54,7 +55,7 @@ def same_as_forward(backend: str, explicit: bool, automatic: str, weight: torch.
             setattr(owner, _RECORD, record)
         record.setdefault(id(weight), {})[backend] = threading.get_ident()
         return backend
-    before = {automatic: None} if record is None else record.get(id(weight), {backend: None})
+    before = {automatic(): None} if record is None else record.get(id(weight), {backend: None})
     if backend in before:
         return backend
     name, thread = next(iter(before.items()))
