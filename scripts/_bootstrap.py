@@ -23,7 +23,10 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "hf-rmsnorm.json"  # its presence says that the environment is ours, its content that it is complete
 
 REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "setuptools")  # setuptools builds the project
-EXTRAS = {"test": ("pytest", "hypothesis", "ruff", "build")}
+EXTRAS = {"test": ("pytest", "hypothesis", "ruff", "build", "peft", "torchao", "bitsandbytes")}
+# Other patchers to meet in the tests. Without their dependencies: they ask for a triton by name, and would bring one
+# to a ROCm torch that has its own.
+BARE_EXTRAS = {"test": ("liger-kernel",)}
 # Only for a torch that brings none: the last triton that supports each Python.
 TRITON = ("triton==3.9.0; python_version >= '3.11'", "triton==3.8.0; python_version < '3.11'")
 
@@ -103,6 +106,9 @@ def _install(extras: list[str]) -> None:
     print("Installing what constraints.txt pins (the first time this takes minutes, most of them torch)", flush=True)
     names = [*REQUIREMENTS, *(name for extra in extras for name in EXTRAS[extra])]
     _pip("-c", str(ROOT / "constraints.txt"), *names)
+    bare = [name for extra in extras for name in BARE_EXTRAS.get(extra, ())]
+    if bare:
+        _pip("-c", str(ROOT / "constraints.txt"), "--no-deps", *bare)
     if _lacks_triton():
         # CUDA and ROCm builds of torch bring the triton they were built with; only a CPU build comes without.
         _pip("--no-deps", *TRITON)

@@ -1,0 +1,204 @@
+"""PEFT on a patched model and a patch on a PEFT model: the same numbers, gradients, files and merged weights.
+
+PEFT deep-copies the norms that an adapter trains, so a copy of a patched norm must be a patched norm of its own.
+"""
+
+import contextlib
+
+import pytest
+import tiny_models
+import torch
+from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model
+from peft.utils.other import ModulesToSaveWrapper
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+from hf_rmsnorm.layers import fused_part
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ALL_NORMS = ["norm", "input_layernorm", "post_attention_layernorm"]
+ADAPTERS = {
+    "LoRA": lambda: LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    "LoRA and one norm": lambda: LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["model.norm"]),
+    "LoRA and all norms": lambda: LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=ALL_NORMS),
+    "LNTuning": lambda: LNTuningConfig(target_modules=ALL_NORMS),
+}
+TRAINED_NORMS = {"LoRA": 0, "LoRA and one norm": 1, "LoRA and all norms": 5, "LNTuning": 5}
+ids = tiny_models.token_ids()
+adapters = pytest.mark.parametrize("adapter", ADAPTERS)
+orders = pytest.mark.parametrize("order", ["patch first", "adapter first"])
+
+
+@contextlib.contextmanager
+def seeded(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def adapted(adapter, order=None):
+    """A model with an adapter that has been trained a little; patched in that order, None: not at all."""
+    model = tiny_models.build("llama")
+    if order == "patch first":
+        patch_model(model, strict=True)
+    with seeded(1):
+        model = get_peft_model(model, ADAPTERS[adapter]())
+    train(model)
+    if order == "adapter first":
+        patch_model(model, strict=True)
+    return model
+
+
+def train(model, seed=2):
+    with seeded(seed), torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+
+
+def trained_norms(model):
+    return [name for name, p in model.named_parameters() if p.requires_grad and "norm" in name and "lora" not in name]
+
+
+def logits(model):
+    with use_backend("reference"):
+        return model(ids).logits
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def fused_modules(model):
+    return [path for path, module in model.named_modules() if fused_part(type(module)) is not None]
+
+
+@orders
+@adapters
+def test_an_adapted_model_computes_the_same_and_every_norm_is_fused(adapter, order, fused_calls):
+    plain, model = adapted(adapter), adapted(adapter, order)
+    assert not torch.equal(logits(plain), logits(tiny_models.build("llama"))), "the adapter changes nothing"
+    expected = logits(plain)
+    assert len(trained_norms(model)) == TRAINED_NORMS[adapter]
+    assert torch.equal(logits(model), expected)
+    assert len(fused_calls) == 5, "PEFT calls one of a norm's copies at each place"
+    # The norm that an adapter stands in for is patched as well as its copy.
+    assert len(fused_modules(model)) == 5 + TRAINED_NORMS[adapter]
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(tiny_models.build("llama")))
+    assert len(fused_calls) == 10
+    assert torch.equal(logits(model), expected)
+
+
+@orders
+@adapters
+def test_gradients_of_everything_the_adapter_trains(adapter, order):
+    plain, model = adapted(adapter).train().to(DEVICE), adapted(adapter, order).train().to(DEVICE)
+
+    def gradients(m):
+        m.zero_grad()
+        m(ids.to(DEVICE), labels=ids.to(DEVICE)).loss.backward()
+        return {name: None if p.grad is None else p.grad.clone() for name, p in m.named_parameters()}
+
+    expected = gradients(plain)
+    assert sum(g is not None for n, g in expected.items() if n in trained_norms(plain)) == TRAINED_NORMS[adapter]
+    for backend in ("reference", "triton"):
+        with use_backend(backend), count_launches() as launches:
+            got = gradients(model)
+        assert list(got) == list(expected)
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert got[name] is None, f"{name} is frozen"
+            else:
+                torch.testing.assert_close(got[name], gradient, rtol=2e-5, atol=2e-7, msg=f"{backend}: {name}")
+    # The first norm sees a frozen embedding: without a weight to train either, it needs no backward.
+    assert launches["norm_forward"] == 5
+    assert launches["norm_backward"] == (5 if TRAINED_NORMS[adapter] == 5 else 4)
+
+
+@orders
+@adapters
+def test_saved_adapters_are_those_of_the_unpatched_model_and_load_into_a_patched_one(adapter, order, tmp_path):
+    plain, model = adapted(adapter), adapted(adapter, order)
+    plain.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "patched")
+    assert files(tmp_path / "patched") == files(tmp_path / "plain")
+    assert "adapter_model.safetensors" in files(tmp_path / "plain")
+
+    base = tiny_models.build("llama")
+    if order == "patch first":
+        patch_model(base)
+    again = PeftModel.from_pretrained(base, tmp_path / "plain")
+    if order == "adapter first":
+        patch_model(again)
+    assert torch.equal(logits(again), logits(plain))
+    assert len(fused_modules(again)) == 5 + TRAINED_NORMS[adapter]
+
+
+@orders
+@adapters
+def test_merging_and_unloading_gives_the_merged_plain_model_patched(adapter, order, tmp_path, fused_calls):
+    merged, model = adapted(adapter).merge_and_unload(), adapted(adapter, order).merge_and_unload()
+    expected = logits(merged)
+    assert torch.equal(logits(model), expected)
+    assert len(fused_calls) == 5
+    assert list(model.state_dict()) == list(merged.state_dict())
+    merged.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "patched")
+    assert files(tmp_path / "patched") == files(tmp_path / "plain")
+
+    assert unpatch_model(model) == 5 and not fused_modules(model)
+    assert {path: type(module) for path, module in model.named_modules()} == {
+        path: type(module) for path, module in merged.named_modules()
+    }
+    assert torch.equal(logits(model), expected)
+
+
+@orders
+@adapters
+def test_unloading_without_merging(adapter, order, fused_calls):
+    plain, model = adapted(adapter).unload(), adapted(adapter, order).unload()
+    assert torch.equal(logits(model), logits(plain))
+    assert len(fused_calls) == len(fused_modules(model)) == 5
+
+
+@orders
+@adapters
+def test_unpatching_beneath_an_adapter_keeps_the_adapter(adapter, order, fused_calls):
+    plain, model = adapted(adapter), adapted(adapter, order)
+    parameters = dict(model.named_parameters())
+    assert unpatch_model(model) == 5 + TRAINED_NORMS[adapter]
+    assert not fused_modules(model)
+    assert torch.equal(logits(model), logits(plain))
+    assert not fused_calls
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
+@adapters
+def test_a_second_adapter_added_to_a_patched_model(adapter):
+    models = [adapted(adapter), adapted(adapter, "adapter first")]
+    outputs = []
+    for model in models:
+        first = logits(model)
+        with seeded(3):
+            model.add_adapter("second", ADAPTERS[adapter]())
+        model.set_adapter("second")
+        train(model, seed=4)
+        second = logits(model)
+        model.set_adapter("default")
+        assert torch.equal(logits(model), first) and not torch.equal(first, second)
+        model.delete_adapter("second")
+        outputs += [first, second, logits(model)]
+    assert all(torch.equal(a, b) for a, b in zip(outputs[:3], outputs[3:], strict=True))
+
+
+def test_a_copy_that_is_being_trained_is_its_own_module_at_its_own_path():
+    model = adapted("LoRA and one norm", "patch first")
+    wrapper = model.base_model.model.model.norm
+    assert isinstance(wrapper, ModulesToSaveWrapper)
+    copied = wrapper.modules_to_save["default"]
+    assert type(copied) is type(wrapper.original_module) and copied is not wrapper.original_module
+    assert copied.weight is not wrapper.original_module.weight
+    path = "base_model.model.model.norm"
+    report = patch_model(model)
+    assert {f"{path}.original_module", f"{path}.modules_to_save.default"} <= {r.path for r in report.swapped}
+    assert not report.skipped
