@@ -1,0 +1,133 @@
+"""accelerate's device maps on a patched model and a patch on a dispatched one: the kernels run, and so do the hooks."""
+
+from collections import Counter
+
+import pytest
+import tiny_models
+import torch
+from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from tolerance import assert_as_accurate
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+ids = tiny_models.token_ids().to(DEVICE)
+MAIN = 0 if torch.cuda.is_available() else "cpu"
+# Every way a norm can lie: on the main device, offloaded with its layer, offloaded as an entry of its own.
+DEVICE_MAPS = {
+    "all on one": {"": MAIN},
+    "disk": {"model.embed_tokens": MAIN, "model.rotary_emb": MAIN, "model.layers": "disk", "model.norm": "disk",
+             "lm_head": MAIN},
+    "some on disk": {"model.embed_tokens": MAIN, "model.rotary_emb": MAIN, "model.layers.0": MAIN,
+                     "model.layers.1": "disk", "model.norm": MAIN, "lm_head": "disk"},
+}  # fmt: skip
+device_maps = pytest.mark.parametrize("where", DEVICE_MAPS)
+orders = pytest.mark.parametrize("order", ["patch first", "hooks first"])
+
+
+def build():
+    return tiny_models.build("qwen3")
+
+
+def offloaded(model):
+    return {path for path, norm in tiny_models.norms(model) if norm.weight.is_meta}
+
+
+@pytest.fixture
+def fired(monkeypatch):
+    """How often the hook before each module's forward ran, by module."""
+    counts, real = Counter(), AlignDevicesHook.pre_forward
+
+    def spy(self, module, *args, **kwargs):
+        counts[module] += 1
+        return real(self, module, *args, **kwargs)
+
+    monkeypatch.setattr(AlignDevicesHook, "pre_forward", spy)
+    return counts
+
+
+def assert_fused_and_hooked(model, fired, expected, exact):
+    norms = [norm for _, norm in tiny_models.norms(model)]
+    hooked = [norm for norm in norms if "_hf_hook" in vars(norm)]
+    fired.clear()
+    with count_launches() as launches, use_backend("triton"):
+        assert_as_accurate(model(ids).logits.cpu(), expected, exact)
+    assert launches == {"norm_forward": len(norms)}
+    assert all(fired[norm] == 1 for norm in hooked)
+    with count_launches() as launches, use_backend("reference"):
+        assert torch.equal(model(ids).logits.cpu(), expected)
+    assert not launches and all(fired[norm] == 2 for norm in hooked)
+    return hooked
+
+
+@orders
+@device_maps
+def test_dispatch_model(where, order, tmp_path, fired):
+    model, exact = build().to(DEVICE), build().double()(ids.cpu()).logits
+    expected = model(ids).logits.detach().cpu()
+    map_ = DEVICE_MAPS[where]
+
+    def dispatch():
+        dispatch_model(model, map_, main_device=MAIN, offload_dir=tmp_path, force_hooks=True)
+
+    if order == "patch first":
+        patch_model(model, strict=True)
+        dispatch()
+    else:
+        dispatch()
+        patch_model(model, strict=True)
+    # Neither looked at nor moved by the patch: what is on disk is still there, and only there.
+    away = offloaded(model)
+    assert len(away) == {"all on one": 0, "disk": 9, "some on disk": 4}[where]
+    hooked = assert_fused_and_hooked(model, fired, expected, exact)
+    assert len(hooked) == 9 and offloaded(model) == away
+
+    assert unpatch_model(model) == 9  # beneath the hooks
+    with count_launches() as launches, use_backend("reference"):
+        assert torch.equal(model(ids).logits.cpu(), expected)
+    assert not launches and all(fired[norm] == 3 for norm in hooked)
+
+    patch_model(model, strict=True)
+    assert_fused_and_hooked(model, fired, expected, exact)
+    remove_hook_from_submodules(model)
+    assert not any("_hf_hook" in vars(module) for module in model.modules())
+    if not away:  # accelerate leaves what was offloaded on meta
+        assert not assert_fused_and_hooked(model, fired, expected, exact)
+        unpatch_model(model)
+        assert torch.equal(model(ids).logits.cpu(), expected)
+
+
+@pytest.mark.parametrize("load", ["from_pretrained", "load_checkpoint_and_dispatch"])
+def test_a_model_loaded_under_a_device_map_with_disk_offload(load, tmp_path, fired):
+    plain, exact = build().to(DEVICE), build().double()(ids.cpu()).logits
+    plain.save_pretrained(tmp_path / "model")
+    options = {"device_map": DEVICE_MAPS["disk"], "offload_folder": str(tmp_path / "offload")}
+    if load == "from_pretrained":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, **options)
+    else:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+        patch_model(model, strict=True)  # before there are any weights
+        model = load_checkpoint_and_dispatch(model.eval(), tmp_path / "model", **options)
+    report = patch_model(model, strict=True)
+    assert len(report.swapped) == 9 and len(offloaded(model)) == 9
+    assert_fused_and_hooked(model, fired, plain(ids).logits.detach().cpu(), exact)
+
+
+@pytest.mark.parametrize("limit", [60_000, 120_000, 200_000, 260_000, 10**9])
+@pytest.mark.parametrize("whole", ["_no_split_modules", "the norm's class", "nothing"])
+def test_infer_auto_device_map_splits_the_patched_model_where_it_split_the_model(limit, whole):
+    maps = []
+    for patch in (False, True):
+        model = build()
+        if patch:
+            patch_model(model, strict=True)
+            assert model._no_split_modules == build()._no_split_modules
+        names = {"_no_split_modules": list(model._no_split_modules), "the norm's class": ["Qwen3RMSNorm"]}
+        # Only the sizes matter: "disk" and "cpu" stand for any two devices, and the first has room for a part.
+        budget = {"cpu": limit, "disk": 10**9}
+        maps.append(infer_auto_device_map(model, max_memory=budget, no_split_module_classes=names.get(whole)))
+    assert maps[1] == maps[0]
+    assert limit == 10**9 or "disk" in maps[0].values()
