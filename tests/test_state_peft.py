@@ -8,19 +8,19 @@ import contextlib
 import pytest
 import tiny_models
 import torch
-from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model
-from peft.utils.other import ModulesToSaveWrapper
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.layers import fused_part
 
+peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL_NORMS = ["norm", "input_layernorm", "post_attention_layernorm"]
 ADAPTERS = {
-    "LoRA": lambda: LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
-    "LoRA and one norm": lambda: LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["model.norm"]),
-    "LoRA and all norms": lambda: LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=ALL_NORMS),
-    "LNTuning": lambda: LNTuningConfig(target_modules=ALL_NORMS),
+    "LoRA": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    "LoRA and one norm": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["model.norm"]),
+    "LoRA and all norms": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=ALL_NORMS),
+    "LNTuning": lambda: peft.LNTuningConfig(target_modules=ALL_NORMS),
 }
 TRAINED_NORMS = {"LoRA": 0, "LoRA and one norm": 1, "LoRA and all norms": 5, "LNTuning": 5}
 ids = tiny_models.token_ids()
@@ -41,7 +41,7 @@ def adapted(adapter, order=None):
     if order == "patch first":
         patch_model(model, strict=True)
     with seeded(1):
-        model = get_peft_model(model, ADAPTERS[adapter]())
+        model = peft.get_peft_model(model, ADAPTERS[adapter]())
     train(model)
     if order == "adapter first":
         patch_model(model, strict=True)
@@ -127,7 +127,7 @@ def test_saved_adapters_are_those_of_the_unpatched_model_and_load_into_a_patched
     base = tiny_models.build("llama")
     if order == "patch first":
         patch_model(base)
-    again = PeftModel.from_pretrained(base, tmp_path / "plain")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "plain")
     if order == "adapter first":
         patch_model(again)
     assert torch.equal(logits(again), logits(plain))
@@ -194,7 +194,7 @@ def test_a_second_adapter_added_to_a_patched_model(adapter):
 def test_a_copy_that_is_being_trained_is_its_own_module_at_its_own_path():
     model = adapted("LoRA and one norm", "patch first")
     wrapper = model.base_model.model.model.norm
-    assert isinstance(wrapper, ModulesToSaveWrapper)
+    assert isinstance(wrapper, peft.utils.ModulesToSaveWrapper)
     copied = wrapper.modules_to_save["default"]
     assert type(copied) is type(wrapper.original_module) and copied is not wrapper.original_module
     assert copied.weight is not wrapper.original_module.weight

@@ -1,0 +1,150 @@
+"""Training set up before a patch goes on unchanged after it: the same decay groups, optimizer, parameters and loss."""
+
+import pytest
+import tiny_models
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+
+FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+CHECKPOINTING = {"off": {}, "reentrant": {"use_reentrant": True}, "not reentrant": {"use_reentrant": False}}
+STEPS = 3
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.ids = tiny_models.token_ids(2 * STEPS)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def make_trainer(model, folder, callbacks=(), **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        max_steps=STEPS,
+        weight_decay=0.1,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=list(callbacks))
+
+
+def named_groups(optimizer, model):
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [(group["weight_decay"], [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_weight_decay_groups_and_the_optimizer_made_from_them(family, tmp_path):
+    model = tiny_models.build(family)
+    trainer = make_trainer(model, tmp_path)
+    decay = trainer.get_decay_parameter_names(model)
+    groups = named_groups(trainer.create_optimizer(), model)
+    norms = {f"{path}.{name}" for path, norm in tiny_models.norms(model) for name, _ in norm.named_parameters()}
+    assert norms and not norms & set(decay)
+    assert [weight_decay for weight_decay, _ in groups] == [0.1, 0.0] and norms <= set(groups[1][1])
+    patch_model(model, strict=True)
+    assert trainer.get_decay_parameter_names(model) == decay
+    again = make_trainer(model, tmp_path)
+    assert named_groups(again.create_optimizer(), model) == groups
+    unpatch_model(model)
+    assert trainer.get_decay_parameter_names(model) == decay
+
+
+def step(model, optimizer, batch):
+    loss = model(batch, labels=batch).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@FAMILIES
+def test_an_optimizer_made_before_the_patch_updates_the_very_same_parameters(family):
+    plain, model = tiny_models.build(family), tiny_models.build(family)
+    before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
+    losses = []
+    for i, batch in enumerate(tiny_models.token_ids(2 * STEPS).chunk(STEPS)):
+        if i == 1:  # the optimizer has a state by then
+            patch_model(model, strict=True)
+        with use_backend("reference"):
+            losses.append([step(m, o, batch) for m, o in zip((plain, model), optimizers, strict=True)])
+    for expected, got in losses:
+        assert got == pytest.approx(expected, rel=1e-5)
+    for (name, p), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert p is before[name][0] and p.data_ptr() == before[name][1]
+        assert p in optimizers[1].state
+        assert not torch.equal(p, before[name][2]), f"{name} was not updated"
+        torch.testing.assert_close(p, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class PatchAtTheStart(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        patch_model(model, strict=True)
+
+
+@pytest.mark.parametrize("when", ["before", "after the optimizer", "in a callback"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_trainer_trains_a_patched_model_as_it_trains_the_model(when, checkpointing, tmp_path, fused_calls):
+    options = {}
+    if CHECKPOINTING[checkpointing]:
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": CHECKPOINTING[checkpointing]}
+
+    def losses(trainer):
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    plain, model = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    expected = losses(make_trainer(plain, tmp_path, **options))
+    if when == "before":
+        patch_model(model, strict=True)
+    trainer = make_trainer(model, tmp_path, [PatchAtTheStart()] if when == "in a callback" else [], **options)
+    if when == "after the optimizer":
+        trainer.create_optimizer()
+        patch_model(model, strict=True)
+    with use_backend("reference"), count_launches() as launches:
+        got = losses(trainer)
+    assert len(got) == STEPS and not launches
+    assert len(fused_calls) == STEPS * (9 if checkpointing == "off" else 17)  # those of the two layers run twice
+    assert got == pytest.approx(expected, rel=1e-4)
+    assert len(patch_model(model).swapped) == 9
+
+
+@pytest.mark.parametrize("checkpointing", list(CHECKPOINTING)[1:])
+def test_as_many_checkpoint_calls_and_recomputed_norms_as_there_are_layers(checkpointing, monkeypatch):
+    """A forward bound to a decoder layer would switch checkpointing off without a word."""
+    model = tiny_models.build("qwen3").train()
+    model.gradient_checkpointing_enable(CHECKPOINTING[checkpointing])
+    ids, calls = tiny_models.token_ids(), []
+    for layer in model.model.layers:
+        real = layer._gradient_checkpointing_func
+        monkeypatch.setattr(
+            layer, "_gradient_checkpointing_func", lambda *a, real=real, **k: calls.append(1) or real(*a, **k)
+        )
+    expected = model(ids, labels=ids).loss
+    assert len(calls) == 2
+    patch_model(model, strict=True)
+    model.enable_input_require_grads()
+    with use_backend("reference"):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+    assert torch.equal(loss, expected) and len(calls) == 4
+    if torch.cuda.is_available():
+        model, ids = model.cuda(), ids.cuda()
+    with count_launches() as launches, use_backend("triton"):
+        model(ids, labels=ids).loss.backward()
+    assert len(calls) == 6
+    # four norms in each of two layers run twice, the last norm of the model once
+    assert launches["norm_forward"] == 17 and launches["norm_backward"] == 9

@@ -1,0 +1,233 @@
+"""Norms from a user's own file, loaded with trust_remote_code: served by what they compute, or left alone and named."""
+
+import copy
+import json
+import pickle
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+import transformers.dynamic_module_utils
+from transformers import AutoModelForCausalLM
+
+from hf_rmsnorm import patch_model, unpatch_model, use_backend
+
+CONFIGURATION = '''
+from transformers import PretrainedConfig
+
+
+class HouseConfig(PretrainedConfig):
+    model_type = "house"
+
+    def __init__(self, hidden_size=32, vocab_size=64, **kwargs):
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        super().__init__(**kwargs)
+'''
+MODELING = '''
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from .configuration_house import HouseConfig
+
+
+def _root_mean_square(x, floor):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + floor)
+
+
+class HouseRMSNorm(nn.Module):
+    def __init__(self, size, floor=3e-6):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(size))
+        self.floor = floor
+
+    def forward(self, signal):
+        return self.gain * _root_mean_square(signal.float(), self.floor).to(signal.dtype)
+
+
+class Evener(HouseRMSNorm):
+    """The same by another name."""
+
+
+class WithResidualRMSNorm(HouseRMSNorm):
+    def forward(self, signal, residual=None):
+        if residual is None:
+            return super().forward(signal)
+        residual = residual + signal
+        return super().forward(residual), residual
+
+
+class OptionalGateRMSNorm(HouseRMSNorm):
+    def forward(self, signal, gate=None):
+        y = super().forward(signal)
+        return y if gate is None else y * nn.functional.silu(gate)
+
+
+class GatedRMSNorm(HouseRMSNorm):
+    def forward(self, signal, gate):
+        return super().forward(signal) * nn.functional.silu(gate)
+
+
+class NoisyRMSNorm(HouseRMSNorm):
+    def forward(self, signal):
+        if self.training:
+            signal = signal + 0.1 * torch.randn_like(signal)
+        return super().forward(signal)
+
+
+class DroppedRMSNorm(HouseRMSNorm):
+    def forward(self, signal):
+        return nn.functional.dropout(super().forward(signal), 0.5, self.training)
+
+
+class RunningRMSNorm(HouseRMSNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, signal):
+        self.seen += 1
+        return super().forward(signal)
+
+
+class CachedRMSNorm(HouseRMSNorm):
+    def forward(self, signal):
+        self.last = super().forward(signal)
+        return self.last
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.plain, self.evener = HouseRMSNorm(size), Evener(size)
+        self.residual, self.maybe_gated, self.gated = (
+            WithResidualRMSNorm(size), OptionalGateRMSNorm(size), GatedRMSNorm(size))
+        self.noisy, self.dropped = NoisyRMSNorm(size), DroppedRMSNorm(size)
+        self.running, self.cached = RunningRMSNorm(size), CachedRMSNorm(size)
+        self.mix = nn.Linear(size, size, bias=False)
+
+    def forward(self, h):
+        y, h = self.residual(self.mix(self.plain(h)), residual=h)
+        h = h + self.maybe_gated(self.residual(y), gate=h) + self.maybe_gated(h) + self.gated(h, y)
+        h = h + self.noisy(h) + self.dropped(h) + self.running(h) + self.cached(h)
+        return self.evener(h)
+
+
+class HouseForCausalLM(PreTrainedModel):
+    config_class = HouseConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config.hidden_size) for _ in range(2))
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, **kwargs):
+        h = self.embed(input_ids)
+        for block in self.blocks:
+            h = block(h)
+        return CausalLMOutput(logits=self.head(h))
+'''
+ALONE = {
+    "noisy": "random",
+    "dropped": "random",
+    "running": "state",
+    "cached": "state",
+}
+ids = torch.arange(24).view(2, 12)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A checkpoint with code of its own; what Transformers copies of that code goes to a folder that passes away."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+    checkpoint = tmp_path / "house"
+    checkpoint.mkdir()
+    (checkpoint / "configuration_house.py").write_text(CONFIGURATION)
+    (checkpoint / "modeling_house.py").write_text(MODELING)
+    auto = {"AutoConfig": "configuration_house.HouseConfig", "AutoModelForCausalLM": "modeling_house.HouseForCausalLM"}
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": "house", "auto_map": auto}))
+    generator = torch.Generator().manual_seed(0)
+    state = {"embed.weight": (64, 32), "head.weight": (64, 32)}
+    for i in range(2):
+        names = "plain", "evener", "residual", "maybe_gated", "gated", "noisy", "dropped", "running", "cached"
+        state |= {f"blocks.{i}.{name}.gain": (32,) for name in names} | {f"blocks.{i}.mix.weight": (32, 32)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in state.items()}
+    tensors |= {f"blocks.{i}.running.seen": torch.zeros(()) for i in range(2)}
+    safetensors.torch.save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    return checkpoint
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_a_norm_is_swapped_and_what_is_more_is_named(folder, dtype, fused_calls):
+    model = load(folder).to(dtype)
+    assert type(model).__module__.startswith("transformers_modules.")
+    expected = load(folder).to(dtype)(ids).logits
+    report = patch_model(model)
+    swapped = {record.path.rpartition(".")[2]: record for record in report.swapped}
+    skipped = {record.path.rpartition(".")[2]: record for record in report.skipped}
+    assert {"plain", "evener", "residual", "maybe_gated"} <= set(swapped)
+    assert {swapped[name].formula.eps for name in ("plain", "evener", "residual", "maybe_gated")} == {3e-6}
+    assert {name: record.reason for name, record in skipped.items() if ALONE.get(name, "") not in record.reason} == {}
+    assert set(ALONE) <= set(skipped)
+    # One that cannot do without its gate is in the report either way.
+    assert ("gated" in swapped) != ("gated" in skipped)
+    seen = [block.running.seen.item() for block in model.blocks]
+    with use_backend("reference"):
+        assert torch.equal(model(ids).logits, expected)
+    # plain, evener, residual without and maybe_gated without its second argument; with one: the original forward,
+    # or the fused one where the formula has it
+    assert len(fused_calls) >= 2 * 4
+    assert [block.running.seen.item() for block in model.blocks] == [count + 1 for count in seen]
+    unpatch_model(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_random_norms_draw_in_train_mode_what_they_drew(folder):
+    model = load(folder).train()
+
+    def logits():
+        with torch.random.fork_rng(devices=[]), use_backend("reference"):
+            torch.manual_seed(5)
+            return model(ids).logits
+
+    expected = logits()
+    patch_model(model)
+    assert torch.equal(logits(), expected)
+    assert not torch.equal(expected, model.eval()(ids).logits), "nothing random was there"
+
+
+def test_saved_bytes_copies_and_pickles_of_a_model_with_code_of_its_own(folder, tmp_path, fused_calls):
+    model = load(folder)
+    model.save_pretrained(tmp_path / "plain")
+    patch_model(model)
+    model.save_pretrained(tmp_path / "patched")
+    assert files(tmp_path / "patched") == files(tmp_path / "plain")
+    with use_backend("reference"), torch.no_grad():
+        expected = model(ids).logits
+        calls = len(fused_calls)
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            fused_calls.clear()
+            assert torch.equal(again(ids).logits, expected) and len(fused_calls) == calls
+            assert unpatch_model(again) == unpatch_model(copy.deepcopy(model))
+    fresh = load(tmp_path / "patched")
+    with use_backend("reference"):
+        fused_calls.clear()
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(fresh(ids).logits, expected) and not fused_calls
