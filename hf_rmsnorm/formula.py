@@ -11,9 +11,18 @@ from typing import Literal
 
 import torch
 
-Rounding = Literal["once", "before_weight", "weight_dtype"]
-ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype")
+Rounding = Literal["once", "before_weight", "weight_dtype", "rstd", "every_step"]
+ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype", "rstd", "every_step")
+Gate = Literal["silu_before", "silu_after", "sigmoid_after"]
+GATES: tuple[str, ...] = ("silu_before", "silu_after", "sigmoid_after")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+_ROUNDING_WORDS = {
+    "once": "one rounding",
+    "before_weight": "rounds before weight",
+    "weight_dtype": "rounds to weight's dtype",
+    "rstd": "rounds rstd",
+    "every_step": "rounds every step",
+}
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,7 +44,7 @@ class NormSpec:
 
     Args:
         centered: True for LayerNorm (Ba et al. 2016), False for RMSNorm (Zhang and Sennrich 2019).
-        eps: added to the mean square, inside the root. 0.0 is allowed and kept.
+        eps: added to the mean square, inside the root unless `eps_outside`. 0.0 is allowed and kept.
         has_weight, has_bias: whether the layer scales and shifts.
         weight_offset: 1.0 where the stored weight is the difference from one (`GemmaRMSNorm`), else 0.0.
         rounding: where float32 becomes the output dtype.
@@ -45,11 +54,23 @@ class NormSpec:
               dtype of x and weight (`LlamaRMSNorm` and most others).
             - ``"weight_dtype"``: xhat is rounded to the weight's dtype if that is half precision, else kept in
               float32; the output has that dtype (`T5LayerNorm`).
+            - ``"rstd"``: the factor rsqrt(...) is rounded to x's dtype, and so is its product with x
+              (`DeepseekV4UnweightedRMSNorm`); then as ``"before_weight"``.
+            - ``"every_step"``: nothing is computed in float32, each operator rounds to x's dtype, and x is divided by
+              the root (`ImageGPTLayerNorm`); then as ``"before_weight"``.
         functional: the layer calls torch's own `F.layer_norm` or `F.rms_norm` instead of spelling the formula out.
             Under autocast on an accelerator those compute, and return, float32.
+        eps_outside: divide by ``sqrt(mean(...)) + eps``, as the textbook does, instead of ``sqrt(mean(...) + eps)``.
+        round_offset: ``weight_offset + weight`` is rounded to the weight's dtype before use
+            (`MuseSparkTextCenteredRMSNorm`). So it is wherever `rounding` is not ``"once"``, whatever this says.
+        gate: a second input of x's shape. ``"silu_before"`` normalises ``x * silu(gate)`` (`MambaRMSNormGated`);
+            ``"silu_after"`` (`Qwen3NextRMSNormGated`) and ``"sigmoid_after"`` (`KimiLinearRMSNormGated`) multiply the
+            result, which then has x's dtype.
+        group_size: each run of so many elements is normalised by itself, with a weight for every element of the row
+            (`MambaRMSNormGated`); None for the whole row.
 
     Raises:
-        ValueError: eps is negative, NaN or infinite; rounding is unknown; a bias or offset without a weight.
+        ValueError: eps is negative, NaN or infinite; rounding or gate is unknown; an offset without a weight.
     """
 
     centered: bool
@@ -59,14 +80,20 @@ class NormSpec:
     weight_offset: float = 0.0
     rounding: Rounding = "once"
     functional: bool = False
+    eps_outside: bool = False
+    round_offset: bool = False
+    gate: Gate | None = None
+    group_size: int | None = None
 
     def __post_init__(self):
         if not (isinstance(self.eps, float) and 0.0 <= self.eps < math.inf):
             raise ValueError(f"eps is {self.eps!r}: pass a finite float that is zero or more")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding is {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
-        if not self.has_weight and (self.weight_offset or self.rounding != "once"):
-            raise ValueError("a norm without weight rounds once and has no weight_offset: leave both at their defaults")
+        if self.gate is not None and self.gate not in GATES:
+            raise ValueError(f"gate is {self.gate!r}: choose one of {', '.join(GATES)}, or None")
+        if not self.has_weight and (self.weight_offset or self.rounding in ("before_weight", "weight_dtype")):
+            raise ValueError("a norm without weight has no weight_offset, and no rounding that speaks of a weight")
 
     @property
     def kind(self) -> str:
@@ -77,33 +104,51 @@ class NormSpec:
         """The same formula with another eps."""
         return self if eps == self.eps else replace(self, eps=eps)
 
+    @property
+    def gated_after(self) -> bool:
+        """Whether the gate multiplies the result of the norm, not its input."""
+        return self.gate is not None and self.gate.endswith("_after")
+
+    @property
+    def rounds_offset(self) -> bool:
+        """Whether ``weight_offset + weight`` is rounded to the weight's dtype."""
+        return self.weight_offset != 0.0 and (self.round_offset or self.functional or self.rounding != "once")
+
     def hat_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype xhat is rounded to before the weight is applied (float32 or wider: not rounded)."""
-        if self.rounding == "before_weight":
+        if self.rounding in ("before_weight", "rstd", "every_step"):
             return x_dtype
         if self.rounding == "weight_dtype" and weight_dtype in HALF_DTYPES:
             return weight_dtype
         return compute_dtype(x_dtype)
 
-    def output_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype the layer returns for an input of x_dtype; weight_dtype is None where there is no weight."""
+    def product_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype of ``xhat * weight`` where that is rounded, before a gate that follows is applied."""
         if self.rounding == "once" or weight_dtype is None:
             return x_dtype
         return _promote(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
+
+    def output_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype the layer returns for an input of x_dtype; weight_dtype is None where there is no weight."""
+        return x_dtype if self.gated_after else self.product_dtype(x_dtype, weight_dtype)
 
     def to_dict(self) -> dict:
         """Plain values for JSON: ``kind`` and every field."""
         return {"kind": self.kind, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
 
     def __str__(self) -> str:
-        words = [f"eps={self.eps:g}"]
+        words = [f"eps={self.eps:g}{' outside the root' if self.eps_outside else ''}"]
         if not self.has_weight:
             words.append("no weight")
-        else:
-            words.append({"once": "one rounding", "before_weight": "rounds before weight",
-                          "weight_dtype": "rounds to weight's dtype"}[self.rounding])
+        if self.has_weight or self.rounding != "once":
+            words.append(_ROUNDING_WORDS[self.rounding])
         if self.weight_offset:
-            words.append(f"weight + {self.weight_offset:g}")
+            explicit = self.round_offset and self.rounding == "once" and not self.functional
+            words.append(f"weight + {self.weight_offset:g}{' in its dtype' if explicit else ''}")
         if self.has_bias:
             words.append("bias")
+        if self.group_size is not None:
+            words.append(f"groups of {self.group_size}")
+        if self.gate is not None:
+            words.append("{}(gate) {}".format(*self.gate.split("_")))
         return f"{self.kind}({', '.join(words)})"

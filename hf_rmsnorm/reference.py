@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +11,11 @@ from .formula import NormSpec, compute_dtype
 
 
 def reference_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    spec: NormSpec,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise x over its last dimension exactly as the layer that `spec` describes does.
 
@@ -18,45 +24,86 @@ def reference_norm(
 
     Args:
         x: (..., hidden_size), any floating dtype.
-        weight: (hidden_size,) or None.
-        bias: (hidden_size,) or None.
+        weight, bias: (hidden_size,) or None; or (heads, hidden_size) where x is (..., heads, hidden_size).
+        gate: x's shape, where the spec has one.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype(x.dtype, weight.dtype)``.
     """
+    if spec.group_size is not None:
+        x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
+        return reference_norm(x, weight, bias, replace(spec, group_size=None), gate).flatten(-2)
+    weight_dtype = None if weight is None else weight.dtype
     if spec.functional:
         if spec.weight_offset and weight is not None:
             weight = weight + spec.weight_offset
+        inside = (weight, bias) if spec.rounding == "once" else (None, None)
         if spec.centered:
-            return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)
-        y = F.rms_norm(x, x.shape[-1:], weight, spec.eps)
-        return y if bias is None else y + bias
-    weight_dtype = None if weight is None else weight.dtype
-    compute = compute_dtype(x.dtype)
+            y = F.layer_norm(x, x.shape[-1:], *inside, spec.eps)
+        else:
+            y = F.rms_norm(x, x.shape[-1:], inside[0], spec.eps)
+            y = y if inside[1] is None else y + bias
+        if spec.rounding != "once":
+            y = weight * y
+            y = y if bias is None else y + bias
+        return y
+    compute = x.dtype if spec.rounding == "every_step" else compute_dtype(x.dtype)
     h = x.to(compute)
+    if spec.gate == "silu_before":
+        h = h * _activation(gate.to(compute), spec.gate)
     if spec.centered:
         h = h - h.mean(-1, keepdim=True)
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + spec.eps)
+    square = h.pow(2).mean(-1, keepdim=True)
+    if spec.eps_outside:
+        h = h / (torch.sqrt(square) + spec.eps)
+    elif spec.rounding == "every_step":
+        h = h / torch.sqrt(square + spec.eps)
+    elif spec.rounding == "rstd":
+        h = h.to(x.dtype) * torch.rsqrt(square + spec.eps).to(x.dtype)
+    else:
+        h = h * torch.rsqrt(square + spec.eps)
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
     if weight is not None:
         if spec.weight_offset:
             weight = weight.to(compute_dtype(weight.dtype)) + spec.weight_offset
-            if spec.rounding != "once":
+            if spec.rounds_offset:
                 weight = weight.to(weight_dtype)
         h = weight * h
     if bias is not None:
         h = h + bias
+    if spec.gated_after:
+        h = h * _activation(gate.to(compute), spec.gate)
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
 
 
-def reference_stats(x: torch.Tensor, spec: NormSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+def in_groups(group_size: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Each (..., hidden_size) as a view of (..., hidden_size / group_size, group_size)."""
+    return tuple(None if t is None else t.unflatten(-1, (-1, group_size)) for t in tensors)
+
+
+def _activation(gate: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.sigmoid(gate) if kind == "sigmoid_after" else F.silu(gate)
+
+
+def reference_stats(
+    x: torch.Tensor, spec: NormSpec, gate: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
+    _, rstd, mean = _hidden(x, spec, gate)
+    return rstd.flatten().float(), None if mean is None else mean.flatten().float()
+
+
+def _hidden(x, spec, gate):
+    """(what is normalised, 1 / its root, mean or None), in float32 or wider."""
     h = x.to(compute_dtype(x.dtype))
+    if spec.gate == "silu_before":
+        h = h * F.silu(gate.to(h.dtype))
     mean = h.mean(-1, keepdim=True) if spec.centered else None
     if mean is not None:
         h = h - mean
-    rstd = torch.rsqrt(h.pow(2).mean(-1) + spec.eps).flatten().float()
-    return rstd, None if mean is None else mean.flatten().float()
+    square = h.pow(2).mean(-1, keepdim=True)
+    rstd = 1.0 / (square.sqrt() + spec.eps) if spec.eps_outside else torch.rsqrt(square + spec.eps)
+    return h, rstd, mean
 
 
 def reference_backward(
@@ -65,36 +112,59 @@ def reference_backward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     spec: NormSpec,
-    need: tuple[bool, bool, bool] | list[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The closed-form gradients (dx, dweight, dbias), None where `need` is False.
+    need: tuple[bool, ...] | list[bool],
+    gate: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The closed-form gradients (dx, dweight, dbias, dgate), None where `need` is False.
 
     With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)), less rstd * mean(g) where the norm
-    is centered; dweight = sum(dy * xhat); dbias = sum(dy). Computed in float32, or float64 for float64 inputs.
+    is centered; dweight = sum(dy * xhat); dbias = sum(dy). An eps outside the root multiplies mean(g * xhat) by
+    (RMS + eps) / RMS. A gate after the norm multiplies dy first, one before it what dx becomes. Computed in float32,
+    or float64 for float64 inputs.
     """
+    need = (*need, False)[:4]
     compute = compute_dtype(x.dtype)
-    h = x.to(compute)
-    if spec.centered:
-        h = h - h.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + spec.eps)
+    h, rstd, _ = _hidden(x, spec, gate)
     xhat = h * rstd
     g = dy.to(compute)
-    dx = dweight = dbias = None
+    dx = dweight = dbias = dgate = None
+    hat_dtype = spec.hat_dtype(x.dtype, None if weight is None else weight.dtype)
+    rounded = xhat.to(hat_dtype).to(compute)
+    scale = 1.0 if weight is None else weight.to(compute) + spec.weight_offset
+    if gate is not None:
+        z = gate.to(compute)
+        sigmoid = torch.sigmoid(z)
+        factor, slope = sigmoid, sigmoid * (1 - sigmoid)
+        if spec.gate != "sigmoid_after":
+            factor, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
+        if spec.gated_after:
+            dgate = g * (rounded * scale + (0.0 if bias is None else bias.to(compute))) * slope
+            g = g * factor
     if need[1]:
-        rounded = xhat.to(spec.hat_dtype(x.dtype, weight.dtype)).to(compute)
-        dweight = _sum_rows(g * rounded).to(weight.dtype)
+        dweight = _sum_rows(g * rounded, weight.dim()).to(weight.dtype)
     if need[2]:
-        dbias = _sum_rows(g).to(bias.dtype)
-    if need[0]:
-        if weight is not None:
-            g = g * (weight.to(compute) + spec.weight_offset)
-        dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+        dbias = _sum_rows(g, bias.dim()).to(bias.dtype)
+    if need[0] or need[3]:
+        g = g * scale
+        along = (g * xhat).mean(-1, keepdim=True)
+        if spec.eps_outside:
+            rms = h.pow(2).mean(-1, keepdim=True).sqrt()
+            along = along * ((rms + spec.eps) / rms)
+        dx = g - xhat * along
         if spec.centered:
             dx = dx - g.mean(-1, keepdim=True)
-        dx = (dx * rstd).to(x.dtype)
-    return dx, dweight, dbias
+        dx = dx * rstd
+        if spec.gate == "silu_before":
+            dgate = dx * x.to(compute) * slope
+            dx = dx * factor
+    return (
+        dx.to(x.dtype) if need[0] else None,
+        dweight,
+        dbias,
+        dgate.to(gate.dtype) if need[3] else None,
+    )
 
 
-def _sum_rows(t: torch.Tensor) -> torch.Tensor:
+def _sum_rows(t: torch.Tensor, columns: int) -> torch.Tensor:
     # Not by flattening first: that has no batching rule under `is_grads_batched`.
-    return t.sum(list(range(t.dim() - 1))) if t.dim() > 1 else t
+    return t.sum(list(range(t.dim() - columns))) if t.dim() > columns else t

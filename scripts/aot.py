@@ -88,6 +88,15 @@ VARIANTS = {
         NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"), torch.float32, torch.bfloat16
     ),
     "plain-bf16": Variant(NormSpec(centered=False, eps=1e-6, has_weight=False), torch.bfloat16, None),
+    "mamba-bf16": Variant(
+        NormSpec(centered=False, eps=1e-5, rounding="before_weight", gate="silu_before"), torch.bfloat16, torch.bfloat16
+    ),
+    "qwen3_next-bf16": Variant(
+        NormSpec(centered=False, eps=1e-6, rounding="before_weight", gate="silu_after"), torch.bfloat16, torch.bfloat16
+    ),
+    "textbook-fp32": Variant(
+        NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True), torch.float32, torch.float32
+    ),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
 }
@@ -141,9 +150,11 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     weight = tensor((hidden_size,), variant.weight) if spec.has_weight else None
     bias = tensor((hidden_size,), variant.weight) if spec.has_bias else None
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))
-    _, rstd, mean = launch.norm_forward(x, weight, bias, spec, True, False)
-    need = (True, spec.has_weight and not variant.frozen, spec.has_bias and not variant.frozen)
-    launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False)
+    gate = None if spec.gate is None else tensor((rows, hidden_size), variant.x)
+    _, rstd, mean = launch.norm_forward(x, weight, bias, spec, True, False, gate)
+    trained = not variant.frozen
+    need = (True, spec.has_weight and trained, spec.has_bias and trained, spec.gate is not None)
+    launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False, gate)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ triton = pytest.importorskip("triton", reason="nothing is compiled without Trito
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = json.loads((ROOT / "tests/aot_budgets.json").read_text())
 REGISTER_SLACK = 8
+GATED = ("mamba-bf16", "qwen3_next-bf16")  # no model gates wider rows than 8,192, and these spill in the backward
+OPERANDS = ("X", "DY", "Y", "DX", "G", "DG")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 DEFAULT = (
@@ -25,6 +27,8 @@ DEFAULT = (
     "sm_90:llama-bf16-frozen,llama-fp16,llama-fp32,llama-mixed,gemma-bf16,t5-mixed,plain-bf16:128,8192,14336",
     "sm_90:layernorm-bf16,layernorm-fp32:128,4096,14336",
     "sm_90:llama-bf16-unaligned:128,4096",
+    "sm_90:mamba-bf16,qwen3_next-bf16:128,4096,8192",
+    "sm_90:textbook-fp32:4096",
     "sm_80,sm_100,gfx942:llama-bf16:96,896,4096,14336,65536",
     "sm_80,sm_86,gfx942:llama-fp32:16384",
     "sm_86,gfx942:layernorm-fp32:8192",
@@ -70,6 +74,7 @@ def test_no_register_is_spilled(kernels):
     spilled = {
         name_of(k): k["spilled"] for k in kernels
         if k["spilled"] and k["target"] == "sm_90" and not k["variant"].endswith("unaligned")
+        and not (k["kernel"] == "norm_backward" and k["variant"] in GATED and k["hidden_size"] > 8_192)
     }  # fmt: skip
     assert not spilled, "bytes of local memory per thread"
 
@@ -79,20 +84,20 @@ def test_other_chips_spill_next_to_nothing(kernels):
     """Wide float32 rows may: they are held in registers where a chip has too little shared memory to prefetch them."""
     spilled = {
         name_of(k): k["spilled"] for k in kernels
-        if k["target"] != "sm_90" and not k["variant"].endswith("unaligned")
+        if k["target"] != "sm_90" and not k["variant"].endswith("unaligned") and k["variant"] not in GATED
         and k["spilled"] > (32 if k["variant"].endswith("fp32") and k["hidden_size"] >= 16_384 else 0)
     }  # fmt: skip
     assert not spilled, "bytes of local memory per thread"
 
 
 def test_rows_move_by_16_bytes(kernels):
-    """Loads and stores of x, dy, y and dx where pointers and strides are aligned; 8 bytes are enough on AMD."""
+    """Loads and stores of x, dy, y, dx and gates where pointers and strides are aligned; 8 bytes are enough on AMD."""
     narrow = {}
     for kernel in kernels:
         if kernel["variant"].endswith("unaligned"):
             continue
         least = 8 if kernel["target"].startswith("gfx") else 16
-        widths = {operand: w for operand, w in kernel["widths"].items() if operand in ("X", "DY", "Y", "DX")}
+        widths = {operand: w for operand, w in kernel["widths"].items() if operand in OPERANDS}
         assert widths or kernel["kernel"] == "reduce_partials"
         narrow |= {f"{name_of(kernel)} {operand}": w for operand, w in widths.items() if min(w) < least}
     assert not narrow, "bytes per access"
@@ -133,6 +138,9 @@ def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     from hf_rmsnorm.kernels.config import backward_config
 
     for kernel in compiled(DEFAULT):
-        if kernel["kernel"] == "norm_backward" and (kernel["target"], kernel["variant"]) == ("sm_90", "llama-bf16"):
-            config = backward_config(kernel["hidden_size"], False, 2, SHARED_LIMIT["sm_90"])
+        gated = kernel["variant"] in GATED
+        if kernel["kernel"] == "norm_backward" and kernel["target"] == "sm_90" and (
+            gated or kernel["variant"] == "llama-bf16"
+        ):
+            config = backward_config(kernel["hidden_size"], False, 2, SHARED_LIMIT["sm_90"], gated)
             assert config.programs_per_sm <= kernel["blocks"], name_of(kernel)

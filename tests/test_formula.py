@@ -82,7 +82,7 @@ def test_closed_form_backward_agrees_with_autograd_in_float64(name):
     bias = bias if spec.has_bias else None
     inputs = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
     expected = torch.autograd.grad(reference_norm(x, weight, bias, spec), inputs, dy)
-    grads = reference_backward(dy, x.detach(), weight.detach(), bias, spec, (True, True, spec.has_bias))
+    grads = reference_backward(dy, x.detach(), weight.detach(), bias, spec, (True, True, spec.has_bias, False))
     for got, want in zip([g for g in grads if g is not None], expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 

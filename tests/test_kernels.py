@@ -28,6 +28,21 @@ SPECS = {
     "layer_norm": NormSpec(True, 1e-5, has_bias=True, functional=True),
     "layer_norm_no_bias": NormSpec(True, 1e-5),
     "layer_norm_no_affine": NormSpec(True, 1e-5, has_weight=False),
+    "layer_norm_then_affine": NormSpec(True, 1e-5, has_bias=True, rounding="before_weight", functional=True),
+    "rounded_rstd": NormSpec(False, 1e-6, has_weight=False, rounding="rstd"),
+    "rounded_rstd_weight": NormSpec(False, 1e-6, rounding="rstd"),
+    "no_upcast": NormSpec(False, 1e-5, rounding="every_step"),
+    "no_upcast_layer_norm": NormSpec(True, 1e-6, has_bias=True, rounding="every_step"),
+    "textbook": NormSpec(False, 1e-2, has_bias=True, eps_outside=True),
+    "textbook_layer_norm": NormSpec(True, 1e-2, eps_outside=True),
+    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, round_offset=True),
+    "silu_before": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before"),
+    "silu_after": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"),
+    "sigmoid_after": NormSpec(False, 1e-6, gate="sigmoid_after"),
+    "gated_layer_norm": NormSpec(True, 1e-5, has_bias=True, gate="silu_after"),
+    "grouped": NormSpec(False, 1e-6, weight_offset=1.0, group_size=24),
+    "grouped_silu_before": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before", group_size=24),
+    "grouped_silu_after": NormSpec(False, 1e-6, gate="silu_after", group_size=32),
 }
 
 
@@ -46,36 +61,41 @@ def rows(*shape, dtype, seed=0, mean=0.25):
     return (torch.randn(*shape, generator=generator) * 1.7 + mean).to(DEVICE, dtype)
 
 
-def check(spec, x, weight, bias, dy):
+def check(spec, x, weight, bias, dy, gate=None):
     """Forward and backward of the kernels against float64, judged by plain-torch eager on the same input."""
-    inputs = [t for t in (x, weight, bias) if t is not None]
+    if gate is None and spec.gate is not None:
+        gate = rows(*x.shape, dtype=x.dtype, seed=11)
+    names = ("x", "weight", "bias", "gate")
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, gate)]  # x's own strides
 
     def run(function, tensors, dy=dy):
-        tensors = dict(zip(("x", "weight", "bias"), tensors, strict=True))
-        y = function(tensors["x"], tensors["weight"], tensors["bias"], spec)
-        wanted = [t for t in tensors.values() if t is not None]
-        return [y.detach(), *torch.autograd.grad(y, wanted, dy.to(y.dtype))]
+        x, weight, bias, gate = tensors
+        extra = {} if gate is None else {"gate": gate}
+        y = function(x, weight, bias, spec, **extra)
+        return [y.detach(), *torch.autograd.grad(y, [t for t in tensors if t is not None], dy.to(y.dtype))]
 
     def run_shuffled(seed):
-        flat_x, flat_dy = (t.detach().reshape(-1, t.shape[-1]) for t in (x, dy))
-        order = torch.randperm(len(flat_x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-        return run(reference_norm, (flat_x[order].requires_grad_(), weight, bias), flat_dy[order])
+        # Whole heads move together where a weight belongs to a head.
+        columns = 1 if weight is None else weight.dim()
+        flat = [None if t is None else t.detach().flatten(0, -1 - columns) for t in (x, dy, gate)]
+        order = torch.randperm(len(flat[0]), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        new_x, new_dy, new_gate = (None if t is None else t[order].requires_grad_() for t in flat)
+        return run(reference_norm, (new_x, *leaves[1:3], new_gate), new_dy)
 
-    leaf = x.detach().requires_grad_()  # shares x's memory and strides
     before = dy.clone()
     with use_backend("triton"):
-        fused = run(fused_norm, (leaf, weight, bias))
+        fused = run(fused_norm, leaves)
     assert torch.equal(before, dy), "the incoming gradient was overwritten"
-    eager = run(reference_norm, (leaf, weight, bias))
-    doubles = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
-    exact = run(reference_norm, doubles)
-    shuffled = [run_shuffled(seed) for seed in range(4)] if len(inputs) > 1 else []
-    assert len(fused) == len(inputs) + 1
-    names = ["y", "dx"] + ["dweight"] * (weight is not None) + ["dbias"] * (bias is not None)
-    for i, name in enumerate(names):
-        orders = [s[i] for s in shuffled] if i > 1 else []
+    eager = run(reference_norm, leaves)
+    exact = run(reference_norm, [None if t is None else t.detach().double().requires_grad_() for t in leaves])
+    shuffled = [run_shuffled(seed) for seed in range(4)] if weight is not None or bias is not None else []
+    given = ["y", *(f"d{name}" for name, t in zip(names, leaves, strict=True) if t is not None)]
+    assert len(fused) == len(given)
+    for i, name in enumerate(given):
+        orders = [s[i] for s in shuffled] if name in ("dweight", "dbias") else []
         assert_as_accurate(fused[i], eager[i], exact[i], name, orders)
-    assert fused[0].stride() == eager[0].stride()
+    strides = [[s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1] for y in (fused[0], eager[0])]
+    assert strides[0] == strides[1]  # torch leaves the stride of a dimension of one element open
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,6 +103,47 @@ def check(spec, x, weight, bias, dy):
 def test_every_formula_in_every_dtype(name, dtype):
     weight, bias = parameters(SPECS[name], 96, dtype)
     check(SPECS[name], rows(3, 5, 96, dtype=dtype), weight, bias, rows(3, 5, 96, dtype=dtype, seed=7, mean=0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma", "layer_norm_no_bias", "layer_norm_then_affine", "silu_after"])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 24), (7, 2, 128), (1, 1, 70, 8)])
+def test_every_head_has_a_weight_of_its_own(name, shape, dtype):
+    spec = SPECS[name]
+    weight, bias = (
+        None if p is None else p.detach().view(shape[-2:]).requires_grad_()
+        for p in parameters(spec, shape[-2] * shape[-1], dtype)
+    )
+    packed = rows(*shape[:-2], 2, *shape[-2:], dtype=dtype)
+    check(spec, packed.select(-3, 1), weight, bias, rows(*shape, dtype=dtype, seed=7, mean=0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["silu_before", "silu_after", "sigmoid_after", "grouped_silu_before"])
+def test_the_gate_is_read_where_it_lies(name, dtype):
+    """x and gate are slices of one projection, and the gate may lie in another order than x."""
+    spec = SPECS[name]
+    weight, bias = parameters(spec, 96, dtype)
+    dy = rows(2, 5, 96, dtype=dtype, seed=7, mean=0)
+    projected = rows(2, 5, 96 + 8 + 96, dtype=dtype)
+    check(spec, projected[..., :96], weight, bias, dy, projected[..., 104:])
+    check(spec, projected[..., :96], weight, bias, dy, rows(5, 2, 96, dtype=torch.float32).transpose(0, 1))
+    check(spec, rows(5, 2, 96, dtype=dtype).transpose(0, 1), weight, bias, dy, projected[..., 104:])
+
+
+@pytest.mark.parametrize("hidden_size", [1024, 5120, 8192, 16384])
+@pytest.mark.parametrize("name", ["silu_before", "sigmoid_after"])
+def test_every_width_of_a_gated_row(name, hidden_size):
+    weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
+    x = rows(3, hidden_size, dtype=torch.bfloat16)
+    check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+
+
+@pytest.mark.parametrize("name", ["no_upcast", "textbook", "textbook_layer_norm", "rounded_rstd", "rounded_offset"])
+def test_other_formulas_in_rows_too_wide_for_registers(name):
+    weight, bias = parameters(SPECS[name], 20000, torch.bfloat16)
+    x = rows(2, 20000, dtype=torch.bfloat16)
+    check(SPECS[name], x, weight, bias, rows(2, 20000, dtype=torch.bfloat16, seed=7, mean=0))
 
 
 @pytest.mark.parametrize("hidden_size", [1, 7, 64, 128, 896, 1000, 1024, 2048, 2560, 4096, 5120, 8192, 14336, 16384])
@@ -265,9 +326,13 @@ def test_any_shape_stride_dtype_and_formula(name, hidden_size, outer, inner, lay
     spec = SPECS[name]
     if spec.functional and x_dtype != weight_dtype:
         weight_dtype = x_dtype  # F.layer_norm refuses the mixture, so there is no eager to compare with
+    if spec.gate is not None or spec.group_size is not None:
+        x_dtype = torch.bfloat16 if x_dtype == torch.float32 else x_dtype  # a group is as short as that, below
     if torch.float32 in (x_dtype, weight_dtype):
         # In float32 both errors are a few roundings: over a handful of elements their ratio is luck.
         hidden_size = max(hidden_size, 64)
+    if spec.group_size is not None:
+        hidden_size = -(-hidden_size // spec.group_size) * spec.group_size
     weight, bias = parameters(spec, hidden_size, weight_dtype, seed)
     shape = (2, outer, inner, hidden_size)
     x = rows(*shape, dtype=x_dtype, seed=seed) if layout == "contiguous" else globals()[layout](shape, x_dtype, seed)

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
 from hf_rmsnorm.kernels import launch
 from hf_rmsnorm.ops import fused_norm
-from hf_rmsnorm.ops.operators import norm_backward_op, norm_forward_op
+from hf_rmsnorm.ops.operators import norm_backward_op, norm_forward_op, spec_args
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton", "reference"]
@@ -207,23 +207,32 @@ def test_choice_of_backend_is_per_thread_and_nests():
 
 
 def test_opcheck():
-    x, weight, bias = some_input(2, 5, 64), some_input(64), some_input(64)
-    rows = 10
+    x, weight, bias, gate = some_input(2, 5, 64), some_input(64), some_input(64), some_input(2, 5, 64)
+    layer = spec_args(NormSpec(True, 1e-6, has_bias=True, functional=True))
+    llama = spec_args(NormSpec(False, 1e-6, rounding="before_weight"))
+    gemma = spec_args(NormSpec(False, 1e-6, weight_offset=1.0))
+    plain = spec_args(NormSpec(False, 1e-6, has_weight=False))
+    gated = spec_args(NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before"))
+    heads = some_input(5, 64)
     for args in (
-        (x, weight, bias, 1e-6, True, 0.0, "once", True, True),
-        (x, weight, None, 1e-6, False, 0.0, "before_weight", False, False),
-        (x.transpose(0, 1), weight, None, 1e-6, False, 1.0, "once", False, True),
-        (x.bfloat16(), weight, None, 1e-6, False, 0.0, "before_weight", False, True),
-        (x[:0], None, None, 1e-6, False, 0.0, "once", False, True),
+        (x, weight, bias, None, *layer, True),
+        (x, weight, None, None, *llama, False),
+        (x.transpose(0, 1), weight, None, None, *gemma, True),
+        (x.bfloat16(), weight, None, None, *llama, True),
+        (x[:0], None, None, None, *plain, True),
+        (x, weight, None, gate, *gated, True),
+        (x, heads, None, None, *llama, True),
     ):
         torch.library.opcheck(norm_forward_op, args)
-    rstd, mean, empty = torch.rand(rows), torch.rand(rows), torch.rand(0)
+    rstd, mean, empty = torch.rand(10), torch.rand(10), torch.rand(0)
+    other = x.transpose(0, 1).contiguous().transpose(0, 1)
     for args in (
-        (x, x, weight, bias, rstd, mean, 1e-6, True, 0.0, "once", True, [True, True, True]),
-        (x, x, weight, None, rstd, empty, 1e-6, False, 0.0, "before_weight", False, [True, False, False]),
-        (x, x.transpose(0, 1).contiguous().transpose(0, 1), weight, None, rstd, empty, 1e-6, False, 0.0,
-         "before_weight", False, [False, True, False]),
-    ):  # fmt: skip
+        (x, x, weight, bias, None, rstd, mean, *layer, [True, True, True, False]),
+        (x, x, weight, None, None, rstd, empty, *llama, [True, False, False, False]),
+        (x, other, weight, None, None, rstd, empty, *llama, [False, True, False, False]),
+        (x, x, weight, None, gate.bfloat16(), rstd, empty, *gated, [True, True, False, True]),
+        (x, x, heads, None, None, rstd, empty, *llama, [True, True, False, False]),
+    ):
         torch.library.opcheck(norm_backward_op, tuple(a.to(DEVICE) if torch.is_tensor(a) else a for a in args))
 
 

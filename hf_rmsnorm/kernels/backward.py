@@ -2,6 +2,9 @@
 
     dx = rstd * (g - xhat * mean(g * xhat) [- mean(g) if centered]),  dweight = sum(dy * xhat),  dbias = sum(dy)
 
+An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate after the norm multiplies dy first; one
+before it multiplies what dx becomes.
+
 Parameter gradients are summed in float32, in a fixed order and without atomics: each program of a persistent grid
 keeps one partial row in registers, and `reduce_partials` adds the rows. What nobody asked for (a None pointer) is not
 computed.
@@ -10,71 +13,118 @@ computed.
 import triton
 import triton.language as tl
 
-from .common import load, round_hat, row_offsets, scale_of, store
+from .common import activation, load, round_hat, row_offsets, scale_of, store
+
+
+@triton.jit
+def eps_outside_factor(square, eps):
+    """(RMS + eps) / RMS from the mean square."""
+    rms = tl.sqrt_rn(square)
+    return (rms + eps) / rms
 
 
 @triton.jit
 def norm_backward(
-    DY, X, W, RSTD, MEAN, DX, DW, DB, rows_total,
+    DY, X, W, B, G, RSTD, MEAN, DX, DW, DB, DG, rows_total,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    OFFSET: tl.constexpr, ROUNDING: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
+    gate_len, gate_outer: tl.int64, gate_inner: tl.int64, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
+    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
     Args:
-        DY, X: rows of unit stride, addressed as in `norm_forward`, each with its own inner length.
+        DY, X, G: rows of unit stride, addressed as in `norm_forward`, each with its own inner length.
+        W: (HEADS, N) or None. B: the same, and given only where a gate's gradient needs it.
         RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None for RMSNorm.
-        DX: (rows_total, N), contiguous, or None.
-        DW, DB: (num_programs, N) float32 partial sums, or None.
+        DX, DG: (rows_total, N), contiguous, or None.
+        DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
         RELOAD_W: wide rows: read the weight in every step instead of holding it, so that nothing spills.
     """
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
+    AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after"
     tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
+    head = 0
+    if HEADS != 1:
+        head = tl.program_id(1)
+        if W is not None:
+            W += head * N
+        if B is not None:
+            B += head * N
     if W is not None and not RELOAD_W:
         w = load(W + tile_cols, col_mask, BLOCK == N)
     if DW is not None:
         dw = tl.zeros((ROWS, BLOCK), tl.float32)
     if DB is not None:
         db = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows_total, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows_total, ROWS * HEADS), tl.num_programs(0), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
+        if HEADS != 1:
+            rows = rows * HEADS + head
         row_mask = rows < rows_total
         mask = row_mask[:, None] & col_mask
         x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
         dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT)[:, None] + cols[None, :]
+        dx_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
         x = load(X + x_at, mask, DENSE)
         dy = load(DY + dy_at, mask, DENSE)
+        if G is not None:
+            gate_at = row_offsets(rows, gate_len, gate_outer, gate_inner, UNIT)[:, None] + cols[None, :]
+            gate = load(G + gate_at, mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
         x = x.to(tl.float32)
+        if G is not None:
+            factor, slope = activation(gate.to(tl.float32), GATE)
+            if not AFTER:
+                slope = slope * x
+                x = x * factor
         if MEAN is not None:
             x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
             if BLOCK != N:
                 x = tl.where(col_mask, x, 0.0)
         xhat = x * rstd[:, None]
         g = dy.to(tl.float32)
+        if AFTER:
+            if DG is not None:
+                y = round_hat(xhat, X, W, ROUNDING)
+                if W is not None:
+                    if RELOAD_W:
+                        w = load(W + tile_cols, col_mask, BLOCK == N)
+                    y = y * scale_of(w, W, OFFSET, ROUND_OFFSET)
+                if B is not None:
+                    y = y + load(B + tile_cols, col_mask, BLOCK == N).to(tl.float32)
+                store(DG + dx_at, g * y * slope, mask, DENSE)
+            g = g * factor
         if DW is not None:
             dw += g * round_hat(xhat, X, W, ROUNDING)
         if DB is not None:
             db += g
-        if DX is not None:
+        if DX is not None or (DG is not None and not AFTER):
             if W is not None:
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N)
-                g = g * scale_of(w, W, OFFSET, ROUNDING)
+                g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
             along = tl.sum(g * xhat, axis=1) * (1.0 / N)
+            if EPS_OUTSIDE:
+                along = along * eps_outside_factor(tl.sum(x * x, axis=1) * (1.0 / N), eps)
             if RELOAD_W or MEAN is not None:  # noqa: SIM108  by way of x fewer values are live across the sum
                 dx = g - x * (along * rstd)[:, None]
             else:
                 dx = g - xhat * along[:, None]
             if MEAN is not None:
                 dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
-            dx_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
-            store(DX + dx_at, dx * rstd[:, None], mask, DENSE)
-    partial = tl.cast(tl.program_id(0), tl.int64) * N + cols
+            dx = dx * rstd[:, None]
+            if GATE == "silu_before":
+                if DG is not None:
+                    store(DG + dx_at, dx * slope, mask, DENSE)
+                dx = dx * factor
+            if DX is not None:
+                store(DX + dx_at, dx, mask, DENSE)
+    partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N + cols
     if DW is not None:
         store(DW + partial, tl.sum(dw, axis=0), cols < N, BLOCK == N)
     if DB is not None:
@@ -84,8 +134,9 @@ def norm_backward(
 @triton.jit
 def norm_backward_loop(
     DY, X, W, RSTD, MEAN, DX,
-    dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
+    dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     """dx of one row of any width in two passes; arguments as in `norm_backward`."""
     row = tl.program_id(0)
@@ -98,25 +149,30 @@ def norm_backward_loop(
         mean = tl.load(MEAN + row)
     along = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
         xhat = (load(x_row + cols, col_mask, DENSE).to(tl.float32) - mean) * rstd
         g = load(dy_row + cols, col_mask, DENSE).to(tl.float32)  # zero in masked lanes
         if W is not None:
-            g = g * scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUNDING)
+            g = g * scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
         along += g * xhat
+        if EPS_OUTSIDE:
+            squares += xhat * xhat
         if MEAN is not None:
             total += g
     mean_along = tl.sum(along, axis=0) * (1.0 / N)
     mean_g = tl.sum(total, axis=0) * (1.0 / N)
+    if EPS_OUTSIDE:
+        mean_along = mean_along * eps_outside_factor(tl.sum(squares, axis=0) * (1.0 / N) / (rstd * rstd), eps)
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
         xhat = (load(x_row + cols, col_mask, DENSE).to(tl.float32) - mean) * rstd
         g = load(dy_row + cols, col_mask, DENSE).to(tl.float32)
         if W is not None:
-            g = g * scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUNDING)
+            g = g * scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
         dx = g - xhat * mean_along
         if MEAN is not None:
             dx = dx - mean_g

@@ -39,21 +39,80 @@ def store(pointers, values, mask, DENSE: tl.constexpr):
 
 
 @triton.jit
-def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
-    """Round the normalised x where the formula does it before the weight; always returns float32 values."""
-    if ROUNDING == "before_weight":
-        xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
-    elif ROUNDING == "weight_dtype":
-        xhat = xhat.to(W.dtype.element_ty).to(tl.float32)
+def step(value, X, ROUNDING: tl.constexpr):
+    """Round to x's dtype where the formula computes nothing in float32; always returns float32 values."""
+    if ROUNDING == "every_step":
+        value = value.to(X.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
+def root(square, X, eps, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr):
+    """(what a row is divided by, its reciprocal) from the mean square; torch's own operators are reciprocal roots."""
+    square = step(square, X, ROUNDING)
+    if EPS_OUTSIDE:
+        divisor = step(step(tl.sqrt_rn(square), X, ROUNDING) + eps, X, ROUNDING)
+        rstd = 1.0 / divisor
+    elif ROUNDING == "every_step":
+        divisor = step(tl.sqrt_rn(step(square + eps, X, ROUNDING)), X, ROUNDING)
+        rstd = 1.0 / divisor
+    else:
+        rstd = tl.rsqrt(square + eps)
+        divisor = rstd
+    return divisor, rstd
+
+
+@triton.jit
+def normalised(x, divisor, rstd, X, ROUNDING: tl.constexpr):
+    """x over its root, in the operators of the formula; divisor and rstd broadcast against x."""
+    if ROUNDING == "every_step":
+        xhat = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    elif ROUNDING == "rstd":
+        xhat = x * rstd.to(X.dtype.element_ty).to(tl.float32)
+    else:
+        xhat = x * rstd
     return xhat
 
 
 @triton.jit
-def scale_of(w, W, OFFSET: tl.constexpr, ROUNDING: tl.constexpr):
-    """The factor applied to xhat, in float32: weight + OFFSET, that sum rounded as the formula rounds it."""
+def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
+    """Round the normalised x where the formula does it before the weight; always returns float32 values."""
+    if ROUNDING == "weight_dtype":
+        xhat = xhat.to(W.dtype.element_ty).to(tl.float32)
+    elif ROUNDING != "once":
+        xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
+    return xhat
+
+
+@triton.jit
+def round_product(y, X, W, ROUNDING: tl.constexpr):
+    """Round xhat * weight where that product is a tensor of its own, of the promoted dtype of its factors."""
+    if ROUNDING == "weight_dtype":
+        y = y.to(W.dtype.element_ty).to(tl.float32)
+    elif ROUNDING != "once" and W.dtype.element_ty == X.dtype.element_ty:
+        y = y.to(X.dtype.element_ty).to(tl.float32)
+    return y
+
+
+@triton.jit
+def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
+    """The factor applied to xhat, in float32: weight + OFFSET, that sum rounded where the formula rounds it."""
     scale = w.to(tl.float32)
     if OFFSET != 0.0:
         scale = scale + OFFSET
-        if ROUNDING != "once":
+        if ROUND_OFFSET:
             scale = scale.to(W.dtype.element_ty).to(tl.float32)
     return scale
+
+
+@triton.jit
+def activation(z, GATE: tl.constexpr):
+    """(factor, its derivative) of a gate's value z, in float32."""
+    sigmoid = tl.sigmoid(z)
+    if GATE == "sigmoid_after":
+        factor = sigmoid
+        slope = sigmoid * (1.0 - sigmoid)
+    else:
+        factor = z * sigmoid
+        slope = sigmoid * (1.0 + z * (1.0 - sigmoid))
+    return factor, slope

@@ -62,11 +62,13 @@ def forward_config(hidden_size: int) -> ForwardConfig:
 
 
 @cache
-def backward_config(hidden_size: int, centered: bool, itemsize: int, shared_limit: int) -> BackwardConfig:
+def backward_config(
+    hidden_size: int, centered: bool, itemsize: int, shared_limit: int, gated: bool = False
+) -> BackwardConfig:
     """The shape for rows whose widest operand has `itemsize` bytes an element.
 
     Args:
-        itemsize: bytes of an element of x, dy or the weight, whichever is largest.
+        itemsize: bytes of an element of x, dy, the gate or the weight, whichever is largest.
         shared_limit: bytes of shared memory that one program may use.
     """
     block = next_power_of_2(hidden_size)
@@ -75,11 +77,11 @@ def backward_config(hidden_size: int, centered: bool, itemsize: int, shared_limi
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
     num_warps = 4 if block <= 2_048 else 8 if block <= 4_096 else 16
-    reload_weight = block > 8_192
+    reload_weight = block > (4_096 if gated else 8_192)
     # Every stage but the first has a buffer in shared memory for x, dy and a reloaded weight; rstd, mean and the sums
     # take less than 1 KB. Operands of unlike dtypes change layout there too, in less than the narrow ones leave over.
     # Three stages load the next row while this one is computed; a wide row in two only saves registers.
-    buffer = (3 if reload_weight else 2) * rows * block * itemsize
+    buffer = (2 + reload_weight + gated) * rows * block * itemsize
     stages = min(3, 1 + (shared_limit - 1_024) // buffer)
     return BackwardConfig(
         block=block,
@@ -87,5 +89,6 @@ def backward_config(hidden_size: int, centered: bool, itemsize: int, shared_limi
         num_warps=num_warps,
         stages=stages,
         reload_weight=reload_weight,
-        programs_per_sm=min(6, max(1, 8_192 // block)),  # as many as fit: one more would run alone, afterwards
+        # As many as fit: one more would run alone, afterwards. A gate and its derivative take registers.
+        programs_per_sm=min(4, max(1, 4_096 // block)) if gated else min(6, max(1, 8_192 // block)),
     )

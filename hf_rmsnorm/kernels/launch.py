@@ -140,19 +140,20 @@ def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     return t if order is None else t.permute(*order, -1)
 
 
-def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool):
+def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, gate=None):
     """Launch the forward of `spec`; see `hf_rmsnorm.ops` for the public function.
 
     Args:
         x: (..., hidden_size) of any strides, on a device that Triton serves.
-        weight, bias: (hidden_size,) contiguous, or None.
+        weight, bias: contiguous, (hidden_size,), or (heads, hidden_size) for x of (..., heads, hidden_size); or None.
         stats: also return what the backward needs.
         contiguous_output: give y in row-major order (as `F.layer_norm`) instead of x's own order (as pointwise ops).
+        gate: x's shape, any strides, where the spec has one.
 
     Returns:
         (y, rstd, mean): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm.
     """
-    plan = forward_plan(x, weight, bias, spec, stats, contiguous_output)
+    plan = forward_plan(x, weight, bias, gate, spec, stats, contiguous_output)
     y = torch.empty_like(x, dtype=plan.output_dtype, memory_format=plan.memory_format)
     rstd = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats else None
     mean = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats and spec.centered else None
@@ -160,62 +161,74 @@ def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool):
         return y, rstd, mean
     if plan.x.copy:
         x = _in_order(x, plan.order).contiguous()
+    if plan.gate.copy:
+        gate = _in_order(gate, plan.order).contiguous()
     out = y if plan.flat_output else _flat_like(y, plan.order)
-    aligned = _aligned(plan.vectorised, x, weight, bias)
-    kernel = NORM_FORWARD_LOOP if plan.config.loop else NORM_FORWARD
-    args = (x, weight, bias, out, rstd, mean, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+    aligned = _aligned(plan.vectorised, x, weight, bias, gate)
+    rest = (out, rstd, mean, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+    if plan.config.loop:
+        kernel, args = NORM_FORWARD_LOOP, (x, weight, bias, *rest)
+    else:
+        kernel, args = NORM_FORWARD, (x, weight, bias, gate, *rest)
     kernel(x.device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
     if out is not y:
         _in_order(y, plan.order).copy_(out)
     return y, rstd, mean
 
 
-def norm_backward(dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, bool, bool], contiguous_output: bool):
+def norm_backward(dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], contiguous_output: bool, gate=None):
     """Launch the backward of `spec`.
 
     Args:
         dy: (..., hidden_size) of any strides; read only.
-        x, weight, bias: as in the forward (bias only for its dtype).
+        x, weight, bias, gate: as in the forward.
         rstd, mean: what the forward returned.
-        need: whether dx, dweight and dbias are wanted.
+        need: whether dx, dweight, dbias and (with a gate) dgate are wanted.
 
     Returns:
-        (dx, dweight, dbias), None where not wanted; parameter gradients are deterministic, summed in float32.
+        (dx, dweight, dbias, dgate), None where not wanted; parameter gradients are deterministic, summed in float32.
     """
     device = x.device
-    plan = backward_plan(dy, x, weight, spec, need, contiguous_output, device_limits(device.type, device.index))
-    need_dx, need_dw, need_db = need
+    limits = device_limits(device.type, device.index)
+    plan = backward_plan(dy, x, weight, bias, gate, spec, need, contiguous_output, limits)
+    need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
     dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
+    dg = torch.empty_like(x, dtype=gate.dtype, memory_format=plan.memory_format) if need_dg else None
     if plan.rows == 0:
-        return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None
-    if plan.x.copy:
-        x = _in_order(x, plan.order).contiguous()
-    if plan.dy.copy:
-        dy = _in_order(dy, plan.order).contiguous()
-    out = dx if dx is None or plan.flat_output else _flat_like(dx, plan.order)
-    aligned = _aligned(plan.vectorised, x, dy, weight)
+        return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None, dg
+    x, dy, gate = (
+        _in_order(t, plan.order).contiguous() if rows.copy else t
+        for t, rows in ((x, plan.x), (dy, plan.dy), (gate, plan.gate))
+    )
+    flat = plan.flat_output
+    out, out_gate = (t if t is None or flat else _flat_like(t, plan.order) for t in (dx, dg))
+    aligned = _aligned(plan.vectorised, x, dy, weight, gate)
     config, addresses, constants = plan.config, plan.arguments[aligned], plan.constants[aligned]
     dw, db = (
-        torch.empty((plan.parts, x.shape[-1]), dtype=torch.float32, device=device) if needed else None
+        torch.empty((plan.parts, plan.heads * x.shape[-1]), dtype=torch.float32, device=device) if needed else None
         for needed in (need_dw, need_db)
     )
 
     def launch(kernel, grid, args, constants, num_warps):
-        kernel(device, grid, (*args, *addresses, *constants), (plan.dtypes, constants), aligned, num_warps)
+        kernel(device, grid, (*args, *constants), (plan.dtypes, constants), aligned, num_warps)
 
-    operands = (dy, x, weight, rstd, mean)
     if not config.loop:
-        launch(NORM_BACKWARD, (plan.parts, 1, 1), (*operands, out, dw, db, plan.rows), constants, config.num_warps)
+        shift = bias if need_dg and spec.gated_after else None
+        args = (dy, x, weight, shift, gate, rstd, mean, out, dw, db, out_gate, plan.rows, *addresses, spec.eps)
+        launch(NORM_BACKWARD, (plan.parts, plan.heads, 1), args, constants, config.num_warps)
     else:
+        operands = (dy, x, weight, rstd, mean)
         if need_dx:
-            launch(NORM_BACKWARD_LOOP, (plan.rows, 1, 1), (*operands, out), constants, config.num_warps)
+            args = (*operands, out, *addresses, spec.eps)
+            launch(NORM_BACKWARD_LOOP, (plan.rows, 1, 1), args, constants, config.num_warps)
         if need_dw or need_db:
             grid = (-(-x.shape[-1] // COLUMNS.block), plan.parts, 1)
-            args = (*operands, dw, db, plan.rows, -(-plan.rows // plan.parts))
+            args = (*operands, dw, db, plan.rows, -(-plan.rows // plan.parts), *addresses)
             launch(NORM_BACKWARD_COLUMNS, grid, args, plan.columns_constants[aligned], COLUMNS.num_warps)
-    if out is not dx:
-        _in_order(dx, plan.order).copy_(out)
-    return dx, _reduced(dw, weight), _reduced(db, bias)
+    for whole, part in ((dx, out), (dg, out_gate)):
+        if part is not whole:
+            _in_order(whole, plan.order).copy_(part)
+    return dx, _reduced(dw, weight), _reduced(db, bias), dg
 
 
 def _reduced(partials: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -54,6 +54,7 @@ class ForwardPlan:
     grid: tuple[int, int, int]
     order: tuple[int, ...] | None
     x: RowsPlan
+    gate: RowsPlan
     output_dtype: torch.dtype
     memory_format: torch.memory_format
     flat_output: bool
@@ -71,8 +72,10 @@ class BackwardPlan:
     rows: int
     parts: int
     order: tuple[int, ...] | None
+    heads: int
     x: RowsPlan
     dy: RowsPlan
+    gate: RowsPlan
     memory_format: torch.memory_format
     flat_output: bool
     vectorised: bool
@@ -92,12 +95,13 @@ def _remember(key: tuple, make: Callable[[], Plan]) -> Plan:
     return plan
 
 
-def _layout(x: torch.Tensor, contiguous_output: bool):
+def _layout(x: torch.Tensor, contiguous_output: bool, heads: int):
     """(order in which rows are numbered, memory format of the output, whether that output is flat in this order)."""
     shape, strides = tuple(x.shape), x.stride()
     if contiguous_output:
         return None, torch.contiguous_format, True
-    order = None if x.is_contiguous() else memory_order(shape, strides)
+    # Where each head has a weight of its own, rows keep their order: the kernel tells the head by the row's number.
+    order = None if x.is_contiguous() or heads > 1 else memory_order(shape, strides)
     with _disable_current_modes():  # what eager's strides would be is our question, not an operator of the caller's
         output = torch.empty_like(x, device="meta").stride()
     return order, torch.preserve_format, flat_strides(shape, output, order)
@@ -110,76 +114,103 @@ def _rounding(spec: NormSpec, weight: torch.Tensor | None) -> str:
     return spec.rounding
 
 
+def _formula(spec: NormSpec) -> tuple:
+    """All of a spec that compiled code depends on."""
+    return spec.centered, spec.weight_offset, spec.rounds_offset, spec.rounding, spec.eps_outside, spec.gate
+
+
 def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def forward_plan(x, weight, bias, spec: NormSpec, stats: bool, contiguous_output: bool) -> ForwardPlan:
+def _heads(*parameters: torch.Tensor | None) -> int:
+    """How many rows of parameters there are: each row of x takes the next."""
+    return next((p.shape[0] for p in parameters if p is not None and p.dim() == 2), 1)
+
+
+NO_ROWS = RowsPlan(RowAddress(1, 0, 0), False)
+
+
+def forward_plan(x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_output: bool) -> ForwardPlan:
     """The launch of `spec` on tensors like these; none of their values is read."""
-    formula = (spec.centered, spec.weight_offset, spec.rounding)
-    dtypes = (x.dtype, _dtype(weight), _dtype(bias))
+    formula, heads = _formula(spec), _heads(weight, bias)
+    dtypes = (x.dtype, *map(_dtype, (weight, bias, gate)))
 
     def make() -> ForwardPlan:
         shape = tuple(x.shape)
         hidden_size, rows = shape[-1], math.prod(shape[:-1])
-        order, memory_format, flat_output = _layout(x, contiguous_output)
+        order, memory_format, flat_output = _layout(x, contiguous_output, heads)
         x_rows = RowsPlan.of(shape, x.stride(), order)
+        gate_rows = NO_ROWS if gate is None else RowsPlan.of(shape, gate.stride(), order)
         config = forward_config(hidden_size)
         output_dtype = spec.output_dtype(x.dtype, _dtype(weight))
 
+        def arguments(unit):
+            if config.loop:
+                return (rows, *x_rows.arguments(unit))
+            return (rows, *x_rows.arguments(unit), *gate_rows.arguments(unit))
+
         def constants(unit):
-            return (
-                hidden_size, config.block, config.rows, unit, spec.centered, spec.weight_offset,
-                _rounding(spec, weight),
-            )  # fmt: skip
+            rounding = (spec.centered, spec.weight_offset, spec.rounds_offset, _rounding(spec, weight))
+            if config.loop:
+                return hidden_size, config.block, unit, *rounding, spec.eps_outside
+            return hidden_size, config.block, config.rows, unit, heads, *rounding, spec.eps_outside, spec.gate
 
         pair = (constants(1), constants(VECTOR))
         return ForwardPlan(
             config=config,
             rows=rows,
-            grid=(-(-rows // config.rows), 1, 1),
+            grid=(-(-rows // (config.rows * heads)), heads, 1),
             order=order,
             x=x_rows,
+            gate=gate_rows,
             output_dtype=output_dtype,
             memory_format=memory_format,
             flat_output=flat_output,
-            vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised(),
-            arguments=tuple((rows, *x_rows.arguments(unit)) for unit in (1, VECTOR)),
+            vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised() and gate_rows.vectorised(),
+            arguments=(arguments(1), arguments(VECTOR)),
             constants=pair,
             keys=tuple((dtypes, output_dtype, stats, c) for c in pair),
         )
 
-    key = ("forward", x.shape, x.stride(), dtypes, formula, stats, contiguous_output)
+    strides = x.stride(), None if gate is None else gate.stride()
+    key = ("forward", x.shape, strides, dtypes, formula, heads, stats, contiguous_output)
     return _remember(key, make)
 
 
 def backward_plan(
-    dy, x, weight, spec: NormSpec, need: tuple[bool, bool, bool], contiguous_output: bool, limits: tuple[int, int]
+    dy, x, weight, bias, gate, spec: NormSpec, need: tuple[bool, ...], contiguous_output: bool, limits: tuple[int, int]
 ) -> BackwardPlan:
     """The backward of `spec`; limits: (multiprocessors, bytes of shared memory a program may use)."""
-    formula = (spec.centered, spec.weight_offset, spec.rounding)
-    dtypes = (dy.dtype, x.dtype, _dtype(weight), need, spec.centered)
+    formula, heads = _formula(spec), _heads(weight, bias)
+    dtypes = (dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate)), need, spec.centered)
 
     def make() -> BackwardPlan:
         shape = tuple(x.shape)
         hidden_size, rows = shape[-1], math.prod(shape[:-1])
         sms, shared = limits
-        order, memory_format, flat_output = _layout(x, contiguous_output)
+        order, memory_format, flat_output = _layout(x, contiguous_output, heads)
         x_rows, dy_rows = (RowsPlan.of(shape, t.stride(), order) for t in (x, dy))
-        itemsize = max(t.element_size() for t in (x, dy, weight) if t is not None)
-        config = backward_config(hidden_size, spec.centered, itemsize, shared)
+        gate_rows = NO_ROWS if gate is None else RowsPlan.of(shape, gate.stride(), order)
+        itemsize = max(t.element_size() for t in (x, dy, weight, gate) if t is not None)
+        config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None)
         rounding = _rounding(spec, weight)
+        offset = spec.weight_offset, spec.rounds_offset
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
         else:
-            parts = min(-(-rows // config.rows), sms * config.programs_per_sm)
+            parts = max(1, min(-(-rows // (config.rows * heads)), sms * config.programs_per_sm // heads))
+
+        def arguments(unit):
+            both = (*dy_rows.arguments(unit), *x_rows.arguments(unit))
+            return both if config.loop else (*both, *gate_rows.arguments(unit))
 
         def constants(unit):
             if config.loop:
-                return hidden_size, config.block, unit, spec.weight_offset, rounding
+                return hidden_size, config.block, unit, *offset, spec.eps_outside
             return (
-                hidden_size, config.block, config.rows, unit, spec.weight_offset, rounding, config.stages,
-                config.reload_weight,
+                hidden_size, config.block, config.rows, unit, heads, *offset, rounding, spec.eps_outside, spec.gate,
+                config.stages, config.reload_weight,
             )  # fmt: skip
 
         return BackwardPlan(
@@ -187,16 +218,19 @@ def backward_plan(
             rows=rows,
             parts=parts,
             order=order,
+            heads=heads,
             x=x_rows,
             dy=dy_rows,
+            gate=gate_rows,
             memory_format=memory_format,
             flat_output=flat_output,
-            vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised() and dy_rows.vectorised(),
-            arguments=tuple((*dy_rows.arguments(unit), *x_rows.arguments(unit)) for unit in (1, VECTOR)),
+            vectorised=hidden_size % VECTOR == 0 and all(r.vectorised() for r in (x_rows, dy_rows, gate_rows)),
+            arguments=(arguments(1), arguments(VECTOR)),
             constants=(constants(1), constants(VECTOR)),
             columns_constants=tuple((hidden_size, COLUMNS.block, COLUMNS.rows, unit, rounding) for unit in (1, VECTOR)),
             dtypes=dtypes,
         )
 
-    key = ("backward", x.shape, x.stride(), dy.stride(), dtypes, formula, contiguous_output, limits)
+    strides = x.stride(), dy.stride(), None if gate is None else gate.stride()
+    key = ("backward", x.shape, strides, dtypes, formula, heads, contiguous_output, limits)
     return _remember(key, make)

@@ -10,12 +10,13 @@ from importlib.util import find_spec
 import torch
 from torch.nn import Parameter
 
-from ..kernels.config import MAX_HIDDEN_SIZE
+from ..kernels.config import MAX_HIDDEN_SIZE, TILE_MAX
 from .recompute import same_as_forward
 
 BACKENDS = ("auto", "triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach past the last row
+MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 PLAIN_TYPES = (torch.Tensor, Parameter)
 
 
@@ -100,13 +101,21 @@ def describe_backend(device: torch.device | str) -> tuple[str, str]:
     return "triton", f"Triton compiles for {device.type}"
 
 
-def refusal(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
+def refusal(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor | None = None,
+    group_size: int | None = None,
+) -> str | None:
     """Why the kernels do not serve this call, or None where they do."""
     dtype, shape, device = x.dtype, x.shape, x.device
     if dtype not in KERNEL_DTYPES:
         return f"x is {dtype}; the kernels serve float32, float16 and bfloat16"
     if not shape or not 1 <= shape[-1] <= MAX_HIDDEN_SIZE:
         return f"the last dimension of x, shape {tuple(shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
+    if group_size is not None and (shape[-1] % group_size or group_size > TILE_MAX):
+        return f"groups of {group_size} do not divide rows of {shape[-1]}, or hold more than {TILE_MAX}"
     for parameter in (weight, bias):
         if parameter is None:
             continue
@@ -114,16 +123,32 @@ def refusal(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
         if parameter.dtype not in KERNEL_DTYPES:
             return f"{name} is {parameter.dtype}; the kernels serve float32, float16 and bfloat16"
         if parameter.dim() != 1 or parameter.shape[0] != shape[-1]:
-            return f"{name} has shape {tuple(parameter.shape)} where x has {shape[-1]} columns"
+            if parameter.dim() != 2 or parameter.shape != shape[-2:]:
+                return f"{name} has shape {tuple(parameter.shape)} where x has {shape[-1]} columns"
+            if not 0 < parameter.shape[0] <= MAX_HEADS or shape[-1] > TILE_MAX or group_size is not None:
+                return f"{name} of shape {tuple(parameter.shape)} has too many rows or columns"
+            if any(p is not None and p.shape != parameter.shape for p in (weight, bias)):
+                return "weight and bias differ in shape"
         if parameter.device != device:
             return f"{name} is on {parameter.device} and x on {device}: move one of them"
+    if gate is not None:
+        if gate.dtype not in KERNEL_DTYPES or gate.shape != shape or gate.device != device:
+            return f"gate is {gate.dtype} of shape {tuple(gate.shape)} on {gate.device}, x {tuple(shape)} on {device}"
+        if (group_size or shape[-1]) > TILE_MAX:
+            return f"x has {shape[-1]} columns; gated norms are served up to {TILE_MAX}"
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    if not torch.compiler.is_compiling() and x.numel() > MAX_ROWS and x.numel() // shape[-1] > MAX_ROWS:
+    if not torch.compiler.is_compiling() and x.numel() > MAX_ROWS and x.numel() // (group_size or shape[-1]) > MAX_ROWS:
         return f"x has more than {MAX_ROWS} rows"
     return device_refusal(device.type, device.index)
 
 
-def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> str:
+def resolve_backend(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    group_size: int | None = None,
+) -> str:
     """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call to the layer's own forward.
 
     Raises:
@@ -134,7 +159,7 @@ def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: t
     if choice == "reference":
         backend = "reference"
     else:
-        reason = refusal(x, weight, bias)
+        reason = refusal(x, weight, bias, gate, group_size)
         if reason is None:
             backend = "triton"
         elif choice == "triton":
@@ -144,20 +169,18 @@ def resolve_backend(x: torch.Tensor, weight: torch.Tensor | None = None, bias: t
     if _used and not torch.compiler.is_compiling():
 
         def automatic() -> str:
-            return "triton" if refusal(x, weight, bias) is None else "original"
+            return "triton" if refusal(x, weight, bias, gate, group_size) is None else "original"
 
         backend = same_as_forward(backend, choice != "auto", automatic, weight)
     return backend
 
 
-def plain(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+def plain(*tensors: torch.Tensor | None) -> bool:
     """Whether a kernel may read these tensors' memory directly: no subclass, and nobody tracing the operators."""
-    return (
-        type(x) in PLAIN_TYPES
-        and (weight is None or type(weight) in PLAIN_TYPES)
-        and (bias is None or type(bias) in PLAIN_TYPES)
-        and not (torch._C._len_torch_dispatch_stack() and _traced())
-    )
+    for t in tensors:
+        if t is not None and type(t) not in PLAIN_TYPES:
+            return False
+    return not (torch._C._len_torch_dispatch_stack() and _traced())
 
 
 def _traced() -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch.autograd import forward_ad
 
 from ..formula import NormSpec, Rounding
-from ..reference import reference_backward, reference_norm
+from ..reference import in_groups, reference_backward, reference_norm
 from .backend import plain, resolve_backend
 from .operators import contiguous_output, norm_backward_op, norm_forward_op, spec_args
 
@@ -18,22 +19,22 @@ _is_compiling = torch.compiler.is_compiling
 class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
-    def forward(ctx, x, weight, bias, spec):
-        y, rstd, mean = _launch_forward(x, weight, bias, spec, True)
-        ctx.save_for_backward(x, weight, bias, rstd, mean)
+    def forward(ctx, x, weight, bias, gate, spec):
+        y, rstd, mean = _launch_forward(x, weight, bias, gate, spec, True)
+        ctx.save_for_backward(x, weight, bias, gate, rstd, mean)
         ctx.spec = spec
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, bias, rstd, mean = ctx.saved_tensors
-        need = list(ctx.needs_input_grad[:3])
+        x, weight, bias, gate, rstd, mean = ctx.saved_tensors
+        need = list(ctx.needs_input_grad[:4])
         if torch.is_grad_enabled() and not _is_compiling():  # create_graph: the formula itself is differentiable
-            grads = _differentiable_backward(dy, x, weight, bias, ctx.spec, need)
+            grads = _differentiable_backward(dy, x, weight, bias, gate, ctx.spec, need)
         elif not _is_compiling() and (_transformed() or torch._C._functorch.is_legacy_batchedtensor(dy)):
-            grads = reference_backward(dy, x, weight, bias, ctx.spec, need)
+            grads = reference_backward(dy, x, weight, bias, ctx.spec, need, gate)
         else:
-            grads = _launch_backward(dy, x, weight, bias, rstd, mean, ctx.spec, need)
+            grads = _launch_backward(dy, x, weight, bias, gate, rstd, mean, ctx.spec, need)
         return *grads, None
 
 
@@ -45,64 +46,76 @@ def _teach_dtensor() -> bool:
     return True
 
 
-def _launch_forward(x, weight, bias, spec, stats):
-    if _is_compiling() or not plain(x, weight, bias):
+def _launch_forward(x, weight, bias, gate, spec, stats):
+    if _is_compiling() or not plain(x, weight, bias, gate):
         _teach_dtensor()
-        return norm_forward_op(x, weight, bias, *spec_args(spec), stats)
+        return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
     from ..kernels import launch
 
-    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec))
+    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
 
 
-def _launch_backward(dy, x, weight, bias, rstd, mean, spec, need):
-    if _is_compiling() or not (plain(x, weight, bias) and plain(dy, None, None)):
-        dx, dweight, dbias = norm_backward_op(
-            dy, x, weight, bias, rstd, rstd.new_empty(0) if mean is None else mean, *spec_args(spec), need
-        )
-        return dx if need[0] else None, dweight if need[1] else None, dbias if need[2] else None
+def _launch_backward(dy, x, weight, bias, gate, rstd, mean, spec, need):
+    if _is_compiling() or not plain(x, weight, bias, gate, dy):
+        mean = rstd.new_empty(0) if mean is None else mean
+        grads = norm_backward_op(dy, x, weight, bias, gate, rstd, mean, *spec_args(spec), need)
+        return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
     from ..kernels import launch
 
-    return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec))
+    return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate)
 
 
-def _differentiable_backward(dy, x, weight, bias, spec, need):
+def _differentiable_backward(dy, x, weight, bias, gate, spec, need):
     with torch.enable_grad():
         # Through views of their own: where x was itself computed from the same weight, the gradient asked for is the
         # one along this norm alone.
-        inputs = [t if t is None else t.view_as(t) for t in (x, weight, bias)]
-        y = reference_norm(*inputs, spec)
+        inputs = [t if t is None else t.view_as(t) for t in (x, weight, bias, gate)]
+        y = reference_norm(*inputs[:3], spec, inputs[3])
         wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
         grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
     return [next(grads) if needed else None for needed in need]
 
 
 def fused_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec, backend: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    spec: NormSpec,
+    backend: str | None = None,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `spec` on x with the backend in force.
 
     Args:
         x: (..., hidden_size), any strides; rows may be empty.
-        weight, bias: (hidden_size,) or None, as the spec says.
+        weight, bias: (hidden_size,), or (heads, hidden_size) where x is (..., heads, hidden_size), or None, as the
+            spec says.
         backend: what `resolve_backend` answered, if the caller has asked already.
+        gate: x's shape, where the spec has one.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging Face module's output has.
     """
     if backend is None:
-        backend = resolve_backend(x, weight, bias)
+        backend = resolve_backend(x, weight, bias, gate, spec.group_size)
     if backend != "triton" or (not _is_compiling() and _transformed()):
-        return reference_norm(x, weight, bias, spec)
+        return reference_norm(x, weight, bias, spec, gate)
+    if spec.group_size is not None:
+        x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
+        return fused_norm(x, weight, bias, replace(spec, group_size=None), backend, gate).flatten(-2)
     if spec.functional:
         x, weight, bias = _autocast_to_float32(x, weight, bias)
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
     if torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (gate is not None and gate.requires_grad)
     ):
-        return _FusedNorm.apply(x, weight, bias, spec)
-    return _launch_forward(x, weight, bias, spec, False)[0]
+        return _FusedNorm.apply(x, weight, bias, gate, spec)
+    return _launch_forward(x, weight, bias, gate, spec, False)[0]
 
 
 def _transformed() -> bool:

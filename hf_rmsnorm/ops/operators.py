@@ -10,14 +10,18 @@ from ..formula import NormSpec
 from ..reference import reference_backward, reference_norm, reference_stats
 from .backend import plain, refusal
 
-_SPEC = "float eps, bool centered, float weight_offset, str rounding, bool functional"
+_SPEC = (
+    "float eps, bool centered, float weight_offset, str rounding, bool functional, bool eps_outside, bool round_offset, "
+    "str gating"
+)
 _library = torch.library.Library("hf_rmsnorm", "DEF")
 _library.define(
-    f"norm_forward(Tensor x, Tensor? weight, Tensor? bias, {_SPEC}, bool stats) -> (Tensor, Tensor, Tensor)"
+    f"norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, {_SPEC}, bool stats) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor rstd, Tensor mean, "
-    f"{_SPEC}, bool[3] need) -> (Tensor, Tensor, Tensor)"
+    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, Tensor rstd, Tensor mean, "
+    f"{_SPEC}, bool[] need) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 norm_forward_op = torch.ops.hf_rmsnorm.norm_forward.default
 norm_backward_op = torch.ops.hf_rmsnorm.norm_backward.default
@@ -25,10 +29,15 @@ norm_backward_op = torch.ops.hf_rmsnorm.norm_backward.default
 
 def spec_args(spec: NormSpec) -> tuple:
     """The fields of a spec as the operators take them."""
-    return spec.eps, spec.centered, spec.weight_offset, spec.rounding, spec.functional
+    return (
+        spec.eps, spec.centered, spec.weight_offset, spec.rounding, spec.functional, spec.eps_outside,
+        spec.round_offset, spec.gate or "",
+    )  # fmt: skip
 
 
-def spec_from(weight, bias, eps, centered, weight_offset, rounding, functional) -> NormSpec:
+def spec_from(
+    weight, bias, eps, centered, weight_offset, rounding, functional, eps_outside, round_offset, gating
+) -> NormSpec:
     return NormSpec(
         centered=centered,
         eps=eps,
@@ -37,6 +46,9 @@ def spec_from(weight, bias, eps, centered, weight_offset, rounding, functional) 
         weight_offset=weight_offset,
         rounding=rounding,
         functional=functional,
+        eps_outside=eps_outside,
+        round_offset=round_offset,
+        gate=gating or None,
     )
 
 
@@ -54,32 +66,34 @@ def _empty_output(x, spec, dtype):
     return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 
-def _forward(x, weight, bias, eps, centered, weight_offset, rounding, functional, stats):
-    spec = spec_from(weight, bias, eps, centered, weight_offset, rounding, functional)
-    if plain(x, weight, bias) and refusal(x, weight, bias) is None:
+def _forward(x, weight, bias, gate, *formula):
+    *fields, stats = formula
+    spec = spec_from(weight, bias, *fields)
+    if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
         from ..kernels import launch
 
-        y, rstd, mean = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec))
+        y, rstd, mean = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
     else:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
-        y.copy_(reference_norm(x, weight, bias, spec))
-        rstd, mean = reference_stats(x, spec) if stats else (None, None)
+        y.copy_(reference_norm(x, weight, bias, spec, gate))
+        rstd, mean = reference_stats(x, spec, gate) if stats else (None, None)
     return y, _none(x) if rstd is None else rstd, _none(x) if mean is None else mean
 
 
-def _backward(dy, x, weight, bias, rstd, mean, eps, centered, weight_offset, rounding, functional, need):
-    spec = spec_from(weight, bias, eps, centered, weight_offset, rounding, functional)
-    if plain(x, weight, bias) and refusal(x, weight, bias) is None:
+def _backward(dy, x, weight, bias, gate, rstd, mean, *formula):
+    *fields, need = formula
+    spec = spec_from(weight, bias, *fields)
+    if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
         from ..kernels import launch
 
+        mean = mean if spec.centered else None
         grads = launch.norm_backward(
-            dy, x, weight, bias, rstd, mean if centered else None, spec, tuple(need), contiguous_output(spec)
+            dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate
         )
     else:
-        dx, dweight, dbias = reference_backward(dy, x, weight, bias, spec, need)
-        if dx is not None:
-            dx = _empty_output(x, spec, x.dtype).copy_(dx)
-        grads = (dx, dweight, dbias)
+        dx, dweight, dbias, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
+        dx, dgate = (g if g is None else _empty_output(x, spec, g.dtype).copy_(g) for g in (dx, dgate))
+        grads = (dx, dweight, dbias, dgate)
     return tuple(_none(x) if g is None else g for g in grads)
 
 
@@ -88,19 +102,22 @@ _library.impl("norm_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("hf_rmsnorm::norm_forward", lib=_library)
-def _(x, weight, bias, eps, centered, weight_offset, rounding, functional, stats):
-    spec = spec_from(weight, bias, eps, centered, weight_offset, rounding, functional)
+def _(x, weight, bias, gate, *formula):
+    *fields, stats = formula
+    spec = spec_from(weight, bias, *fields)
     y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
     rows = math.prod(x.shape[:-1])  # torch.Size.numel() would fix a dynamic batch
     rstd = x.new_empty(rows, dtype=torch.float32) if stats else _none(x)
-    return y, rstd, x.new_empty(rows, dtype=torch.float32) if stats and centered else _none(x)
+    return y, rstd, x.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(x)
 
 
 @torch.library.register_fake("hf_rmsnorm::norm_backward", lib=_library)
-def _(dy, x, weight, bias, rstd, mean, eps, centered, weight_offset, rounding, functional, need):
-    spec = spec_from(weight, bias, eps, centered, weight_offset, rounding, functional)
+def _(dy, x, weight, bias, gate, rstd, mean, *formula):
+    *fields, need = formula
+    spec = spec_from(weight, bias, *fields)
     return (
         _empty_output(x, spec, x.dtype) if need[0] else _none(x),
         torch.empty_like(weight) if need[1] else _none(x),
         torch.empty_like(bias) if need[2] else _none(x),
+        _empty_output(x, spec, gate.dtype) if need[3] else _none(x),
     )

@@ -15,29 +15,34 @@ def _replicated(tensor):
     return None if tensor is None else Replicate()
 
 
-def _splits_rows(x) -> bool:
-    return x.ndim > 1
+def _splits_rows(x, *parameters) -> bool:
+    return x.ndim > max((p.ndim for p in parameters if p is not None), default=1)
 
 
 @register_sharding(norm_forward_op)
-def forward_sharding(x, weight, bias, *formula):
+def forward_sharding(x, weight, bias, gate, *formula):
     """(y, rstd, mean) of rows split like x's; rstd and mean are flat over rows, so only dimension 0 maps onto them."""
-    plain = [None] * len(formula)
-    parameters = [_replicated(weight), _replicated(bias)]
-    acceptable = [([Replicate()] * 3, [Replicate(), *parameters, *plain])]
-    if _splits_rows(x):
-        acceptable.append(([Shard(0)] * 3, [Shard(0), *parameters, *plain]))
+    rest = [None] * len(formula)
+
+    def inputs(rows):
+        return [rows, _replicated(weight), _replicated(bias), None if gate is None else rows, *rest]
+
+    acceptable = [([Replicate()] * 3, inputs(Replicate()))]
+    if _splits_rows(x, weight, bias):
+        acceptable.append(([Shard(0)] * 3, inputs(Shard(0))))
     return acceptable
 
 
 @register_sharding(norm_backward_op)
-def backward_sharding(dy, x, weight, bias, rstd, mean, *formula):
-    """dx like x; a parameter's gradient is a partial sum over the rows of each rank."""
-    plain = [None] * len(formula)
-    parameters = [_replicated(weight), _replicated(bias)]
-    whole = [Replicate(), Replicate(), *parameters, Replicate(), Replicate()]
-    acceptable = [([Replicate()] * 3, [*whole, *plain])]
-    if _splits_rows(x):
-        rows = [Shard(0), Shard(0), *parameters, Shard(0), Shard(0)]
-        acceptable.append(([Shard(0), Partial(), Partial()], [*rows, *plain]))
+def backward_sharding(dy, x, weight, bias, gate, rstd, mean, *formula):
+    """dx and dgate like x; a parameter's gradient is a partial sum over the rows of each rank."""
+    rest = [None] * len(formula)
+
+    def inputs(rows):
+        parameters = [_replicated(weight), _replicated(bias)]
+        return [rows, rows, *parameters, None if gate is None else rows, rows, rows, *rest]
+
+    acceptable = [([Replicate()] * 4, inputs(Replicate()))]
+    if _splits_rows(x, weight, bias):
+        acceptable.append(([Shard(0), Partial(), Partial(), Shard(0)], inputs(Shard(0))))
     return acceptable
