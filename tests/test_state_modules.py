@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
@@ -151,6 +151,20 @@ def test_a_model_with_one_norm_parametrized_before_the_patch(fused_calls):
     with use_backend("reference"):
         assert torch.equal(model(ids).logits, plain(ids).logits)
     assert len(fused_calls) == 8 + 9
+
+
+@pytest.mark.parametrize("order", ["pruned first", "patch first"])
+def test_a_pruned_norm(order, fused_calls):
+    """Its weight is a plain attribute that a hook writes before each forward."""
+    norm, x = LlamaRMSNorm(16), torch.randn(3, 16)
+    if order == "patch first":
+        patch_model(norm)
+    prune.l1_unstructured(norm, "weight", amount=4)
+    assert len(patch_model(norm, strict=True).swapped) == 1
+    with use_backend("reference"):
+        y = norm(x)
+    assert len(fused_calls) == 1 and (y == 0).sum() == 3 * 4
+    assert torch.equal(y, LlamaRMSNorm.forward(norm, x))
 
 
 # torch.compile

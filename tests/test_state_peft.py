@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import tiny_models
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.layers import fused_part
@@ -202,3 +203,23 @@ def test_a_copy_that_is_being_trained_is_its_own_module_at_its_own_path():
     report = patch_model(model)
     assert {f"{path}.original_module", f"{path}.modules_to_save.default"} <= {r.path for r in report.swapped}
     assert not report.skipped
+
+
+@orders
+def test_a_norm_under_an_accelerate_hook_keeps_it_in_its_copy(order, fused_calls):
+    """PEFT gives the copy a hook of its own, around whichever forward the norm had."""
+    model = tiny_models.build("llama")
+    expected = logits(model)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["model.norm"])  # changes nothing yet
+    add_hook_to_module(model.model.norm, AlignDevicesHook(execution_device="cpu"))
+    if order == "patch first":
+        patch_model(model, strict=True)
+    model = peft.get_peft_model(model, config)
+    if order == "adapter first":
+        patch_model(model, strict=True)
+    assert torch.equal(logits(model), expected) and len(fused_calls) == 5
+    wrapper = model.base_model.model.model.norm
+    for norm in (wrapper.original_module, wrapper.modules_to_save["default"]):
+        assert isinstance(norm._hf_hook, AlignDevicesHook) and norm._old_forward.__self__ is norm
+    assert unpatch_model(model) == 6
+    assert torch.equal(logits(model), expected) and len(fused_calls) == 5

@@ -3,13 +3,16 @@
 import pytest
 import tiny_models
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from hf_rmsnorm import patch_model, unpatch_model, use_backend
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.layers import fused_part
 
 orders = pytest.mark.parametrize("order", ["patch first", "shard first"])
@@ -92,3 +95,21 @@ def test_a_training_step(how, order, mesh, fused_calls):
         assert torch.equal(model(input_ids=ids).logits, got_logits) and not fused_calls
 
 
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo is for the CPU, where only the interpreter runs the kernels")
+@orders
+@pytest.mark.parametrize("make", [LlamaRMSNorm, nn.LayerNorm])
+def test_sequence_parallel(make, order, mesh):
+    model, x = nn.Sequential(make(16)), torch.randn(2, 4, 16)
+    expected = model(x)
+    if order == "patch first":
+        patch_model(model, strict=True)
+    parallelize_module(model, mesh, {"0": SequenceParallel()})
+    assert len(patch_model(model, strict=True).swapped) == 1
+    with use_backend("triton"), count_launches() as launches:
+        y = model(x)
+        y.full_tensor().sum().backward()
+    assert isinstance(y, DTensor) and launches["norm_forward"] == launches["norm_backward"] == 1
+    torch.testing.assert_close(y.full_tensor(), expected)
+    assert isinstance(model[0].weight.grad, DTensor)
