@@ -97,7 +97,7 @@ def test_a_training_step(how, order, mesh, fused_calls):
 
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo is for the CPU, where only the interpreter runs the kernels")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo is for the CPU, where the interpreter must run")
 @orders
 @pytest.mark.parametrize("make", [LlamaRMSNorm, nn.LayerNorm])
 def test_sequence_parallel(make, order, mesh):
