@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 from accelerate import init_empty_weights
-from reports import report_on
+from reports import reason_for, report_on
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -119,6 +119,23 @@ def test_zero3_like_empty_parameters(family, with_shape, fused_calls):
     model.to(DEVICE)
     unpatch_model(model)
     assert [tuple(p.shape) for norm in norms for p in norm.parameters()] == shapes
+
+
+class OneSizeRMSNorm(LlamaRMSNorm):
+    """Its code holds the size that its empty weight does not tell."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states.unflatten(-1, (24,)))
+
+
+@pytest.mark.parametrize("with_shape", [True, False], ids=["ds_shape", "no shape"])
+def test_the_shape_that_zero3_keeps_is_the_one_a_norm_is_examined_with(with_shape):
+    norm = OneSizeRMSNorm(24)
+    partition(norm, with_shape)
+    if with_shape:
+        assert len(patch_model(norm, strict=True).swapped) == 1
+    else:
+        assert "unflatten" in reason_for(norm) and type(norm) is OneSizeRMSNorm
 
 
 def test_a_parameter_still_empty_at_its_call_fails_as_in_the_original():
