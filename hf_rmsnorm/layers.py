@@ -10,13 +10,16 @@ import copyreg
 import inspect
 import math
 import threading
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
 
 import torch
 
 from .formula import NormSpec
 from .ops import fused_norm, resolve_backend
+
+Layout = Literal["last", "channels_first", "heads"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,17 @@ class Recipe:
         eps: name of the attribute that holds eps; None if eps is fixed in the code.
         eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
         hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
-        settings: flags of the module, as (name, value), without which it computes something else.
+        settings: attributes of the module, as (name, value), without which it computes something else.
+        gate: name of the forward's argument that is the gate.
+        gate_optional: without a gate, the module computes the same formula ungated.
+        layout: the input normalises over its ``"last"`` dimension; over its second (``"channels_first"``, as
+            `ConvNextLayerNorm`); or over the last of (..., heads, head_dim), which the output joins (``"heads"``, as
+            `xLSTMMultiHeadLayerNorm`).
+        dims: numbers of dimensions of the input that the formula was proven for; None if any.
+        only_float32: in half precision the module rounds in an order that no `NormSpec` has.
+        not_under_autocast: under autocast the module computes something else.
+
+    Calls that do not meet hidden_size, settings, dims or the last two run the module's own forward.
     """
 
     spec: NormSpec
@@ -38,12 +51,18 @@ class Recipe:
     eps: str | None = None
     eps_value: Any = None
     hidden_size: int | None = None
-    settings: tuple[tuple[str, bool], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+    gate: str | None = None
+    gate_optional: bool = False
+    layout: Layout = "last"
+    dims: tuple[int, ...] | None = None
+    only_float32: bool = False
+    not_under_autocast: bool = False
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
         for name, value in self.settings:
-            if getattr(module, name) is not value:
+            if getattr(module, name) != value:
                 return None
         if self.eps is None:
             return self.spec
@@ -53,6 +72,34 @@ class Recipe:
         if isinstance(eps, (float, int)) and 0.0 <= eps < math.inf:
             return self.spec.with_eps(float(eps))
         return None
+
+    @property
+    def restricted(self) -> bool:
+        """Whether more than the operands' shapes decides if a call can be served."""
+        return self.layout != "last" or self.dims is not None or self.only_float32 or self.not_under_autocast
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x as a view (or copy) of rows along its last dimension; None if this call is for the module itself."""
+        if (
+            (self.dims is not None and x.dim() not in self.dims)
+            or (self.only_float32 and x.dtype != torch.float32)
+            or (self.not_under_autocast and torch.is_autocast_enabled(x.device.type))
+        ):
+            return None
+        if self.layout == "channels_first":
+            return x.movedim(1, -1)
+        if self.layout == "heads":
+            return x.flatten(-2) if x.shape[-1] == self.spec.group_size else None
+        return x
+
+    def notes(self) -> str:
+        """What is not fused, and the layout if it is not the usual one, in words for a report; "" if nothing."""
+        words = {"channels_first": ["over dimension 1"], "heads": ["joins heads"]}.get(self.layout, [])
+        if self.only_float32:
+            words.append("in float32 only: in half precision it rounds in its own order, by its own forward")
+        if self.not_under_autocast:
+            words.append("under autocast it runs its own forward")
+        return "; ".join(words)
 
 
 _classes: dict[tuple, type] = {}
@@ -110,39 +157,58 @@ def _make_forward(base: type, recipe: Recipe):
     base_forward = base.forward
     signature = inspect.signature(base_forward)
     input_name = list(signature.parameters)[1]
-    weight_name, bias_name = recipe.weight, recipe.bias
-    hidden_size, functional = recipe.hidden_size, recipe.spec.functional
+    weight_name, bias_name, gate_name = recipe.weight, recipe.bias, recipe.gate
+    hidden_size, functional, restricted = recipe.hidden_size, recipe.spec.functional, recipe.restricted
 
     def forward(self, *args, **kwargs):
         # Somebody may have kept this method and unpatched the module since, or given its class another forward.
         if getattr(type(self), "_hf_rmsnorm_recipe", None) is not recipe or base.forward is not base_forward:
             return base.forward(self, *args, **kwargs)
+        gate = None
         if len(args) == 1 and not kwargs:
             x = args[0]
-        elif not args and len(kwargs) == 1 and input_name in kwargs:
-            x = kwargs[input_name]
         else:
-            return base_forward(self, *args, **kwargs)
+            x, gate = _inputs(args, kwargs, input_name, gate_name)
         weight = None if weight_name is None else _tensor(self, weight_name)
         bias = None if bias_name is None else _tensor(self, bias_name)
         spec = recipe.spec_of(self)
+        if gate is None and gate_name is not None and spec is not None:
+            spec = _ungated(spec) if recipe.gate_optional else None
+        rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
         if (
             spec is None
             or (weight is None and weight_name is not None)
             or (bias is None and bias_name is not None)
-            or not isinstance(x, torch.Tensor)
-            or (hidden_size is not None and x.shape[-1:] != (hidden_size,))
-            or (functional and not _one_dtype(x, weight, bias))
+            or not isinstance(rows, torch.Tensor)
+            or not (gate is None or isinstance(gate, torch.Tensor))
+            or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
+            or (functional and not _one_dtype(rows, weight, bias))
         ):
             return base_forward(self, *args, **kwargs)
-        backend = resolve_backend(x, weight, bias)
-        if backend == "original" or (backend == "reference" and not _fits(x, weight, bias)):
+        backend = resolve_backend(rows, weight, bias, gate, spec.group_size)
+        if backend == "original" or (backend == "reference" and not _fits(rows, weight, bias, gate, spec)):
             return base_forward(self, *args, **kwargs)
-        return fused_norm(x, weight, bias, spec, backend)
+        y = fused_norm(rows, weight, bias, spec, backend, gate)
+        return y.movedim(-1, 1) if recipe.layout == "channels_first" else y
 
     forward.__doc__ = base_forward.__doc__
     forward.__signature__ = signature
     return forward
+
+
+def _inputs(args: tuple, kwargs: dict, input_name: str, gate_name: str | None) -> tuple:
+    """(input, gate) of a call, or (None, None) where it holds anything else."""
+    names = (input_name,) if gate_name is None else (input_name, gate_name)
+    given = dict(zip(names, args, strict=False)) if len(args) <= len(names) else {}
+    if input_name not in {**given, **kwargs} or len(given) != len(args) or kwargs.keys() - set(names[len(args) :]):
+        return None, None
+    given.update(kwargs)
+    return given[input_name], given.get(gate_name)
+
+
+@cache
+def _ungated(spec: NormSpec) -> NormSpec:
+    return replace(spec, gate=None)
 
 
 def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
@@ -151,14 +217,16 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     return getattr(module, name) if found is None else found
 
 
-def _fits(x, weight, bias) -> bool:
+def _fits(x, weight, bias, gate, spec: NormSpec) -> bool:
     """Whether the plain formula, which would broadcast anything, may compute this; the kernels check for themselves."""
     columns = x.shape[-1:]
+    parameters = [p for p in (weight, bias) if p is not None]
     return (
         x.is_floating_point()
         and len(columns) == 1
-        and (weight is None or weight.shape == columns)
-        and (bias is None or bias.shape == columns)
+        and (all(p.shape == columns for p in parameters) or all(p.shape == x.shape[-2:] for p in parameters))
+        and (gate is None or gate.shape == x.shape)
+        and (spec.group_size is None or columns[0] % spec.group_size == 0)
     )
 
 

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from reports import reason_for, report_on
 from torch import nn
 
+from hf_rmsnorm import use_backend
+
 
 def rms(h, eps=1e-6):
     return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
@@ -159,13 +161,10 @@ def lookalike(forward, name):
 
 NORMALISE = {
     divide_by_std: "standard deviation without centring",
-    eps_outside: "not inside the root",
     unbiased: "unbiased",
     l2: "L2 norm",
     weight_first: "before the norm",
-    no_upcast: "order of its own",
     one_norm: "mean magnitude",
-    grouped: "not one that this package knows",
     random_forward: "random",
     dropout_in_training: "random",
     other_in_training: "train mode",
@@ -176,8 +175,6 @@ NORMALISE = {
     no_gradient: "gradient",
     scaled_by_an_attribute: "not one that this package knows",
     only_for_three_dimensions: "dimensional input",
-    own_autocast: "autocast",
-    autocast_off_in_bfloat16: "autocast",
     only_in_float32: "needs float32",
 }
 DO_NOT = {
@@ -189,7 +186,7 @@ DO_NOT = {
     returns_factor: "(2, 3, 1)",
     returns_pair: "tuple",
     fails: "needs a cache",
-    two_inputs: "besides one tensor",
+    two_inputs: "must be given 'residual'",
 }
 
 
@@ -211,5 +208,30 @@ def test_what_does_not_normalise_is_not_mentioned(forward):
     assert not report.swapped and not report.skipped, report
 
 
-def test_two_dimensional_weight_is_named():
-    assert "(4, 8)" in reason_for(nn.LayerNorm((4, 8)))
+def test_a_norm_over_two_dimensions_is_named():
+    assert "more than the last dimension" in reason_for(nn.LayerNorm((4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("forward", "formula", "note"),
+    [
+        (eps_outside, "RMSNorm(eps=1e-06 outside the root, rounds every step)", ""),
+        (grouped, "RMSNorm(eps=1e-06, rounds before weight, groups of 16)", ""),
+        (no_upcast, "RMSNorm(eps=1e-06, one rounding)", "float32 only"),
+        (own_autocast, "RMSNorm(eps=1e-06, rounds before weight)", "under autocast"),
+        (autocast_off_in_bfloat16, "LayerNorm(eps=1e-05, one rounding, bias)", "under autocast"),
+    ],
+)
+def test_what_is_exact_in_some_calls_only_is_served_in_those(forward, formula, note):
+    module, original = (lookalike(forward, "Thing") for _ in range(2))
+    original.load_state_dict(module.state_dict())
+    (record,) = report_on(module).swapped
+    assert str(record.formula) == formula
+    assert note in record.notes and bool(note) == bool(record.notes)
+    with use_backend("reference"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(2, 3, 32).to(dtype)
+            module.to(dtype), original.to(dtype)
+            assert torch.equal(module(x), original(x))
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(module(x), original(x))

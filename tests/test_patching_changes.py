@@ -171,10 +171,17 @@ def test_an_eps_in_another_object_is_read_when_patched():
         assert torch.equal(module(X), before), "README: such an eps is read once, at patch time"
 
 
-def test_nemotrons_norm_is_left_alone_and_listed():
-    with pytest.warns(UserWarning, match="changed no norm"):
-        (record,) = patch_model(NemotronLayerNorm1P(16)).skipped
-    assert "autocast" in record.reason
+def test_nemotrons_norm_runs_its_own_forward_under_autocast(fused_calls):
+    module, original = NemotronLayerNorm1P(16), NemotronLayerNorm1P(16)
+    (record,) = patch_model(module).swapped
+    assert "autocast" in record.notes
+    x = torch.randn(3, 16)
+    with use_backend("reference"):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(module(x), original(x))
+            assert not fused_calls
+        assert torch.equal(module(x), original(x))
+        assert len(fused_calls) == 1
 
 
 def test_a_norm_with_parameters_and_children_is_listed_and_a_block_named_after_its_norms_is_not():

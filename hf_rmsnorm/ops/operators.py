@@ -11,8 +11,8 @@ from ..reference import reference_backward, reference_norm, reference_stats
 from .backend import plain, refusal
 
 _SPEC = (
-    "float eps, bool centered, float weight_offset, str rounding, bool functional, bool eps_outside, bool round_offset, "
-    "str gating"
+    "float eps, bool centered, float weight_offset, str rounding, bool functional, "
+    "bool eps_outside, bool round_offset, str gating"
 )
 _library = torch.library.Library("hf_rmsnorm", "DEF")
 _library.define(

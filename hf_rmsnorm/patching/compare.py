@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..formula import HALF_DTYPES, NormSpec
+from ..reference import in_groups
 
 EPS32 = 2.0**-23
 # The same formula by other primitives. x / sqrt(v) for x * rsqrt(v) is three roundings, weight and bias two on either
@@ -28,6 +29,8 @@ def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
     """Whether y is the formula's result but for roundings of float32, measured against the terms that were summed."""
     if not torch.equal(y.isfinite(), expected.isfinite()):
         return False
+    if spec.group_size is not None:
+        y, expected, x, weight, bias = in_groups(spec.group_size, y, expected, x, weight, bias)
     x_dtype, x, error = x.dtype, x.double(), (y.double() - expected.double()).abs().nan_to_num()
     terms = expected.double().abs() if bias is None else expected.double().abs() + bias.double().abs()
     if spec.centered:  # a mean summed in another order is off by roundings of its summands

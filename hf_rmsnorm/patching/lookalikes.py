@@ -47,8 +47,8 @@ def describe(probe: Probe, x: torch.Tensor, y: torch.Tensor) -> str | None:
         for name, hat in _variants(x):
             if close(hat * scale + shift, y, 1e-5):
                 return f"it computes {name}"
-    for scale in tensors:
-        h = x * scale
+    for scale, offset in itertools.product(tensors, (0.0, 1.0)):
+        h = x * (scale + offset)
         if close(h * h.pow(2).mean(-1, keepdim=True).rsqrt(), y, 1e-5):
             return "it computes an RMSNorm of the weighted input: the weight is applied before the norm"
     return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +34,19 @@ class DrawsRandom(Unusable):
 class Probe:
     """A copy of a module on the CPU, hooks left behind, whose tensors and attributes can be set for each run.
 
+    A run takes and gives rows, (..., hidden_size), however the module wants its input.
+
     Args:
         module: any module on any device, meta included; only its shapes, dtypes, buffers and attributes are read.
 
     Attributes:
-        sizes: length of each floating one-dimensional parameter or buffer, by name; 0 where it is not known.
+        sizes: length of each floating parameter or buffer, by name; 0 where it is not known. One of two dimensions,
+            (heads, head_dim), counts and is set as one row.
+        head_dim: the second of those two; where given, the module gets (..., heads, head_dim) for each row.
         numbers: value of each int or float attribute, by name.
+        layout, dims: how rows are put to the module, as in `Recipe`.
+        gate: name of the forward's second input, or None; gate_required: whether it must be given.
+        neutral: (value, factor): the gate given where a run names none, and what the output is multiplied by then.
         faults: what the runs so far did that no norm formula does, in words.
 
     Raises:
@@ -50,16 +59,29 @@ class Probe:
         forward = type(module).forward
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
-        self.sizes = {name: t.shape[0] for name, t in own_tensors(self.module) if t.dim() == 1}
+        self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
+        self.sizes = {name: shape.numel() for name, shape in self._shapes.items()}
+        self.head_dim = next((shape[1] for shape in self._shapes.values() if len(shape) == 2), None)
         self.numbers = {
             name: value
             for name, value in plain_attributes(module).items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         }
+        self.layout, self.dims = "last", None
+        self.neutral = None
+        _, self.gate, self.gate_required = inputs(type(module)) or (None, None, False)
+        if self.gate_required:
+            self.require_gate()
+
+    def require_gate(self) -> None:
+        """Give every run a gate, wide open where none is named."""
+        self.gate_required, self.neutral = True, (64.0, 1.0)
 
     def set(self, **values) -> None:
-        """Set tensors or plain attributes of the copy."""
+        """Set tensors (as rows) or plain attributes of the copy."""
         for name, value in values.items():
+            if isinstance(value, torch.Tensor) and len(self._shapes.get(name, ())) == 2:
+                value = value.view(self._shapes[name])
             if name in self.module._parameters:
                 self.module._parameters[name] = Parameter(value, requires_grad=value.requires_grad)
             elif name in self.module._buffers:
@@ -67,22 +89,23 @@ class Probe:
             else:
                 self.module.__dict__[name] = value
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """The output for a copy of x.
 
         Raises:
             Unusable: the forward fails, or returns anything but one floating tensor of x's shape.
         """
         given = x.clone()
-        y = self._call(given)
+        y = self._call(given, gate)
         if not torch.equal(given.nan_to_num(), x.nan_to_num()):
             self._blame("it writes into its input")
         return y
 
-    def run_watched(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """`run`, and whether the output is that of torch's own F.layer_norm or F.rms_norm on the input itself.
+    def run_watched(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> tuple[torch.Tensor, str | None]:
+        """`run`, and what torch's own F.layer_norm or F.rms_norm does in it: ``"all"``, ``"hat"`` or None.
 
-        A call for which the forward switched autocast on or off does not count: autocast changes what they return.
+        ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. A call for
+        which the forward switched autocast on or off does not count: autocast changes what they return.
 
         Raises:
             DrawsRandom: its forward would draw random numbers.
@@ -91,16 +114,26 @@ class Probe:
         attributes, tensors = self._attributes(), {name: t.clone() for name, t in own_tensors(self.module)}
         given, autocast = x.clone(), _autocast_state()
         with _NormCalls() as calls, _RefuseRandom():
-            y = self._call(given)
+            y = self._call(given, gate)
         after = dict(own_tensors(self.module))
         same = after.keys() == tensors.keys() and all(torch.equal(t, after[name]) for name, t in tensors.items())
         if not same or self._attributes() != attributes:
             self._blame("its forward changes the module's own state")
-        return y, any(x_ is given and y_ is y and state == autocast for x_, y_, state in calls.made)
+        made = [call for call in calls.made if call.autocast == autocast and _same_memory(call.x, given)]
+        if any(_same_memory(call.y, y) for call in made):
+            return y, "all"
+        return y, "hat" if any(call.plain for call in made) else None
 
-    def _call(self, x: torch.Tensor) -> torch.Tensor:
+    def _call(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        factor, extra = 1.0, {}
+        if self.gate is not None and (gate is not None or self.neutral is not None):
+            if gate is None:
+                value, factor = self.neutral
+                gate = torch.full_like(x, value)
+            extra[self.gate] = self._present(gate)
+        given = self._present(x)
         try:
-            y = self._forward(self.module, x)
+            y = self._forward(self.module, given, **extra)
         except Unusable:
             raise
         except Exception as error:  # a user's forward may raise anything
@@ -108,9 +141,26 @@ class Probe:
             raise Unusable(f"its forward fails on one input tensor: {type(error).__name__}: {line}") from error
         if not isinstance(y, torch.Tensor):
             raise Unusable(f"it returns {type(y).__name__}, not one tensor")
-        if y.shape != x.shape or not y.is_floating_point():
-            raise Unusable(f"it turns shape {tuple(x.shape)} into {tuple(y.shape)}")
-        return y
+        expected = given.flatten(-2).shape if self.layout == "heads" else given.shape
+        if y.shape != expected or not y.is_floating_point():
+            raise Unusable(f"it turns shape {tuple(given.shape)} into {tuple(y.shape)}")
+        if self.layout == "channels_first":
+            y = y.movedim(1, -1)
+        y = y.reshape(x.shape)
+        return y if factor == 1.0 else y * factor
+
+    def _present(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as the module takes them."""
+        row = x.shape[-1:]
+        if self.head_dim is not None and (self.layout == "heads" or self.layout == "last"):
+            row = torch.Size((row[0] // self.head_dim, self.head_dim))
+        leading = list(x.shape[:-1])
+        if self.dims is not None and len(leading) + len(row) not in self.dims:
+            first = leading[0] if leading else 1
+            leading = [first, math.prod(leading) // first, 1, 1][: max(self.dims) - len(row)]
+            leading = leading if len(leading) > 1 else [math.prod(x.shape[:-1])]
+        x = x.reshape(*leading, *row)
+        return x.movedim(-1, 1) if self.layout == "channels_first" else x
 
     def _blame(self, fault: str) -> None:
         if fault not in self.faults:
@@ -131,16 +181,31 @@ class _RefuseRandom(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _NormCall(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+    plain: bool
+    autocast: list[bool]
+
+
 class _NormCalls(TorchFunctionMode):
     def __init__(self):
         super().__init__()
-        self.made = []
+        self.made: list[_NormCall] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if func in TORCH_NORMS:
-            self.made.append((args[0] if args else kwargs.get("input"), result, _autocast_state()))
+            given = [*args, *kwargs.values()]
+            plain = sum(isinstance(value, torch.Tensor) for value in given) == 1
+            x = args[0] if args else kwargs.get("input")
+            self.made.append(_NormCall(x, result, plain, _autocast_state()))
         return result
+
+
+def _same_memory(a, b: torch.Tensor) -> bool:
+    return isinstance(a, torch.Tensor) and (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)
 
 
 def _autocast_state() -> list[bool]:
@@ -182,16 +247,23 @@ def is_plain(value) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
 
 
-def first_input(cls: type) -> str | None:
-    """Name of the forward's first parameter if it is the only one that must be given, else None."""
+def inputs(cls: type) -> tuple[str, str | None, bool] | None:
+    """(name of the forward's first parameter, of its second, whether that must be given); None if it needs more.
+
+    A second parameter counts if it has no default, or None: so a forward takes a gate. Otherwise its name is None.
+    """
     try:
         parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     except (TypeError, ValueError):  # a builtin or otherwise opaque callable has no signature
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
-    needed += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    return parameters[0].name if needed == [p.name for p in parameters[:1]] and parameters else None
+    needed = [p for p in parameters if p.kind in (*kinds, inspect.Parameter.KEYWORD_ONLY) and p.default is p.empty]
+    if not needed or needed[0] is not parameters[0] or len(needed) > 2 or needed[1:] not in ([], parameters[1:2]):
+        return None
+    second = parameters[1] if len(parameters) > 1 else None
+    if second is None or second.kind is not kinds[1] or second.default not in (second.empty, None):
+        return None if len(needed) == 2 else (parameters[0].name, None, False)
+    return parameters[0].name, second.name, len(needed) == 2
 
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:

@@ -11,18 +11,19 @@ import torch
 
 from ..layers import Recipe
 from ..ops.backend import MAX_HIDDEN_SIZE
-from .fit import Fit, NotANorm, NotInFamily
+from .fit import Fit
 from .probe import (
     INSTANCE_FORWARDS,
     MODULE_STATE,
     DrawsRandom,
     Probe,
     Unusable,
-    first_input,
+    inputs,
     is_plain,
     neutral_modes,
     plain_attributes,
 )
+from .trial import NotANorm, NotInFamily
 
 # A name only makes a module worth a line in the report when it is not swapped.
 NORM_NAME = re.compile(r"RMSNorm|LayerNorm")
@@ -33,13 +34,19 @@ REDUCTIONS |= {"layer_norm", "rms_norm", "einsum", "matmul", "dot", "bmm"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of one module: a recipe; or a reason why it has none; or neither, if it is not a norm at all."""
+    """What is known of one module: a recipe; or a reason why it has none; or neither, if it is not a norm at all.
+
+    `cure` says what a user may do about the reason.
+    """
 
     recipe: Recipe | None = None
     reason: str | None = None
+    cure: str = ""
 
 
 NOT_A_NORM = Verdict()
+NOTHING = "nothing: it is no norm over the last dimension, and runs its own forward"
+REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas that the README lists"
 _known: dict[tuple, Verdict] = {}
 
 
@@ -56,7 +63,7 @@ def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None
     named = bool(NORM_NAME.search(class_name(module)))
     reason = _refusal(module)
     if reason is not None:
-        return Verdict(reason=reason) if named and reason else NOT_A_NORM
+        return Verdict(None, *reason) if named and reason[0] else NOT_A_NORM
     key, lasting = _signature(module)
     known = _known if lasting or cache is None else cache
     if key not in known:
@@ -64,7 +71,7 @@ def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None
             known[key] = _examine(module, named)
         except Exception as error:
             # Whatever a user's class does, the other norms are still to be served. Not kept: the cause may pass.
-            return Verdict(reason=f"it could not be examined: {type(error).__name__}: {error}")
+            return Verdict(None, f"it could not be examined: {type(error).__name__}: {error}", REWRITE)
     return known[key]
 
 
@@ -78,40 +85,44 @@ def _examine(module: torch.nn.Module, named: bool) -> Verdict:
         with neutral_modes():
             return Verdict(recipe=Fit(Probe(module)).recipe())
     except NotInFamily as error:
-        return Verdict(reason=str(error))
+        return Verdict(None, str(error), REWRITE)
     except DrawsRandom as error:  # so whether it normalises cannot be asked: its code must tell
-        return Verdict(reason=str(error)) if named or _reduces(type(module).forward, type(module)) else NOT_A_NORM
+        named = named or _reduces(type(module).forward, type(module))
+        return Verdict(None, str(error), REWRITE) if named else NOT_A_NORM
     except (NotANorm, Unusable) as error:
-        return Verdict(reason=str(error)) if named else NOT_A_NORM
+        return Verdict(None, str(error), NOTHING) if named else NOT_A_NORM
 
 
-def _refusal(module: torch.nn.Module) -> str | None:
-    """Why the module must not even be run: a reason for norm-like names, "" where it is plainly something else."""
+def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
+    """(reason, cure) where the module must not even be run; ("", "") where it is plainly something else."""
     cls = type(module)
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is scripted or traced: patch the model before torch.jit"
+        return "it is scripted or traced", "patch the model before torch.jit"
     if torch.nn.utils.parametrize.is_parametrized(module):
-        return "its weight is parametrized"
+        return "its weight is parametrized", "patch the model before the parametrization, or remove that first"
     if any(True for _ in module.children()):
         # With parameters of its own beside its children it is a norm fused with something; else a block around norms.
-        return "it has submodules" if module._parameters or not any(True for _ in module.parameters()) else ""
+        if module._parameters or not any(True for _ in module.parameters()):
+            return "it has submodules", "nothing: a norm among them is listed by itself"
+        return "", ""
     forward = cls.forward
     torch_norms = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
     if getattr(forward, "__module__", "").partition(".")[0] == "torch" and forward not in torch_norms:
-        return "its forward is one of torch's own that is no norm over the last dimension"
+        return "its forward is one of torch's own that is no norm over the last dimension", NOTHING
     stores = (module._parameters, module._buffers, module.__dict__)
     tensors = [t for store in stores for t in store.values() if isinstance(t, torch.Tensor)]
     for tensor in tensors:
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-            return "it has no shape yet: run the model once before patching"
-        if tensor.dim() > 1:
-            return f"it holds a tensor of shape {tuple(tensor.shape)}; a weight must have one dimension"
+            return "it has no shape yet", "run the model once, then patch it"
+        if tensor.dim() > 2 or (tensor.dim() == 2 and not _reduces(forward, cls)):
+            shape = tuple(tensor.shape)
+            return f"it holds a tensor of shape {shape}; a norm's weight has one dimension, or two", NOTHING
         if tensor.numel() > MAX_HIDDEN_SIZE:
-            return f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}"
+            return f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}", REWRITE
     if not any(t.is_floating_point() for t in tensors) and not _reduces(forward, cls):
-        return "its code calls no mean, sum or norm"
-    if first_input(cls) is None:
-        return "its forward must be given something besides one tensor"
+        return "its code calls no mean, sum or norm", NOTHING
+    if inputs(cls) is None:
+        return "its forward must be given something besides one tensor and a gate", NOTHING
     return None
 
 

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ..formula import NormSpec
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """A module that runs the fused forward: where it is, its class's name, the formula it was recognised to compute."""
+    """A module that runs the fused forward.
+
+    Attributes:
+        path, class_name: where it is, and its class's name.
+        formula: what it was recognised to compute.
+        notes: which calls still run the module's own forward, and an unusual layout; "" where there is nothing to say.
+    """
 
     path: str
     class_name: str
     formula: NormSpec
+    notes: str = ""
+
+    @property
+    def text(self) -> str:
+        """The formula and the notes, in words."""
+        return f"{self.formula}; {self.notes}" if self.notes else str(self.formula)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A norm, or what its name calls one, that was left alone, and why."""
+    """A norm, or what its name calls one, that was left alone: why, and what to do about it."""
 
     path: str
     class_name: str
     reason: str
+    cure: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,26 +61,37 @@ class PatchReport:
                     "path": r.path,
                     "class_name": r.class_name,
                     "formula": {**r.formula.to_dict(), "text": str(r.formula)},
+                    "notes": r.notes,
                 }
                 for r in self.swapped
             ],
-            "skipped": [{"path": r.path, "class_name": r.class_name, "reason": r.reason} for r in self.skipped],
+            "skipped": [asdict(record) for record in self.skipped],
         }
 
     def groups(self) -> list[tuple[str, str, str, list[str]]]:
-        """(``"swapped"`` or ``"skipped"``, class name, formula or reason, paths), modules alike in one group."""
-        grouped: dict[tuple[str, str, str], list[str]] = {}
+        """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths), modules alike in one group.
+
+        Swapped modules are alike if they compute the same formula, skipped ones if class and reason are the same.
+        """
+        swapped: dict[str, list[Swapped]] = {}
         for record in self.swapped:
-            grouped.setdefault(("swapped", record.class_name, str(record.formula)), []).append(record.path)
+            swapped.setdefault(record.text, []).append(record)
+        skipped: dict[tuple[str, str], list[str]] = {}
         for record in self.skipped:
-            grouped.setdefault(("skipped", record.class_name, record.reason), []).append(record.path)
-        return [(*key, paths) for key, paths in grouped.items()]
+            skipped.setdefault((record.class_name, record.reason), []).append(record.path)
+        return [
+            ("swapped", ", ".join(dict.fromkeys(r.class_name for r in records)), text, [r.path for r in records])
+            for text, records in swapped.items()
+        ] + [("skipped", *key, paths) for key, paths in skipped.items()]
 
     def __str__(self) -> str:
         norms = "norm" if len(self.swapped) == 1 else "norms"
         lines = [f"{len(self.swapped)} {norms} swapped, {len(self.skipped)} left alone"]
-        for verdict, class_name, what, paths in self.groups():
-            lines.append(f"  {verdict} {len(paths):>4} x {class_name}: {what}")
+        cures = {(r.class_name, r.reason): r.cure for r in self.skipped}
+        for verdict, class_names, what, paths in self.groups():
+            lines.append(f"  {verdict} {len(paths):>4} x {class_names}: {what}")
+            if verdict == "skipped" and cures[class_names, what]:
+                lines.append(f"      what to do: {cures[class_names, what]}")
             lines += [f"      {path}" for path in compact_paths(paths)]
         return "\n".join(lines)
 

@@ -24,6 +24,7 @@ class Entry:
     paths: list[str]
     recipe: Recipe | None = None
     reason: str | None = None
+    cure: str = ""
     already: bool = False
     excluded: bool = False
 
@@ -45,9 +46,9 @@ class Plan:
             name = class_name(entry.module)
             for path in entry.paths:
                 if entry.recipe is not None:
-                    swapped.append(Swapped(path, name, entry.recipe.spec))
+                    swapped.append(Swapped(path, name, entry.recipe.spec, entry.recipe.notes()))
                 else:
-                    skipped.append(Skipped(path, name, entry.reason))
+                    skipped.append(Skipped(path, name, entry.reason, entry.cure))
         return PatchReport(tuple(swapped), tuple(skipped))
 
 
@@ -78,34 +79,36 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
     fused = fused_part(type(module))
     verdict = recognise(module, cache) if fused is None else _verdict_on_fused(module, fused._hf_rmsnorm_recipe)
-    recipe, reason = verdict.recipe, verdict.reason
+    recipe, reason, cure = verdict.recipe, verdict.reason, verdict.cure
     if recipe is None and reason is None:
         return None
     other = None if recipe is None else replaced_forward(module)
     if other is not None:
         recipe, reason = None, f"its forward was replaced on the instance by {other}"
+        cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
     elif recipe is not None and fused is None:
         try:
             fused_class(type(module), recipe)
         except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
             recipe, reason = None, f"its class cannot be subclassed: {type(error).__name__}: {error}"
-    return Entry(module, paths, recipe, reason, already=fused is not None)
+            cure = "let the class be subclassed; until then it runs its own forward"
+    return Entry(module, paths, recipe, reason, cure, already=fused is not None)
 
 
 def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
     spec = recipe.spec_of(module)
     if spec is None:
         now = [f"{name} is now {getattr(module, name)}" for name in (recipe.eps, *dict(recipe.settings)) if name]
-        return Verdict(reason=f"it runs its own forward: {', '.join(now)}")
+        return Verdict(reason=f"it runs its own forward: {', '.join(now)}", cure="set it back, or patch again")
     return Verdict(recipe=replace(recipe, spec=spec))
 
 
 def _filter(entry: Entry, include: list[str] | None, exclude: list[str] | None) -> None:
     hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
     if hit is not None:
-        entry.recipe, entry.reason, entry.excluded = None, f"excluded by {hit!r}", True
+        entry.recipe, entry.reason, entry.cure, entry.excluded = None, f"excluded by {hit!r}", "", True
     elif include is not None and not any(_matches(path, glob) for path in entry.paths for glob in include):
-        entry.recipe, entry.reason, entry.excluded = None, "not in include", True
+        entry.recipe, entry.reason, entry.cure, entry.excluded = None, "not in include", "", True
 
 
 def _matches(path: str, glob: str) -> bool:

@@ -1,0 +1,193 @@
+"""What a probed module is fed, and how: rows that tell formulas apart, put to it in the way that it normalises them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+
+from ..layers import Recipe
+from ..ops.backend import MAX_HIDDEN_SIZE
+from ..reference import reference_norm
+from .compare import close, nearly, same_bits
+from .lookalikes import describe
+from .probe import DrawsRandom, Probe, Unusable
+
+# How rows may be put to a module, and in how many dimensions it is first asked; None: any.
+LAYOUTS = (("last", None), ("channels_first", (4,)), ("channels_first", (3,)), ("heads", (4,)))
+
+
+class NotInFamily(Exception):
+    """The module normalises over its last dimension by a formula that `NormSpec` cannot say."""
+
+
+class NotANorm(Exception):
+    """The module does not normalise over the last dimension of its input."""
+
+
+class Trial:
+    """One probed module, and the inputs and tensors that it is tried with.
+
+    Attributes:
+        size: length of a row. group: how many elements of it are normalised together.
+        tensors: the values of the module's tensors, as rows.
+    """
+
+    def __init__(self, probe: Probe):
+        self.probe = probe
+        self.generator = torch.Generator().manual_seed(0)
+        self.size = self.group = None
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float32)
+
+    def rows(self, minimum: int = 0, half: bool = False) -> torch.Tensor:
+        """(rows, hidden_size) float32 rows that tell formulas apart.
+
+        Plain rows, rows with a large mean, rows so small that eps rules, large ones, one outlier, and zeros.
+        """
+        small, large = (1e-4, 1e3) if half else (1e-12, 1e12)
+        scales = torch.tensor([1.0, 1.0, 30.0, 0.02, 1e-3, 3e-4, small, large, 1.0, 2.0, 1.0, 0.0], dtype=torch.float32)
+        means = torch.tensor([0.0, 0.1, -100.0, 0.3, 0.0, 1e-3, small, 0.0, 8.0, -0.5, 0.0, 0.0], dtype=torch.float32)
+        repeats = max(1, math.ceil(minimum / (len(scales) * self.size)))
+        x = self.normal(repeats, len(scales), self.size) * scales[:, None] + means[:, None]
+        x[:, 10, self.size // 2] = 300.0
+        return x.flatten(0, 1)
+
+    def gate_for(self, x: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
+        """Gates from closed to wide open, in x's dtype; None where the recipe has none."""
+        return None if recipe.gate is None else (3.0 * self.normal(*x.shape)).to(x.dtype)
+
+    def randomise(self) -> None:
+        for name, size in self.probe.sizes.items():
+            self.tensors[name] = 0.7 + 0.4 * self.normal(size or self.size)
+        self.probe.set(**self.tensors)
+
+    def find_input(self) -> None:
+        """Settle how rows are put to the module and how long they are: the first way in which it normalises them.
+
+        Raises:
+            NotANorm, NotInFamily, Unusable: there is none.
+        """
+        try:
+            self._find_layout()
+        except DrawsRandom:
+            raise
+        except (Unusable, NotANorm) as error:
+            self._find_layout_with_gate(error)
+
+    def _find_layout(self) -> None:
+        sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
+        if not sizes:
+            sizes = [*_hinted_sizes(self.probe), 64]
+        if max(sizes) > MAX_HIDDEN_SIZE:
+            raise Unusable(f"its hidden size is above {MAX_HIDDEN_SIZE}")
+        head_dim, failure = self.probe.head_dim, None
+        for layout, dims in LAYOUTS[:1] if head_dim else LAYOUTS:
+            for self.size in sizes:
+                heads = _divisors_named(self.probe, self.size) if layout == "heads" else [head_dim]
+                for self.probe.head_dim in heads:
+                    self.probe.layout, self.probe.dims = layout, dims
+                    try:
+                        self._try_input()
+                    except DrawsRandom:
+                        raise
+                    except (Unusable, NotANorm) as error:
+                        failure = failure or error
+                        continue
+                    if dims is None:
+                        self._find_dims()
+                    return
+        self.probe.head_dim = head_dim
+        raise failure
+
+    def _find_layout_with_gate(self, failure: Exception) -> None:
+        """A forward that failed without its second input, though None is that input's default, may need it."""
+        if self.probe.gate is None:
+            raise failure
+        if not self.probe.gate_required and not self.probe.faults:
+            self.probe.require_gate()
+            with contextlib.suppress(Unusable, NotANorm):
+                return self._find_layout()
+            raise failure
+        raise type(failure)(f"its forward must be given {self.probe.gate!r} besides its input; with that, {failure}")
+
+    def _try_input(self) -> None:
+        self.probe.faults.clear()
+        self.randomise()
+        x = self.normal(2, 3, self.size)
+        y, _ = self.probe.run_watched(x)
+        if not same_bits(y, self.probe.run(x)):
+            self.probe.faults.append("two calls on the same input differ")
+        self._check_normalises()
+
+    def _find_dims(self) -> None:
+        """Which numbers of dimensions the forward takes, if not any from two to four."""
+        accepted = []
+        own = 1 if self.probe.head_dim is None else 2
+        for dims in range(1, 6):
+            self.probe.dims = (dims,)
+            try:
+                if dims >= own:
+                    self.probe.run(self.normal(*[2] * (dims - own), self.size))
+                    accepted.append(dims)
+            except Unusable:
+                continue
+        self.probe.dims = None if {max(2, own), 3, 4} <= set(accepted) else tuple(accepted)
+
+    def _check_normalises(self) -> None:
+        """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
+        x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
+        y = self.probe.run(x)
+        if not y.isfinite().all():
+            raise NotInFamily("it gives NaN or infinity on ordinary input" + self._strange_numbers())
+        scales = torch.tensor([1.0, 2.0, 64.0, 1024.0], dtype=torch.float32).view(2, 2, 1)
+        scaled = self.probe.run(x * scales)
+        if not close(scaled, y, 1e-3):
+            if close(self.probe.run(x * 1024), y, 1e-3):
+                raise NotANorm("it normalises over another dimension than the last")
+            raise NotANorm(describe(self.probe, x, y) or "it does not normalise over the last dimension")
+        moved = x.clone()
+        moved[0, 0, 0] += 3e4
+        change = (self.probe.run(moved) != y).flatten(0, 1)
+        if change[1:].any():
+            raise NotANorm("the result of a row depends on other rows")
+        if self.size > 1 and not change[0, 1:].any():
+            raise NotANorm("it does not normalise over the last dimension" + self._strange_numbers())
+        self.group = 1 if self.size == 1 else int(change[0].nonzero().max()) + 1
+        if self.size % self.group:
+            raise NotInFamily("it normalises over a part of the last dimension")
+
+    def _strange_numbers(self) -> str:
+        strange = [f"{name} is {value}" for name, value in self.probe.numbers.items() if not 0 <= value < math.inf]
+        return ": " + ", ".join(strange) if strange else ""
+
+    def agrees(self, recipe: Recipe, x, x_dtype, weight_dtype, exact: bool) -> bool:
+        """Whether module and formula give the same on x."""
+        x = x.to(x_dtype)
+        values = {name: tensor.to(weight_dtype) for name, tensor in self.tensors.items()}
+        weight, bias, gate = values.get(recipe.weight), values.get(recipe.bias), self.gate_for(x, recipe)
+        self.probe.set(**values)
+        y = self.probe.run(x, gate)
+        self.probe.set(**self.tensors)
+        expected = reference_norm(x, weight, bias, recipe.spec, gate)
+        if exact or y.dtype != expected.dtype:
+            return same_bits(y, expected)
+        return nearly(y, expected, x, weight, bias, recipe.spec)
+
+
+def _hinted_sizes(probe: Probe) -> list[int]:
+    """Sizes that a module without weights names in its attributes, `normalized_shape` and the like."""
+    hints = [value for value in probe.numbers.values() if isinstance(value, int)]
+    for value in vars(probe.module).values():
+        if isinstance(value, (tuple, list)) and value and isinstance(value[-1], int):
+            hints.append(value[-1])
+    return list(dict.fromkeys(h for h in hints if 1 <= h <= MAX_HIDDEN_SIZE))
+
+
+def _divisors_named(probe: Probe, size: int) -> list[int]:
+    """Attributes of the module that may be the size of each of several heads that make up a row."""
+    hints = dict.fromkeys(value for value in probe.numbers.values() if isinstance(value, int))
+    return [hint for hint in hints if 1 < hint < size and size % hint == 0]
