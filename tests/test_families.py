@@ -1,0 +1,268 @@
+"""Each family of norms in Transformers by its live classes: recognised, bit-equal in plain torch, as accurate fused."""
+
+import copy
+import inspect
+from importlib import import_module
+
+import pytest
+import torch
+from tolerance import assert_as_accurate
+from torch import nn
+
+from hf_rmsnorm import patch_model, unpatch_model, use_backend
+
+
+def live(model, name):
+    return getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
+
+
+# class, arguments of its constructor, shape of the input, formula, whether a gate is given
+FAMILIES = {
+    "silu_before_in_groups": (
+        live("mamba2", "MambaRMSNormGated"),
+        (96, 24),
+        (2, 5, 96),
+        "groups of 24, silu(gate) before",
+        True,
+    ),
+    "silu_before": (live("bamba", "BambaRMSNormGated"), (96, 96), (2, 5, 96), "silu(gate) before", True),
+    "its_gate_left_out": (live("zamba2", "Zamba2RMSNormGated"), (96, 24), (2, 5, 96), "groups of 24", False),
+    "silu_after": (live("qwen3_next", "Qwen3NextRMSNormGated"), (96,), (40, 96), "silu(gate) after", True),
+    "sigmoid_after": (live("kimi_linear", "KimiLinearRMSNormGated"), (96,), (2, 5, 3, 96), "sigmoid(gate) after", True),
+    "a_flag_for_before": (
+        live("falcon_h1", "FalconH1RMSNormGated"),
+        (96, 1e-6, 4, False),
+        (2, 5, 96),
+        "groups of 24, silu(gate) before",
+        True,
+    ),
+    "a_flag_for_after": (
+        live("falcon_h1", "FalconH1RMSNormGated"),
+        (96, 1e-6, 4, True),
+        (2, 5, 96),
+        "groups of 24, silu(gate) after",
+        True,
+    ),
+    "groups": (live("qwen4_exp", "Qwen4ExpTextRMSNorm"), (96, 24), (2, 5, 96), "weight + 1, groups of 24", False),
+    "a_weight_for_each_head": (
+        live("cohere", "CohereLayerNorm"),
+        ((3, 32),),
+        (2, 5, 3, 32),
+        "LayerNorm(eps=1e-05, one rounding)",
+        False,
+    ),
+    "and_a_bias": (
+        live("chameleon", "ChameleonLayerNorm"),
+        ((3, 32),),
+        (10, 3, 32),
+        "rounds before weight, bias",
+        False,
+    ),
+    "heads_joined": (live("xlstm", "xLSTMMultiHeadLayerNorm"), (3, 32), (2, 5, 3, 32), "groups of 32", False),
+    "three_dimensional_channels_first": (
+        live("squeezebert", "SqueezeBertLayerNorm"),
+        (32,),
+        (2, 32, 5),
+        "LayerNorm",
+        False,
+    ),
+    "images_without_upcast": (
+        live("vitdet", "VitDetLayerNorm"),
+        (32,),
+        (2, 32, 3, 5),
+        "LayerNorm(eps=1e-06, rounds every step, bias)",
+        False,
+    ),
+    "no_upcast": (
+        live("imagegpt", "ImageGPTLayerNorm"),
+        (96,),
+        (2, 5, 96),
+        "RMSNorm(eps=1e-05, rounds every step)",
+        False,
+    ),
+    "no_upcast_layer_norm": (
+        live("moonshine_streaming", "MoonshineStreamingFrameCMVN"),
+        (),
+        (2, 5, 96),
+        "no weight, rounds every step",
+        False,
+    ),
+    "rounded_rstd": (
+        live("deepseek_v4", "DeepseekV4UnweightedRMSNorm"),
+        (),
+        (2, 5, 96),
+        "no weight, rounds rstd",
+        False,
+    ),
+    "rounded_offset": (
+        live("muse_spark", "MuseSparkTextCenteredRMSNorm"),
+        (96,),
+        (2, 5, 96),
+        "weight + 1 in its dtype",
+        False,
+    ),
+    "layer_norm_1p": (live("nemotron", "NemotronLayerNorm1P"), (96,), (2, 5, 96), "weight + 1, bias", False),
+    "cast_back_then_affine": (
+        live("deberta", "DebertaLayerNorm"),
+        (96,),
+        (2, 5, 96),
+        "rounds before weight, bias",
+        False,
+    ),
+}
+
+OTHER_PRIMITIVES = ("heads_joined", "cast_back_then_affine")  # torch.var, and a division: other roundings of float32
+
+
+def make(name, dtype=torch.float32):
+    cls, arguments, shape, formula, gated = FAMILIES[name]
+    torch.manual_seed(0)
+    module = cls(*arguments)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.8, 0.3)
+    module = module.to(dtype)
+    tensors = [(1.7 * torch.randn(shape) + 0.25).to(dtype) for _ in range(1 + gated)]
+    return module, tensors, formula
+
+
+def run(module, tensors):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = module(*leaves)
+    generator = torch.Generator().manual_seed(3)
+    dy = torch.randn(y.shape, generator=generator).to(y.dtype)
+    return [y, *torch.autograd.grad(y, [*leaves, *module.parameters()], dy)]
+
+
+def in_float64(patched, tensors):
+    """The formula of a patched module, which the first test below proves to be the module's own, in float64."""
+    with use_backend("reference"):
+        return run(copy.deepcopy(patched).double(), [t.double() for t in tensors])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_live_class_is_swapped_and_bit_equal(name, dtype, fused_calls):
+    module, tensors, formula = make(name, dtype)
+    expected = module(*tensors)
+    (record,) = patch_model(module).swapped
+    assert formula in str(record.formula)
+    with use_backend("reference"):
+        y = module(*tensors)
+    assert len(fused_calls) == 1
+    if name in OTHER_PRIMITIVES and dtype == torch.float32:
+        assert_as_accurate(y, expected, in_float64(module, tensors)[0])
+    else:
+        assert torch.equal(y, expected)
+    unpatch_model(module)
+    assert torch.equal(module(*tensors), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_kernels_are_as_accurate_as_the_live_class(name, dtype):
+    module, tensors, _ = make(name, dtype)
+    eager = run(module, tensors)
+    patch_model(module)
+    with use_backend("triton"):
+        fused = run(module, tensors)
+    exact = in_float64(module, tensors)
+    names = ["y", "dx", *(["dgate"] if len(tensors) > 1 else []), *(n for n, _ in module.named_parameters())]
+    for what, ours, theirs, truth in zip(names, fused, eager, exact, strict=True):
+        assert_as_accurate(ours, theirs, truth, what)
+    assert fused[0].stride() == eager[0].stride()
+
+
+class Textbook(nn.Module):
+    """weight * x / (RMS + eps) + bias, as it is taught."""
+
+    def __init__(self, hidden_size, eps=1e-3):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(hidden_size)) for _ in range(2))
+        self.eps = eps
+
+    def forward(self, x):
+        h = x.float()
+        h = h / (h.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
+        return self.weight * h.to(x.dtype) + self.bias
+
+
+class TextbookByLength(Textbook):
+    def forward(self, x):
+        return self.weight * (x / (x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5 + self.eps)) + self.bias
+
+
+@pytest.mark.parametrize("cls", [Textbook, TextbookByLength])
+def test_the_textbook_norm_is_served(cls, fused_calls):
+    torch.manual_seed(0)
+    module, x = cls(96), 0.01 * torch.randn(4, 96)
+    eager = run(module, [x])
+    half = module(x.bfloat16())
+    (record,) = patch_model(module).swapped
+    assert "eps=0.001 outside the root" in str(record.formula)
+    with use_backend("triton"):
+        fused = run(module, [x])
+    exact = in_float64(module, [x])
+    for what, ours, theirs, truth in zip(("y", "dx", "dweight", "dbias"), fused, eager, exact, strict=True):
+        assert_as_accurate(ours, theirs, truth, what)
+    calls = len(fused_calls)
+    with use_backend("reference"):
+        assert torch.equal(module(x.bfloat16()), half)
+    assert len(fused_calls) - calls == (cls is Textbook), "in half precision the other rounds in an order of its own"
+
+
+@pytest.mark.parametrize("name", ["silu_before", "silu_after", "sigmoid_after"])
+def test_other_calls_of_a_gated_norm_run_its_own_forward(name, fused_calls):
+    module, (x, gate), _ = make(name)
+    parameter = list(inspect.signature(module.forward).parameters)[1]
+    by_name, broadcast = module(x, **{parameter: gate}), module(x, gate[..., :1])
+    patch_model(module)
+    with use_backend("reference"):
+        assert torch.equal(module(x, **{parameter: gate}), by_name)
+        assert len(fused_calls) == 1
+        assert torch.equal(module(x, gate[..., :1]), broadcast), "a gate of another shape is broadcast"
+        assert len(fused_calls) == 1
+        with pytest.raises(TypeError):
+            module(x, gate, gate)
+        if name != "silu_before":
+            with pytest.raises((TypeError, AttributeError)):
+                module(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "other"),
+    [
+        ("silu_before_in_groups", "group_size", 48),
+        ("silu_after", "activation", "sigmoid"),
+        ("a_flag_for_after", "norm_before_gate", False),
+        ("a_flag_for_after", "n_groups", 2),
+    ],
+)
+def test_a_setting_changed_after_the_patch_is_obeyed(name, attribute, other, fused_calls):
+    module, tensors, _ = make(name)
+    patch_model(module)
+    setattr(module, attribute, other)
+    with use_backend("reference"):
+        y = module(*tensors)
+    assert not fused_calls
+    unpatch_model(module)
+    assert torch.equal(module(*tensors), y)
+
+
+@pytest.mark.parametrize("model", ["convnext", "dinov3_convnext"])
+@pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
+def test_layer_norms_of_images(model, data_format, fused_calls):
+    cls = live(model, {"convnext": "ConvNextLayerNorm"}.get(model, "DINOv3ConvNextLayerNorm"))
+    module = cls(24, data_format=data_format)
+    nn.init.normal_(module.weight, 0.8, 0.3)
+    shape = (2, 24, 3, 5) if data_format == "channels_first" else (2, 3, 5, 24)
+    for x in (torch.randn(shape), torch.randn(shape).to(memory_format=torch.channels_last)):
+        expected = module(x)
+        patch_model(module)
+        for backend in ("reference", "triton"):
+            with use_backend(backend):
+                y = module(x)
+            torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6 if backend == "triton" else 0)
+            assert y.stride() == expected.stride()
+        unpatch_model(module)
+    assert len(fused_calls) == 4
