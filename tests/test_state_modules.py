@@ -255,7 +255,7 @@ def test_scripted_and_traced_modules_are_named_and_left_alone(make, fused_calls)
     report = patch_model(model)
     assert [r.path for r in report.swapped] == ["free"]
     assert [(r.path, r.class_name) for r in report.skipped] == [("norm", "LayerNorm"), ("block.norm", "LayerNorm")]
-    assert all("scripted or traced: patch the model before torch.jit" in r.reason for r in report.skipped)
+    assert all("scripted or traced" in r.reason and "before torch.jit" in r.cure for r in report.skipped)
     with pytest.raises(ValueError, match="2 norms cannot be swapped.*'norm'.*scripted"):
         patch_model(model, strict=True)
     with use_backend("reference"):
