@@ -63,6 +63,8 @@ class NormSpec:
         eps_outside: divide by ``sqrt(mean(...)) + eps``, as the textbook does, instead of ``sqrt(mean(...) + eps)``.
         round_offset: ``weight_offset + weight`` is rounded to the weight's dtype before use
             (`MuseSparkTextCenteredRMSNorm`). So it is wherever `rounding` is not ``"once"``, whatever this says.
+        weight_first: ``x * (weight_offset + weight)``, rounded to x's dtype, is what is normalised
+            (`MuseSparkTextInputScaledRMSNorm`).
         gate: a second input of x's shape. ``"silu_before"`` normalises ``x * silu(gate)`` (`MambaRMSNormGated`);
             ``"silu_after"`` (`Qwen3NextRMSNormGated`) and ``"sigmoid_after"`` (`KimiLinearRMSNormGated`) multiply the
             result, which then has x's dtype.
@@ -82,6 +84,7 @@ class NormSpec:
     functional: bool = False
     eps_outside: bool = False
     round_offset: bool = False
+    weight_first: bool = False
     gate: Gate | None = None
     group_size: int | None = None
 
@@ -92,6 +95,8 @@ class NormSpec:
             raise ValueError(f"rounding is {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
         if self.gate is not None and self.gate not in GATES:
             raise ValueError(f"gate is {self.gate!r}: choose one of {', '.join(GATES)}, or None")
+        if self.weight_first and (not self.has_weight or self.rounding != "once" or self.gate or self.centered):
+            raise ValueError("weight_first is for an RMSNorm with a weight, no gate, and one rounding at its end")
         if not self.has_weight and (self.weight_offset or self.rounding in ("before_weight", "weight_dtype")):
             raise ValueError("a norm without weight has no weight_offset, and no rounding that speaks of a weight")
 
@@ -141,7 +146,7 @@ class NormSpec:
         if not self.has_weight:
             words.append("no weight")
         if self.has_weight or self.rounding != "once":
-            words.append(_ROUNDING_WORDS[self.rounding])
+            words.append("weight before the norm" if self.weight_first else _ROUNDING_WORDS[self.rounding])
         if self.weight_offset:
             explicit = self.round_offset and self.rounding == "once" and not self.functional
             words.append(f"weight + {self.weight_offset:g}{' in its dtype' if explicit else ''}")

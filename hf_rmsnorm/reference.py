@@ -51,6 +51,9 @@ def reference_norm(
     h = x.to(compute)
     if spec.gate == "silu_before":
         h = h * _activation(gate.to(compute), spec.gate)
+    if spec.weight_first:
+        h = (h * _scale(weight, spec)).to(x.dtype).to(compute)
+        weight = None
     if spec.centered:
         h = h - h.mean(-1, keepdim=True)
     square = h.pow(2).mean(-1, keepdim=True)
@@ -64,16 +67,19 @@ def reference_norm(
         h = h * torch.rsqrt(square + spec.eps)
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
     if weight is not None:
-        if spec.weight_offset:
-            weight = weight.to(compute_dtype(weight.dtype)) + spec.weight_offset
-            if spec.rounds_offset:
-                weight = weight.to(weight_dtype)
-        h = weight * h
+        h = _scale(weight, spec) * h
     if bias is not None:
         h = h + bias
     if spec.gated_after:
         h = h * _activation(gate.to(compute), spec.gate)
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
+
+
+def _scale(weight: torch.Tensor, spec: NormSpec) -> torch.Tensor:
+    if not spec.weight_offset:
+        return weight
+    scale = weight.to(compute_dtype(weight.dtype)) + spec.weight_offset
+    return scale.to(weight.dtype) if spec.rounds_offset else scale
 
 
 def in_groups(group_size: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -86,18 +92,20 @@ def _activation(gate: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def reference_stats(
-    x: torch.Tensor, spec: NormSpec, gate: torch.Tensor | None = None
+    x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None = None, gate: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
-    _, rstd, mean = _hidden(x, spec, gate)
+    _, rstd, mean = _hidden(x, spec, weight, gate)
     return rstd.flatten().float(), None if mean is None else mean.flatten().float()
 
 
-def _hidden(x, spec, gate):
+def _hidden(x, spec, weight, gate):
     """(what is normalised, 1 / its root, mean or None), in float32 or wider."""
     h = x.to(compute_dtype(x.dtype))
     if spec.gate == "silu_before":
         h = h * F.silu(gate.to(h.dtype))
+    if spec.weight_first:
+        h = (h * _scale(weight, spec)).to(x.dtype).to(h.dtype)
     mean = h.mean(-1, keepdim=True) if spec.centered else None
     if mean is not None:
         h = h - mean
@@ -119,18 +127,18 @@ def reference_backward(
 
     With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)), less rstd * mean(g) where the norm
     is centered; dweight = sum(dy * xhat); dbias = sum(dy). An eps outside the root multiplies mean(g * xhat) by
-    (RMS + eps) / RMS. A gate after the norm multiplies dy first, one before it what dx becomes. Computed in float32,
-    or float64 for float64 inputs.
+    (RMS + eps) / RMS. A gate after the norm multiplies dy first; a gate or weight before it, what dx becomes. Computed
+    in float32, or float64 for float64 inputs.
     """
     need = (*need, False)[:4]
     compute = compute_dtype(x.dtype)
-    h, rstd, _ = _hidden(x, spec, gate)
+    h, rstd, _ = _hidden(x, spec, weight, gate)
     xhat = h * rstd
     g = dy.to(compute)
     dx = dweight = dbias = dgate = None
     hat_dtype = spec.hat_dtype(x.dtype, None if weight is None else weight.dtype)
     rounded = xhat.to(hat_dtype).to(compute)
-    scale = 1.0 if weight is None else weight.to(compute) + spec.weight_offset
+    scale = 1.0 if weight is None else _scale(weight, spec).to(compute)
     if gate is not None:
         z = gate.to(compute)
         sigmoid = torch.sigmoid(z)
@@ -140,12 +148,12 @@ def reference_backward(
         if spec.gated_after:
             dgate = g * (rounded * scale + (0.0 if bias is None else bias.to(compute))) * slope
             g = g * factor
-    if need[1]:
+    if need[1] and not spec.weight_first:
         dweight = _sum_rows(g * rounded, weight.dim()).to(weight.dtype)
     if need[2]:
         dbias = _sum_rows(g, bias.dim()).to(bias.dtype)
-    if need[0] or need[3]:
-        g = g * scale
+    if need[0] or need[3] or spec.weight_first:
+        g = g if spec.weight_first else g * scale
         along = (g * xhat).mean(-1, keepdim=True)
         if spec.eps_outside:
             rms = h.pow(2).mean(-1, keepdim=True).sqrt()
@@ -154,6 +162,9 @@ def reference_backward(
         if spec.centered:
             dx = dx - g.mean(-1, keepdim=True)
         dx = dx * rstd
+        if spec.weight_first:
+            dweight = _sum_rows(dx * x.to(compute), weight.dim()).to(weight.dtype) if need[1] else None
+            dx = dx * scale
         if spec.gate == "silu_before":
             dgate = dx * x.to(compute) * slope
             dx = dx * factor

@@ -36,6 +36,7 @@ SPECS = {
     "textbook": NormSpec(False, 1e-2, has_bias=True, eps_outside=True),
     "textbook_layer_norm": NormSpec(True, 1e-2, eps_outside=True),
     "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, round_offset=True),
+    "weight_first": NormSpec(False, 1e-6, weight_offset=1.0, round_offset=True, weight_first=True),
     "silu_before": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before"),
     "silu_after": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"),
     "sigmoid_after": NormSpec(False, 1e-6, gate="sigmoid_after"),

@@ -163,7 +163,6 @@ NORMALISE = {
     divide_by_std: "standard deviation without centring",
     unbiased: "unbiased",
     l2: "L2 norm",
-    weight_first: "before the norm",
     one_norm: "mean magnitude",
     random_forward: "random",
     dropout_in_training: "random",
@@ -216,6 +215,7 @@ def test_a_norm_over_two_dimensions_is_named():
     ("forward", "formula", "note"),
     [
         (eps_outside, "RMSNorm(eps=1e-06 outside the root, rounds every step)", ""),
+        (weight_first, "RMSNorm(eps=1e-06, weight before the norm)", "float32 only"),
         (grouped, "RMSNorm(eps=1e-06, rounds before weight, groups of 16)", ""),
         (no_upcast, "RMSNorm(eps=1e-06, one rounding)", "float32 only"),
         (own_autocast, "RMSNorm(eps=1e-06, rounds before weight)", "under autocast"),

@@ -2,8 +2,8 @@
 
     dx = rstd * (g - xhat * mean(g * xhat) [- mean(g) if centered]),  dweight = sum(dy * xhat),  dbias = sum(dy)
 
-An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate after the norm multiplies dy first; one
-before it multiplies what dx becomes.
+An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate after the norm multiplies dy first; a
+gate or weight before it multiplies what dx becomes.
 
 Parameter gradients are summed in float32, in a fixed order and without atomics: each program of a persistent grid
 keeps one partial row in registers, and `reduce_partials` adds the rows. What nobody asked for (a None pointer) is not
@@ -30,7 +30,7 @@ def norm_backward(
     gate_len, gate_outer: tl.int64, gate_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
@@ -82,6 +82,12 @@ def norm_backward(
             if not AFTER:
                 slope = slope * x
                 x = x * factor
+        if WEIGHT_FIRST:
+            if RELOAD_W:
+                w = load(W + tile_cols, col_mask, BLOCK == N)
+            scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
+            unscaled = x
+            x = (x * scale).to(X.dtype.element_ty).to(tl.float32)
         if MEAN is not None:
             x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
             if BLOCK != N:
@@ -99,12 +105,12 @@ def norm_backward(
                     y = y + load(B + tile_cols, col_mask, BLOCK == N).to(tl.float32)
                 store(DG + dx_at, g * y * slope, mask, DENSE)
             g = g * factor
-        if DW is not None:
+        if DW is not None and not WEIGHT_FIRST:
             dw += g * round_hat(xhat, X, W, ROUNDING)
         if DB is not None:
             db += g
-        if DX is not None or (DG is not None and not AFTER):
-            if W is not None:
+        if DX is not None or WEIGHT_FIRST or (DG is not None and not AFTER):
+            if W is not None and not WEIGHT_FIRST:
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N)
                 g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
@@ -118,6 +124,10 @@ def norm_backward(
             if MEAN is not None:
                 dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
             dx = dx * rstd[:, None]
+            if WEIGHT_FIRST:
+                if DW is not None:
+                    dw += dx * unscaled
+                dx = dx * scale
             if GATE == "silu_before":
                 if DG is not None:
                     store(DG + dx_at, dx * slope, mask, DENSE)

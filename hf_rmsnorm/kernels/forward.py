@@ -32,7 +32,7 @@ def norm_forward(
     gate_len, gate_outer: tl.int64, gate_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One program normalises ROWS whole rows of N elements held in registers.
 
@@ -65,6 +65,11 @@ def norm_forward(
         factor, _ = activation(load(G + gate_at, mask, DENSE).to(tl.float32), GATE)
         if GATE == "silu_before":
             x = x * factor
+    # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and no trip through shared memory.
+    tile = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))
+    if WEIGHT_FIRST:
+        x = x * scale_of(load(W + tile, col_mask[None, :], BLOCK == N), W, OFFSET, ROUND_OFFSET)
+        x = x.to(X.dtype.element_ty).to(tl.float32)
     if CENTERED:
         mean = step(tl.sum(x, axis=1) * (1.0 / N), X, ROUNDING)
         x = step(x - mean[:, None], X, ROUNDING)
@@ -83,10 +88,11 @@ def norm_forward(
         tl.store(RSTD + rows, rstd, mask=row_mask)
     if MEAN is not None:
         tl.store(MEAN + rows, mean, mask=row_mask)
-    # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and no trip through shared memory.
-    tile = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))
     xhat = normalised(x, divisor[:, None], rstd[:, None], X, ROUNDING)
-    y = affine(xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING)
+    if WEIGHT_FIRST:
+        y = xhat
+    else:
+        y = affine(xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING)
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)

@@ -116,7 +116,10 @@ def _rounding(spec: NormSpec, weight: torch.Tensor | None) -> str:
 
 def _formula(spec: NormSpec) -> tuple:
     """All of a spec that compiled code depends on."""
-    return spec.centered, spec.weight_offset, spec.rounds_offset, spec.rounding, spec.eps_outside, spec.gate
+    return (
+        spec.centered, spec.weight_offset, spec.rounds_offset, spec.rounding, spec.eps_outside, spec.weight_first,
+        spec.gate,
+    )  # fmt: skip
 
 
 def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
@@ -154,7 +157,10 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_
             rounding = (spec.centered, spec.weight_offset, spec.rounds_offset, _rounding(spec, weight))
             if config.loop:
                 return hidden_size, config.block, unit, *rounding, spec.eps_outside
-            return hidden_size, config.block, config.rows, unit, heads, *rounding, spec.eps_outside, spec.gate
+            return (
+                hidden_size, config.block, config.rows, unit, heads, *rounding, spec.eps_outside, spec.weight_first,
+                spec.gate,
+            )  # fmt: skip
 
         pair = (constants(1), constants(VECTOR))
         return ForwardPlan(
@@ -209,8 +215,8 @@ def backward_plan(
             if config.loop:
                 return hidden_size, config.block, unit, *offset, spec.eps_outside
             return (
-                hidden_size, config.block, config.rows, unit, heads, *offset, rounding, spec.eps_outside, spec.gate,
-                config.stages, config.reload_weight,
+                hidden_size, config.block, config.rows, unit, heads, *offset, rounding, spec.eps_outside,
+                spec.weight_first, spec.gate, config.stages, config.reload_weight,
             )  # fmt: skip
 
         return BackwardPlan(

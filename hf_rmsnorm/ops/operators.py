@@ -12,7 +12,7 @@ from .backend import plain, refusal
 
 _SPEC = (
     "float eps, bool centered, float weight_offset, str rounding, bool functional, "
-    "bool eps_outside, bool round_offset, str gating"
+    "bool eps_outside, bool round_offset, bool weight_first, str gating"
 )
 _library = torch.library.Library("hf_rmsnorm", "DEF")
 _library.define(
@@ -31,12 +31,12 @@ def spec_args(spec: NormSpec) -> tuple:
     """The fields of a spec as the operators take them."""
     return (
         spec.eps, spec.centered, spec.weight_offset, spec.rounding, spec.functional, spec.eps_outside,
-        spec.round_offset, spec.gate or "",
+        spec.round_offset, spec.weight_first, spec.gate or "",
     )  # fmt: skip
 
 
 def spec_from(
-    weight, bias, eps, centered, weight_offset, rounding, functional, eps_outside, round_offset, gating
+    weight, bias, eps, centered, weight_offset, rounding, functional, eps_outside, round_offset, weight_first, gating
 ) -> NormSpec:
     return NormSpec(
         centered=centered,
@@ -48,6 +48,7 @@ def spec_from(
         functional=functional,
         eps_outside=eps_outside,
         round_offset=round_offset,
+        weight_first=weight_first,
         gate=gating or None,
     )
 
@@ -76,7 +77,7 @@ def _forward(x, weight, bias, gate, *formula):
     else:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
         y.copy_(reference_norm(x, weight, bias, spec, gate))
-        rstd, mean = reference_stats(x, spec, gate) if stats else (None, None)
+        rstd, mean = reference_stats(x, spec, weight, gate) if stats else (None, None)
     return y, _none(x) if rstd is None else rstd, _none(x) if mean is None else mean
 
 

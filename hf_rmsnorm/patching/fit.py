@@ -11,6 +11,7 @@ import torch
 
 from ..formula import GATES, ROUNDINGS, NormSpec
 from ..layers import Recipe
+from ..ops.backend import TILE_MAX
 from .compare import close, same_bits
 from .lookalikes import describe
 from .probe import Unusable, own_tensors, plain_attributes
@@ -43,13 +44,13 @@ class Fit(Trial):
     def _find_formula(self) -> Recipe:
         gate = self._find_needed_gate()
         functional = self._find_functional()
-        centered, weight, bias, offset = self._find_structure()
+        centered, weight, bias, offset, weight_first = self._find_structure()
         if functional == "hat" and weight is None:
             functional = None
         spec = NormSpec(
             centered, 0.0, weight is not None, bias is not None, offset, functional=functional is not None,
             rounding="before_weight" if functional == "hat" else "once",
-            group_size=None if self.group == self.size else self.group,
+            weight_first=weight_first, group_size=None if self.group == self.size else self.group,
         )  # fmt: skip
         recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight), layout=self.probe.layout,
                         dims=self.probe.dims)  # fmt: skip
@@ -89,23 +90,32 @@ class Fit(Trial):
         self.probe.set(**self.tensors)
         return functional
 
-    def _find_structure(self) -> tuple[bool, str | None, str | None, float]:
-        """(centered, weight attribute, bias attribute, weight offset), from rows so large that eps is nothing."""
+    def _find_structure(self) -> tuple[bool, str | None, str | None, float, bool]:
+        """(centered, weight attribute, bias attribute, weight offset, whether the weight is applied first).
+
+        Asked with rows so large that eps is nothing.
+        """
         x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
         y = self.probe.run(x).double()
         names = [name for name, tensor in self.tensors.items() if tensor.shape[0] == self.size]
         for centered, weight, bias in itertools.product((False, True), [None, *names], [None, *names]):
             if bias is not None and bias == weight:
                 continue
-            h = x.double().unflatten(-1, (-1, self.group))
-            h = h - h.mean(-1, keepdim=True) if centered else h
-            h = (h * h.pow(2).mean(-1, keepdim=True).rsqrt()).flatten(-2)
+            h = self._hat(x.double(), centered)
             shift = 0.0 if bias is None else self.tensors[bias].double()
             for offset in (0.0, 1.0) if weight else (0.0,):
                 scale = 1.0 if weight is None else self.tensors[weight].double() + offset
                 if close(h * scale + shift, y, 2e-5):
-                    return centered, weight, bias, offset
+                    return centered, weight, bias, offset, False
+        for name, offset in itertools.product(names if self.size <= TILE_MAX else (), (0.0, 1.0)):
+            if close(self._hat(x.double() * (self.tensors[name].double() + offset), False), y, 2e-5):
+                return False, name, None, offset, True
         raise NotInFamily(describe(self.probe, x, y) or "its formula is not one that this package knows")
+
+    def _hat(self, x: torch.Tensor, centered: bool) -> torch.Tensor:
+        h = x.unflatten(-1, (-1, self.group))
+        h = h - h.mean(-1, keepdim=True) if centered else h
+        return (h * h.pow(2).mean(-1, keepdim=True).rsqrt()).flatten(-2)
 
     def _fixed_size(self, weight: str | None) -> int | None:
         if weight is not None:
@@ -194,6 +204,7 @@ class Fit(Trial):
     def _roundings(recipe: Recipe, functional: str | None) -> Iterator[Recipe]:
         """The recipe with every rounding order it may have, the commonest first."""
         orders = ROUNDINGS if recipe.weight is not None else ("once", "rstd", "every_step")
+        orders = ("once",) if recipe.spec.weight_first else orders
         orders = {"all": ("once",), "hat": ("before_weight",)}.get(functional, orders)
         for rounding in orders:
             yield replace(recipe, spec=replace(recipe.spec, rounding=rounding))

@@ -119,6 +119,8 @@ def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
             return f"it holds a tensor of shape {shape}; a norm's weight has one dimension, or two", NOTHING
         if tensor.numel() > MAX_HIDDEN_SIZE:
             return f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}", REWRITE
+    if len({tuple(t.shape) for t in tensors if t.is_floating_point()}) > 1 and any(t.dim() == 2 for t in tensors):
+        return "it holds tensors of several shapes", NOTHING
     if not any(t.is_floating_point() for t in tensors) and not _reduces(forward, cls):
         return "its code calls no mean, sum or norm", NOTHING
     if inputs(cls) is None:
