@@ -30,7 +30,8 @@ def norm_backward(
     gate_len, gate_outer: tl.int64, gate_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
+    STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
