@@ -1,0 +1,1 @@
+"""LayerNorm checkpoints become RMSNorm checkpoints with the same logits."""

@@ -1,0 +1,114 @@
+"""What a conversion does to a checkpoint, in the checkpoint's own keys: made by discovery, carried out by streaming."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True)
+class Centre:
+    """Subtract its mean from each block of `block` elements along `axis` of a tensor that writes to the stream.
+
+    Args:
+        key: name of the tensor in the checkpoint.
+        axis: dimension of the tensor, from 0.
+        block: length of a block along that axis; it divides the axis.
+        blocks: indices of the blocks to centre, in order; None for all.
+    """
+
+    key: str
+    axis: int
+    block: int
+    blocks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply a tensor along `axis` by the one-dimensional tensor `by`, whose own value then becomes ones.
+
+    So a layer scale is folded into the linear before it; it happens before any `Centre` of the same tensor.
+    """
+
+    key: str
+    axis: int
+    by: str
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A new tensor `key` with the value that `source` has in the source checkpoint: an untied head."""
+
+    key: str
+    source: str
+
+
+@dataclass(frozen=True)
+class NormRecord:
+    """One norm of the model: what it computed, and whether it may compute an RMSNorm once the plan is carried out.
+
+    Args:
+        path: module path in the model, ``transformer.h.0.ln_1``.
+        hidden_size: length of its rows.
+        eps: as in the model's config.
+        becomes_rms: its input has zero mean after the conversion.
+        reason: why it stays a LayerNorm; "" where it does not.
+    """
+
+    path: str
+    hidden_size: int
+    eps: float
+    becomes_rms: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Everything that is done to a checkpoint; equal plans give equal bytes.
+
+    Args:
+        centre, scale, copy: what is done to which tensor. A tensor that none of them names is copied as bytes.
+        norms: every LayerNorm of the model.
+        config: keys to set in config.json (``tie_word_embeddings`` and the record of this package).
+        undetermined: tensors that no output depends on, so that nothing is known of them; they are copied.
+        margins: how clearly writers were told from the rest: ``{"gauge_max": ..., "nongauge_min": ...}``.
+        notes: sentences for people: what changes besides the norms, ``hidden states lose their mean`` and the like.
+    """
+
+    centre: tuple[Centre, ...] = ()
+    scale: tuple[Scale, ...] = ()
+    copy: tuple[Copy, ...] = ()
+    norms: tuple[NormRecord, ...] = ()
+    config: dict = field(default_factory=dict)
+    undetermined: tuple[str, ...] = ()
+    margins: dict = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back to an equal plan."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ConversionPlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no such plan.
+        """
+        try:
+            data = json.loads(text)
+            return cls(
+                centre=tuple(
+                    Centre(**{**c, "blocks": None if c["blocks"] is None else tuple(c["blocks"])})
+                    for c in data["centre"]
+                ),
+                scale=tuple(Scale(**s) for s in data["scale"]),
+                copy=tuple(Copy(**c) for c in data["copy"]),
+                norms=tuple(NormRecord(**n) for n in data["norms"]),
+                config=data["config"],
+                undetermined=tuple(data["undetermined"]),
+                margins=data["margins"],
+                notes=tuple(data["notes"]),
+            )
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is no conversion plan: {type(error).__name__}: {error}") from error
