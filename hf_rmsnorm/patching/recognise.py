@@ -46,6 +46,7 @@ class Verdict:
 
 NOT_A_NORM = Verdict()
 NOTHING = "nothing: it is no norm over the last dimension, and runs its own forward"
+UNRUN = "nothing, if it is no norm or runs kernels of its own; otherwise let its forward run on one CPU tensor"
 REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas that the README lists"
 _known: dict[tuple, Verdict] = {}
 
@@ -89,8 +90,10 @@ def _examine(module: torch.nn.Module, named: bool) -> Verdict:
     except DrawsRandom as error:  # so whether it normalises cannot be asked: its code must tell
         named = named or _reduces(type(module).forward, type(module))
         return Verdict(None, str(error), REWRITE) if named else NOT_A_NORM
-    except (NotANorm, Unusable) as error:
+    except NotANorm as error:
         return Verdict(None, str(error), NOTHING) if named else NOT_A_NORM
+    except Unusable as error:
+        return Verdict(None, str(error), UNRUN) if named else NOT_A_NORM
 
 
 def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:

@@ -131,7 +131,7 @@ class Trial:
             self.probe.dims = (dims,)
             try:
                 if dims >= own:
-                    self.probe.run(self.normal(*[2] * (dims - own), self.size))
+                    self.probe.run(self.normal(*[2, 1, 1, 1][: dims - own], self.size))
                     accepted.append(dims)
             except Unusable:
                 continue
