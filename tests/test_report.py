@@ -5,8 +5,12 @@ import json
 
 import pytest
 import tiny_models
+import torch
 from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from hf_rmsnorm import NormSpec, PatchReport, patch_model
 from hf_rmsnorm.patching.report import compact_paths
@@ -76,3 +80,37 @@ def test_print_of_one_and_none():
 )
 def test_compact_paths(paths, compact):
     assert compact_paths(paths) == compact
+
+
+def test_modules_of_one_formula_are_one_group_whatever_their_classes():
+    report = patch_model(nn.ModuleDict({"a": LlamaRMSNorm(8), "b": Qwen2RMSNorm(8), "c": GemmaRMSNorm(8)}))
+    assert [(classes, paths) for _, classes, _, paths in report.groups()] == [
+        ("LlamaRMSNorm, Qwen2RMSNorm", ["a", "b"]),
+        ("GemmaRMSNorm", ["c"]),
+    ]
+
+
+def test_what_was_left_alone_says_what_to_do():
+    model = nn.ModuleDict({
+        "norm": LlamaRMSNorm(8),
+        "batch": type("BatchRMSNorm", (nn.BatchNorm1d,), {})(8),
+        "scripted": torch.jit.script(nn.LayerNorm(8)),
+        "replaced": LlamaRMSNorm(8),
+        "left_out": LlamaRMSNorm(8),
+    })  # fmt: skip
+    model["replaced"].forward = lambda x: x
+    report = patch_model(model, exclude=["left_out"])
+    cures = {record.path: record.cure for record in report.skipped}
+    assert cures["batch"].startswith("nothing: it is no norm over the last dimension")
+    assert cures["scripted"] == "patch the model before torch.jit"
+    assert "undo it and patch again" in cures["replaced"]
+    assert cures["left_out"] == ""
+    assert "what to do: patch the model before torch.jit" in str(report)
+    by_path = {record["path"]: record for record in report.to_dict()["skipped"]}
+    assert by_path["replaced"]["cure"] == cures["replaced"]
+
+
+def test_what_is_served_in_part_is_said():
+    report = patch_model(NemotronLayerNorm1P(8))
+    assert "under autocast it runs its own forward" in str(report)
+    assert report.to_dict()["swapped"][0]["notes"] == "under autocast it runs its own forward"

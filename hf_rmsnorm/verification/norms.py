@@ -192,10 +192,7 @@ def recording(model: nn.Module, paths: Iterable[str], rows: int):
                 return
             if seen[path] >= rows:
                 return
-            weight = getattr(module, "weight", None)
-            # the dimensions a weight spans belong together; the ones before them are many of the same
-            free = x.dim() - (weight.dim() if isinstance(weight, torch.Tensor) else 1)
-            lead = _first_rows(x.shape, free, rows - seen[path])
+            lead = _first_rows(x.shape, _free(x, getattr(module, "weight", None)), rows - seen[path])
             args, kwargs = tree_map(lambda v: _cut(v, x.shape, lead), (args, kwargs))
             seen[path] += math.prod(lead) * math.prod(x.shape[len(lead) : -1])
             samples[path].append(NormSample(args, kwargs))
@@ -211,6 +208,15 @@ def recording(model: nn.Module, paths: Iterable[str], rows: int):
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _free(x: torch.Tensor, weight) -> int:
+    """How many leading dimensions are many of the same: those before the ones that a weight spans."""
+    if not isinstance(weight, torch.Tensor):
+        return x.dim() - 1
+    if weight.shape != x.shape[-weight.dim() :] or weight.shape[:1] == x.shape[1:2]:
+        return 1  # the weight spans another dimension, or it may: images with their channels first
+    return x.dim() - weight.dim()
 
 
 def _first_rows(shape: torch.Size, free: int, rows: int) -> tuple[int, ...]:

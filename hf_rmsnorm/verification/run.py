@@ -175,7 +175,13 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    try:
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    except NotImplementedError:
+        raise TypeError(
+            f"{type(model).__name__} has no token embeddings: verify_equivalence compares language models; of others, "
+            "compare the outputs with and without a patch"
+        ) from None
     weight = getattr(embedding, "weight", None)
     return None if weight is None else weight.shape[0]
 
