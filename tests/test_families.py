@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from gpu import DEVICE
 from tolerance import assert_as_accurate
 from torch import nn
 
@@ -128,8 +129,8 @@ def make(name, dtype=torch.float32):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.8, 0.3)
-    module = module.to(dtype)
-    tensors = [(1.7 * torch.randn(shape) + 0.25).to(dtype) for _ in range(1 + gated)]
+    module = module.to(DEVICE, dtype)
+    tensors = [(1.7 * torch.randn(shape) + 0.25).to(DEVICE, dtype) for _ in range(1 + gated)]
     return module, tensors, formula
 
 
@@ -137,7 +138,7 @@ def run(module, tensors):
     leaves = [t.detach().requires_grad_() for t in tensors]
     y = module(*leaves)
     generator = torch.Generator().manual_seed(3)
-    dy = torch.randn(y.shape, generator=generator).to(y.dtype)
+    dy = torch.randn(y.shape, generator=generator).to(DEVICE, y.dtype)
     return [y, *torch.autograd.grad(y, [*leaves, *module.parameters()], dy)]
 
 
@@ -165,6 +166,7 @@ def test_the_live_class_is_swapped_and_bit_equal(name, dtype, fused_calls):
     assert torch.equal(module(*tensors), expected)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_kernels_are_as_accurate_as_the_live_class(name, dtype):
@@ -199,10 +201,11 @@ class TextbookByLength(Textbook):
         return self.weight * (x / (x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5 + self.eps)) + self.bias
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("cls", [Textbook, TextbookByLength])
 def test_the_textbook_norm_is_served(cls, fused_calls):
     torch.manual_seed(0)
-    module, x = cls(96), 0.01 * torch.randn(4, 96)
+    module, x = cls(96).to(DEVICE), 0.01 * torch.randn(4, 96).to(DEVICE)
     eager = run(module, [x])
     half = module(x.bfloat16())
     (record,) = patch_model(module).swapped
@@ -259,6 +262,7 @@ def test_a_setting_changed_after_the_patch_is_obeyed(name, attribute, other, fus
 @pytest.mark.parametrize("model", ["convnext", "dinov3_convnext"])
 @pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
 def test_layer_norms_of_images(model, data_format, fused_calls):
+    torch.manual_seed(0)
     cls = live(model, {"convnext": "ConvNextLayerNorm"}.get(model, "DINOv3ConvNextLayerNorm"))
     module = cls(24, data_format=data_format)
     nn.init.normal_(module.weight, 0.8, 0.3)
