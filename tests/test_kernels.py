@@ -327,8 +327,8 @@ def test_any_shape_stride_dtype_and_formula(name, hidden_size, outer, inner, lay
     spec = SPECS[name]
     if spec.functional and x_dtype != weight_dtype:
         weight_dtype = x_dtype  # F.layer_norm refuses the mixture, so there is no eager to compare with
-    if spec.gate is not None or spec.group_size is not None:
-        x_dtype = torch.bfloat16 if x_dtype == torch.float32 else x_dtype  # a group is as short as that, below
+    if spec.gate is not None or spec.group_size is not None:  # a group is always a handful, and a gate makes it less
+        x_dtype, weight_dtype = (torch.bfloat16 if t == torch.float32 else t for t in (x_dtype, weight_dtype))
     if torch.float32 in (x_dtype, weight_dtype):
         # In float32 both errors are a few roundings: over a handful of elements their ratio is luck.
         hidden_size = max(hidden_size, 64)

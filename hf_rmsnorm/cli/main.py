@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Sequence
 
 from .. import __version__
-from . import env, generate, report, verify
+from . import env, generate, inspect, report, verify
 from .common import CliError, one_line
 
-COMMANDS = (report, verify, generate, env)
+COMMANDS = (report, verify, inspect, generate, env)
 
 
 class Parser(argparse.ArgumentParser):

@@ -183,7 +183,7 @@ class Fit(Trial):
 
     def _find_rounding(self, recipe: Recipe, functional: str | None) -> tuple[Recipe, bool]:
         """The rounding order, and whether float32 results are equal to the formula's to the last bit."""
-        x, wide = self.rows(), self.rows(4096, half=True)
+        x, wide = self.rows(4096), self.rows(4096, half=True)
         float32 = (torch.float32, torch.float32)
         dtypes = SAME_DTYPES
         if recipe.weight is not None and functional != "all":

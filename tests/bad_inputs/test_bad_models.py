@@ -82,15 +82,25 @@ class Broadcast(LlamaRMSNorm):
         self.weight = nn.Parameter(torch.rand(3, 8))
 
 
-@pytest.mark.parametrize("build", [Broadcast, lambda: nn.LayerNorm((2, 4)), lambda: nn.RMSNorm((2, 4))])
-def test_a_weight_of_more_dimensions(build):
+@pytest.mark.parametrize("build", [lambda: nn.LayerNorm((2, 4)), lambda: nn.RMSNorm((2, 4))])
+def test_a_norm_over_two_dimensions(build):
     model = nn.Sequential(build())
-    name = type(model[0]).__name__
     with warnings.catch_warnings(record=True):
         report = patch_model(model)
-    if "RMSNorm" in name or "LayerNorm" in name:
-        assert "a weight must have one dimension" in report.skipped[0].reason
+    assert "more than the last dimension" in report.skipped[0].reason
     assert not report.swapped
+
+
+def test_a_weight_for_each_head_and_an_input_without_heads():
+    model, original = Broadcast(), Broadcast()
+    original.load_state_dict(model.state_dict())
+    assert len(patch_model(model).swapped) == 1
+    with use_backend("reference"):
+        for shape in ((2, 3, 8), (3, 8), (2, 1, 8), (1, 8), (8,)):  # the last three are broadcast
+            x = torch.randn(shape)
+            assert torch.equal(model(x), original(x))
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            model(torch.ones(2, 2, 8))
 
 
 def test_a_weight_longer_than_the_input_goes_to_the_original():

@@ -1,0 +1,118 @@
+"""How large the mean of every norm's input is in MODEL, and what replacing LayerNorm by RMSNorm outright would cost.
+
+The mean beside the RMS, over real text: 0 where a LayerNorm is an RMSNorm. With --after, the same of a converted model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import models
+from .common import DTYPES, CliError, Result, add_device, add_model, pick_device, positive
+
+
+def add_arguments(parser) -> None:
+    add_model(parser)
+    parser.add_argument("--after", metavar="MODEL", help="a converted copy of MODEL to set beside it")
+    parser.add_argument("--text", metavar="FILE", type=Path, help="text to run on (default: Python's own help texts)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=512, metavar="N", help="use the first N tokens of the text (default 512)"
+    )
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="run in this dtype (default fp32)")
+    parser.add_argument("--plot", metavar="PNG", type=Path, help="also draw it (needs matplotlib)")
+    add_device(parser)
+
+
+def run(args) -> Result:
+    plt = _matplotlib() if args.plot else None
+    text = _text(args.text)
+    before = _inspect(args.model, args, text)
+    after = _inspect(args.after, args, text) if args.after else None
+    data = {"model": args.model, **before.to_dict(), "after": after and {"model": args.after, **after.to_dict()}}
+    if plt is not None:
+        _draw(plt, args.plot, before, after)
+        data["plot"] = str(args.plot)
+    return Result(data, _table(args, before, after))
+
+
+def _text(file: Path | None) -> str:
+    if file is None:
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics[name] for name in sorted(topics))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"cannot read {file} as text: {error}; pass a UTF-8 file with --text") from error
+    if not text.strip():
+        raise CliError(f"{file} is empty: pass a file with some text")
+    return text
+
+
+def _inspect(name: str, args, text: str):
+    source = models.find(name, args.trust_remote_code)
+    device = pick_device(args.device)
+    models.quieten()
+    from ..verification import inspect_norms
+
+    config = models.load_config(source)
+    model = models.load_model(source, config, DTYPES[args.dtype], device)
+    if model.main_input_name != "input_ids":
+        raise CliError(f"{source.name} takes {model.main_input_name} and not a text: call inspect_norms from Python")
+    ids = models.tokens(model, models.load_tokenizer(source), text, args.max_tokens)
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    return inspect_norms(model, inputs)
+
+
+def _table(args, before, after) -> str:
+    later = {norm.path: norm for norm in after.norms} if after else {}
+    width = max([len("norm"), *(len(norm.path) for norm in before.norms)])
+    head = f"{'norm':<{width}}  {'kind':<9}  |mean| / RMS: median  largest"
+    lines = [f"{args.model}: {before.tokens} tokens", head + ("    after: median  largest" if after else "")]
+    for norm in before.norms:
+        kind = "LayerNorm" if norm.centered else "RMSNorm"
+        row = f"{norm.path:<{width}}  {kind:<9}  {norm.median:>20.2e}  {norm.largest:>7.1e}"
+        if norm.path in later:
+            row += f"  {later[norm.path].median:>15.2e}  {later[norm.path].largest:>7.1e}"
+        lines.append(row)
+    if before.perplexity is not None:
+        lines.append(f"perplexity of the model: {before.perplexity:.6g}")
+    if after is not None and after.perplexity is not None:
+        lines.append(f"perplexity of {args.after}: {after.perplexity:.6g}")
+    if before.naive is not None:
+        lines.append(
+            f"every LayerNorm swapped naively: perplexity {before.naive.perplexity:.6g}, KL {before.naive.kl:.3g} nats a "
+            f"token, likeliest word kept for {before.naive.top1:.2%}"
+        )
+    return "\n".join(lines)
+
+
+def _matplotlib():
+    try:
+        import matplotlib
+    except ImportError:
+        raise CliError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _draw(plt, file: Path, before, after) -> None:
+    figure, axes = plt.subplots(figsize=(max(6.0, 0.22 * len(before.norms)), 4.5), layout="constrained")
+    for inspection, label, marker in ((before, "before", "o"), (after, "after conversion", "s")):
+        if inspection is not None:
+            axes.semilogy([max(norm.median, 1e-18) for norm in inspection.norms], marker=marker, label=label)
+    axes.set_xticks(range(len(before.norms)), [norm.path for norm in before.norms], rotation=90, fontsize=6)
+    axes.set_ylabel("median of |mean| / RMS of the norm's input")
+    axes.legend()
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as error:
+        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --plot") from error
+    except ValueError as error:
+        raise CliError(f"cannot write {file}: {error}; pass a name that ends in .png") from error
+    finally:
+        plt.close(figure)
