@@ -82,9 +82,10 @@ def _table(args, before, after) -> str:
     if after is not None and after.perplexity is not None:
         lines.append(f"perplexity of {args.after}: {after.perplexity:.6g}")
     if before.naive is not None:
+        naive = before.naive
         lines.append(
-            f"every LayerNorm swapped naively: perplexity {before.naive.perplexity:.6g}, KL {before.naive.kl:.3g} nats a "
-            f"token, likeliest word kept for {before.naive.top1:.2%}"
+            f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, KL {naive.kl:.3g} nats a token, "
+            f"likeliest word kept for {naive.top1:.2%}"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What the mean of each norm's input is on real text, and what dropping it would cost: why a naive swap is no conversion.
+"""The mean of each norm's input on real text, and what dropping it would cost: why a naive swap is no conversion.
 
 LayerNorm subtracts the mean of its input, RMSNorm does not. Where the mean is small beside the RMS the two nearly
 agree; where it is not, a LayerNorm that is merely replaced gives another model.
