@@ -41,8 +41,10 @@ class Recipe:
         dims: numbers of dimensions of the input that the formula was proven for; None if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec` has.
         not_under_autocast: under autocast the module computes something else.
+        imposed: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
+            RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
 
-    Calls that do not meet hidden_size, settings, dims or the last two run the module's own forward.
+    Calls that do not meet hidden_size, settings, dims or what follows dims run the module's own forward.
     """
 
     spec: NormSpec
@@ -58,6 +60,7 @@ class Recipe:
     dims: tuple[int, ...] | None = None
     only_float32: bool = False
     not_under_autocast: bool = False
+    imposed: bool = False
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
@@ -99,6 +102,8 @@ class Recipe:
             words.append("in float32 only: in half precision it rounds in its own order, by its own forward")
         if self.not_under_autocast:
             words.append("under autocast it runs its own forward")
+        if self.imposed:
+            words.append("as the converted checkpoint says")
         return "; ".join(words)
 
 
@@ -159,6 +164,7 @@ def _make_forward(base: type, recipe: Recipe):
     input_name = list(signature.parameters)[1]
     weight_name, bias_name, gate_name = recipe.weight, recipe.bias, recipe.gate
     hidden_size, functional, restricted = recipe.hidden_size, recipe.spec.functional, recipe.restricted
+    own_forward = _imposed_forward(base_forward, recipe) if recipe.imposed else base_forward
 
     def forward(self, *args, **kwargs):
         # Somebody may have kept this method and unpatched the module since, or given its class another forward.
@@ -184,15 +190,33 @@ def _make_forward(base: type, recipe: Recipe):
             or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
             or (functional and not _one_dtype(rows, weight, bias))
         ):
-            return base_forward(self, *args, **kwargs)
+            return own_forward(self, *args, **kwargs)
         backend = resolve_backend(rows, weight, bias, gate, spec.group_size)
         if backend == "original" or (backend == "reference" and not _fits(rows, weight, bias, gate, spec)):
-            return base_forward(self, *args, **kwargs)
+            return own_forward(self, *args, **kwargs)
         y = fused_norm(rows, weight, bias, spec, backend, gate)
         return y.movedim(-1, 1) if recipe.layout == "channels_first" else y
 
     forward.__doc__ = base_forward.__doc__
     forward.__signature__ = signature
+    return forward
+
+
+def _imposed_forward(base_forward, recipe: Recipe):
+    """What a module whose formula is imposed runs where no kernel serves: that formula, for the same input alone."""
+    input_name = list(inspect.signature(base_forward).parameters)[1]
+
+    def forward(self, *args, **kwargs):
+        x, _ = _inputs(args, kwargs, input_name, None)
+        spec = recipe.spec_of(self)
+        if x is None or spec is None:
+            raise TypeError(
+                f"{type(self).__name__} runs the RMSNorm that its converted checkpoint records, on one input and with "
+                "the eps it was converted with: unpatch it to call it in another way"
+            )
+        weight, bias = (None if name is None else _tensor(self, name) for name in (recipe.weight, recipe.bias))
+        return fused_norm(x, weight, bias, spec, "reference")
+
     return forward
 
 

@@ -34,7 +34,7 @@ def reference_norm(
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
         return reference_norm(x, weight, bias, replace(spec, group_size=None), gate).flatten(-2)
     weight_dtype = None if weight is None else weight.dtype
-    if spec.functional:
+    if spec.functional and (spec.centered or bias is None or spec.rounding != "once"):
         if spec.weight_offset and weight is not None:
             weight = weight + spec.weight_offset
         inside = (weight, bias) if spec.rounding == "once" else (None, None)
@@ -42,7 +42,6 @@ def reference_norm(
             y = F.layer_norm(x, x.shape[-1:], *inside, spec.eps)
         else:
             y = F.rms_norm(x, x.shape[-1:], inside[0], spec.eps)
-            y = y if inside[1] is None else y + bias
         if spec.rounding != "once":
             y = weight * y
             y = y if bias is None else y + bias

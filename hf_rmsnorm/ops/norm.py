@@ -98,13 +98,13 @@ def fused_norm(
     """
     if backend is None:
         backend = resolve_backend(x, weight, bias, gate, spec.group_size)
+    if spec.functional:
+        x, weight, bias = _autocast_to_float32(x, weight, bias)
     if backend != "triton" or (not _is_compiling() and _transformed()):
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
         return fused_norm(x, weight, bias, replace(spec, group_size=None), backend, gate).flatten(-2)
-    if spec.functional:
-        x, weight, bias = _autocast_to_float32(x, weight, bias)
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
