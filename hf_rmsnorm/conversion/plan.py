@@ -6,6 +6,10 @@ import json
 from dataclasses import asdict, dataclass, field
 
 
+class ConversionRefused(ValueError):
+    """A model cannot be converted; the message is one line that names it, says why and what can be done."""
+
+
 @dataclass(frozen=True)
 class Centre:
     """Subtract its mean from each block of `block` elements along `axis` of a tensor that writes to the stream.

@@ -1,0 +1,244 @@
+"""From a config to a conversion plan: which tensors to centre, which norms become RMSNorms, which stay and why."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import __version__, invariant
+from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
+from .keys import Hit, KeyMap
+from .norms import LayerNorm, find_layer_norms, hooked
+from .plan import ConversionPlan, ConversionRefused, Copy, NormRecord
+from .twin import Twin, default_inputs, make_twin, new_model, run
+
+ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
+MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
+_NUMBER = re.compile(r"\d+")
+
+NOTES = (
+    "Hidden states lose their mean: what reads them before the final norm (output_hidden_states) sees other numbers.",
+    "Fine-tuning can move the weights off zero mean; the record in config.json lets that be checked.",
+)
+
+
+def discover(
+    source,
+    trust_remote_code: bool = False,
+    *,
+    model_class=None,
+    inputs=None,
+) -> ConversionPlan:
+    """What converting a checkpoint would do, found on a small random model of the same classes; no weights are read.
+
+    Args:
+        source: the folder of a model, a `PretrainedConfig`, or a `Twin` made before.
+        trust_remote_code: run the model code that comes with a folder.
+        model_class: instead of the class that the config names.
+        inputs: makes keyword arguments of the forward for a model; needed where the forward wants other inputs than
+            token ids, pixels or audio features.
+
+    Raises:
+        ConversionRefused: the model cannot be converted; the message is one line with the reason.
+    """
+    twin = source
+    if not isinstance(twin, Twin):
+        twin = make_twin(source, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    norms, silent = find_layer_norms(twin.model, twin.inputs)
+    if not norms:
+        raise ConversionRefused(f"{twin.name} computes no LayerNorm: there is nothing to convert")
+    keys = KeyMap(twin.model)
+    work = copy.deepcopy(twin.model)
+    folds = fold_layer_scales(work, twin.inputs)
+    gauge = _gauge_of_all(work, twin, norms, made=inputs is None)
+    unsaved = keys.unsaved()
+    hits = [h for h in gauge.hits if h.parameter not in unsaved]
+    used = {name for hit in hits for name in (hit.parameter,)}
+    folds = [f for f in folds if f[0] in used]
+    centre(work, hits)
+    means = input_means(work, twin.inputs, norms)
+    bad = [path for path in norms if means[path] > ZERO_MEAN]
+    causes = _causes(work, twin, norms, bad, gauge, unsaved) if bad else {}
+    _refuse_if_hopeless(twin, norms, bad, causes)
+    twin.widths = _widths(twin, hits)
+    centred = [replace(c, block=twin.widths[c.block]) for c in keys.centre(hits)]
+    copies = _untie(twin, keys, hits)
+    records = [_record(twin, path, norm, causes.get(path)) for path, norm in norms.items()]
+    records += [
+        NormRecord(path, _size_of(twin, path), 0.0, False, "no input reached it, so nothing is known of it")
+        for path in silent
+    ]
+    notes = list(NOTES)
+    if copies:
+        names = ", ".join(c.key for c in copies)
+        notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
+    return ConversionPlan(
+        centre=tuple(centred),
+        scale=tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by)),
+        copy=copies,
+        norms=tuple(records),
+        config=_config(twin, hits, norms, bad, silent, copies),
+        undetermined=tuple(sorted({key for name in gauge.undetermined for key in keys.of(name)})),
+        margins=gauge.margins,
+        notes=tuple(notes),
+    )
+
+
+def _gauge_of_all(work, twin: Twin, norms, made: bool) -> Gauge:
+    """The gauge test, with more tokens while a parameter stays unreached whose like in another layer is a writer."""
+    gauge = gauge_test(work, twin.inputs, norms)
+    for tokens in MORE_TOKENS if made else ():
+        if not _unreached(gauge):
+            return gauge
+        twin.inputs = default_inputs(twin.model, tokens=tokens)
+        gauge = gauge_test(work, twin.inputs, norms)
+    if left := _unreached(gauge):
+        raise ConversionRefused(
+            f"{twin.name}: no input reached {left[0]!r}"
+            + (f" and {len(left) - 1} more" if len(left) > 1 else "")
+            + ", though others of its kind write to the residual stream: pass inputs that reach every expert"
+        )
+    return gauge
+
+
+def _unreached(gauge: Gauge) -> list[str]:
+    writers = {_NUMBER.sub("*", hit.parameter) for hit in gauge.hits}
+    return [name for name in gauge.undetermined if _NUMBER.sub("*", name) in writers]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the input of a norm keeps a mean.
+
+    Args:
+        source: path of the first module whose output has just that mean; "" if there is none.
+        norm: whether that module is a LayerNorm.
+        reason: for people.
+    """
+
+    source: str
+    norm: bool
+    reason: str
+
+
+@torch.no_grad()
+def _causes(work, twin: Twin, norms: dict[str, LayerNorm], bad: list[str], gauge: Gauge, unsaved) -> dict[str, Cause]:
+    """For each norm whose input keeps a mean: where the mean comes from, told by equal means of tensors."""
+    outputs: list[tuple[str, torch.Tensor]] = []
+    causes: dict[str, Cause] = {}
+    modules = dict(work.named_modules())
+    widths = {norm.hidden_size for norm in norms.values()}
+
+    def note(path, args, output):
+        if path in bad and path not in causes:
+            source = next((p for p, mean in outputs if p != path and _same_mean(mean, args[0])), "")
+            causes[path] = _explain(source, modules.get(source), norms, gauge, unsaved)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if torch.is_tensor(first) and first.is_floating_point() and first.ndim and first.shape[-1] in widths:
+            outputs.append((path, first.mean(-1)))
+
+    with hooked(work, [path for path in modules if path], note):
+        run(work, twin.inputs)
+    return causes
+
+
+def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
+    wanted, size = x.mean(-1), x.square().mean(-1).sqrt().max()
+    if mean.ndim > wanted.ndim or any(
+        a not in (1, b) for a, b in zip(mean.shape[::-1], wanted.shape[::-1], strict=False)
+    ):
+        return False
+    return bool(((mean - wanted).abs() <= ZERO_MEAN * size).all())
+
+
+def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cause:
+    if not source:
+        return Cause("", False, "its input has a mean that is the work of several modules or of an activation")
+    what = f"{source} ({type(module).__name__})"
+    if source in norms:
+        return Cause(
+            source, True, f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
+        )
+    own = {f"{source}.{name}" for name, _ in module.named_parameters()}
+    if own & unsaved:
+        return Cause(source, False, f"its input has the mean of {what}, whose table is not in the checkpoint")
+    if own & gauge.bound:
+        return Cause(source, False, f"its input has the mean of {what}, and the model's outputs depend on that mean")
+    return Cause(source, False, f"its input has the mean of {what}, which no weight of the checkpoint sets")
+
+
+def _refuse_if_hopeless(twin: Twin, norms, bad: list[str], causes: dict[str, Cause]) -> None:
+    if 2 * len(bad) <= len(norms) and len(bad) < len(norms):
+        return
+    sources = {causes[path].source for path in bad if causes[path].norm}
+    by_norm = sum(causes[path].norm for path in bad)
+    if len(sources) > 1 and 2 * by_norm > len(bad):
+        raise ConversionRefused(
+            f"{twin.name} is a post-norm model: {by_norm} of its {len(norms)} LayerNorms read a sum with the output of "
+            "another LayerNorm, whose mean no weight removes; --post-norm exact (equal outputs, FFN norms only, two "
+            "neurons more) and --post-norm fit (all norms, approximate) are the two levels for such models"
+        )
+    reason, _ = Counter(causes[path].reason for path in bad).most_common(1)[0]
+    raise ConversionRefused(
+        f"{twin.name}: {len(bad)} of {len(norms)} LayerNorms would stay, {bad[0]} and others because {reason}"
+    )
+
+
+def _widths(twin: Twin, hits: list[Hit]) -> dict[int, int]:
+    """Length of a block here -> in the checkpoint."""
+    widths: dict[int, int] = {}
+    for hit in hits:
+        here = twin.model.get_parameter(hit.parameter).shape[hit.axis]
+        there = twin.shapes[hit.parameter][hit.axis] * hit.block
+        if there % here or widths.setdefault(hit.block, there // here) != there // here:
+            raise ConversionRefused(
+                f"{twin.name}: rows of {hit.parameter!r} are of another length than others of the checkpoint that the "
+                "narrow model made equal"
+            )
+    if len(set(widths.values())) != len(widths):
+        raise ConversionRefused(
+            f"{twin.name}: rows of different lengths in the narrow model are equal in the checkpoint"
+        )
+    return widths
+
+
+def _untie(twin: Twin, keys: KeyMap, hits: list[Hit]) -> tuple[Copy, ...]:
+    """The copies that let every writer be centred by itself; none where no writer is tied."""
+    tied_model = new_model(type(twin.model), twin.config)
+    tied = KeyMap(tied_model)
+    shared = Counter(tied.aliases.values())
+    if not any(shared[tied.aliases.get(hit.parameter)] > 1 for hit in hits):
+        return ()
+    return keys.untie(tied)
+
+
+def _record(twin: Twin, path: str, norm: LayerNorm, cause: Cause | None) -> NormRecord:
+    size = twin.widths.get(norm.hidden_size, norm.hidden_size * twin.factor)
+    return NormRecord(path, size, norm.eps, cause is None, "" if cause is None else cause.reason)
+
+
+def _size_of(twin: Twin, path: str) -> int:
+    sizes = [shape[-1] for name, shape in twin.shapes.items() if name.rpartition(".")[0] == path]
+    return sizes[0] if sizes else 0
+
+
+def _config(twin: Twin, hits: list[Hit], norms, bad, silent, copies) -> dict:
+    writers: dict[str, dict] = {}
+    for hit in hits:
+        block = twin.widths[hit.block]
+        whole = len(hit.blocks) * hit.block == twin.model.get_parameter(hit.parameter).shape[hit.axis]
+        writers[hit.parameter] = {"axis": hit.axis, "block": block, "blocks": None if whole else list(hit.blocks)}
+    rms = {
+        path: {"eps": norm.eps, "hidden_size": _record(twin, path, norm, None).hidden_size}
+        for path, norm in norms.items()
+        if path not in bad
+    }
+    record = invariant.make_record(writers, rms, twin.shapes, [*norms, *silent])
+    config: dict = {invariant.RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
+    if copies:
+        config["tie_word_embeddings"] = False
+    return config

@@ -1,0 +1,206 @@
+"""The ones-gauge test: which blocks of which parameters write to the residual stream.
+
+Adding a constant along a block of a parameter that only LayerNorms read leaves the outputs of the model as they are,
+and moves the mean that those norms remove. Both are read off one backward pass each, summed along the block. In
+float64 the sums that vanish do so to 1e-15 of their terms; in float32 they would not stand out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .keys import Hit
+from .norms import LayerNorm, hooked
+from .twin import run
+
+GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
+WRITES = 1e-9  # of the largest derivative of a norm's mean
+
+
+@dataclass
+class Gauge:
+    """What the test found.
+
+    Args:
+        hits: blocks to centre.
+        bound: parameters that write to the stream, but whose mean the outputs depend on.
+        undetermined: parameters that no output depends on.
+        margins: ``gauge_max``, the largest ratio of a hit, and ``nongauge_min``, the smallest of the rest.
+    """
+
+    hits: list[Hit] = field(default_factory=list)
+    bound: set[str] = field(default_factory=set)
+    undetermined: list[str] = field(default_factory=list)
+    margins: dict = field(default_factory=lambda: {"gauge_max": 0.0, "nongauge_min": math.inf})
+
+
+def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm]) -> Gauge:
+    """Try every axis of every parameter of a float64 model; the model is not changed."""
+    entered: dict[int, list[torch.Tensor]] = {}
+
+    def note(path, args, output):
+        entered.setdefault(norms[path].hidden_size, []).append(args[0])
+
+    parameters = dict(model.named_parameters())
+    for p in parameters.values():
+        p.requires_grad_(True)
+    with torch.enable_grad(), hooked(model, norms, note):
+        outputs = run(model, inputs)
+    generator = torch.Generator().manual_seed(1)
+
+    def weigh(tensors):
+        return sum((torch.randn(t.shape, generator=generator, dtype=t.dtype) * t).sum() for t in tensors)
+
+    def gradients(value):
+        if not value.requires_grad:
+            return dict.fromkeys(parameters)
+        found = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, allow_unused=True)
+        return dict(zip(parameters, found, strict=True))
+
+    of_outputs = gradients(weigh(outputs))
+    of_means = {n: gradients(weigh(x.mean(-1) for x in xs)) for n, xs in sorted(entered.items())}
+    result = Gauge()
+    for name, gradient in of_outputs.items():
+        if gradient is None or not bool(gradient.any()):
+            result.undetermined.append(name)
+            continue
+        for n, means in of_means.items():
+            if means[name] is not None and _try(result, name, n, gradient, means):
+                break
+    return result
+
+
+def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: dict) -> bool:
+    largest = max(float(m.abs().max()) for m in means.values() if m is not None and m.numel())
+    for axis in range(gradient.ndim):
+        if gradient.shape[axis] % n:
+            continue
+        rows = _rows(gradient, axis, n)
+        total, size = rows.sum(-1).abs().amax(0), rows.abs().sum(-1).amax(0)
+        ratio = total / size.clamp_min(1e-300)
+        writes = _rows(means[name], axis, n).sum(-1).abs().amax(0) > WRITES * largest
+        free = (ratio < GAUGE) & (size > 0)
+        margins = result.margins
+        if bool((writes & free).any()):
+            margins["gauge_max"] = max(margins["gauge_max"], float(ratio[writes & free].max()))
+        if bool((writes & ~free).any()):
+            margins["nongauge_min"] = min(margins["nongauge_min"], float(ratio[writes & ~free].min()))
+            result.bound.add(name)
+        if bool((writes & free).any()):
+            result.hits.append(Hit(name, axis, n, tuple((writes & free).nonzero().flatten().tolist())))
+            return True
+    return False
+
+
+def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
+    """(other elements, blocks, n)"""
+    tensor = tensor.movedim(axis, -1)
+    return tensor.reshape(-1, tensor.shape[-1] // n, n)
+
+
+@torch.no_grad()
+def centre(model: torch.nn.Module, hits: list[Hit]) -> None:
+    """Subtract its mean from each block, in place."""
+    parameters = dict(model.named_parameters())
+    for hit in hits:
+        p = parameters[hit.parameter]
+        p.copy_(centred(p, hit.axis, hit.block, hit.blocks))
+
+
+def centred(tensor: torch.Tensor, axis: int, block: int, blocks: tuple[int, ...] | None) -> torch.Tensor:
+    """A tensor of the same shape whose blocks of length `block` along `axis` have zero mean."""
+    moved = tensor.movedim(axis, -1)
+    rows = moved.reshape(*moved.shape[:-1], -1, block).clone()
+    chosen = slice(None) if blocks is None else list(blocks)
+    rows[..., chosen, :] -= rows[..., chosen, :].mean(-1, keepdim=True)
+    return rows.reshape(moved.shape).movedim(-1, axis)
+
+
+@torch.no_grad()
+def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]:
+    """path -> the largest |mean| / RMS of a row that enters the norm there."""
+    largest: dict[str, float] = {}
+
+    def note(path, args, output):
+        x = args[0].double()
+        ratio = x.mean(-1).abs() / x.square().mean(-1).sqrt().clamp_min(1e-300)
+        largest[path] = max(largest.get(path, 0.0), float(ratio.max()))
+
+    with hooked(model, norms, note):
+        run(model, inputs)
+    return largest
+
+
+class _Products(TorchFunctionMode):
+    """Notes each product of a vector parameter with what a linear module returned."""
+
+    def __init__(self, vectors: dict[int, str], made: dict[int, str]):
+        super().__init__()
+        self.vectors, self.made, self.found = vectors, made, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("mul", "__mul__", "__rmul__", "multiply") and len(args) == 2:
+            for vector, x in (args, args[::-1]):
+                if id(vector) in self.vectors and torch.is_tensor(x):
+                    maker = self.made.get(x.untyped_storage().data_ptr())
+                    if maker is not None and x.shape[-1] == vector.numel():
+                        self.found.append((maker, self.vectors[id(vector)]))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def fold_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, int, str]]:
+    """Move each layer scale into the linear module before it, in place.
+
+    Returns:
+        (parameter of the linear module, axis, the scale's parameter) of each product made.
+    """
+    vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
+    made: dict[int, str] = {}
+    kept = []  # a storage that is freed may be given to another tensor
+    linear = [p for p, m in model.named_modules() if next(m.children(), None) is None and _weight_axis(m) is not None]
+
+    def note(path, args, output):
+        if torch.is_tensor(output):
+            kept.append(output)
+            made[output.untyped_storage().data_ptr()] = path
+
+    with hooked(model, linear, note), _Products(vectors, made) as products:
+        run(model, inputs)
+    folded = []
+    for path, by in dict.fromkeys(products.found):
+        module, scale = model.get_submodule(path), model.get_parameter(by)
+        axis = _weight_axis(module)
+        view = [1] * module.weight.ndim
+        view[axis] = -1
+        module.weight.mul_(scale.reshape(view))
+        folded.append((f"{path}.weight", axis, by))
+        if module.bias is not None:
+            module.bias.mul_(scale)
+            folded.append((f"{path}.bias", 0, by))
+    for by in {by for _, _, by in folded}:
+        model.get_parameter(by).fill_(1.0)
+    return folded
+
+
+def _weight_axis(module: torch.nn.Module) -> int | None:
+    """The axis of a linear module's weight that its output runs along; None if it is no linear module."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
+        return None
+    for axis in (0, 1):
+        matrix = weight if axis else weight.T
+        x = torch.ones(1, 1, matrix.shape[0], dtype=weight.dtype) / 3
+        try:
+            y = module(x)
+        except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or rows of the other length
+            continue
+        expected = x @ matrix
+        expected = expected if bias is None else expected + bias
+        if torch.is_tensor(y) and y.shape == expected.shape and torch.allclose(y, expected):
+            return axis
+    return None

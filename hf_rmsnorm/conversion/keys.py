@@ -1,0 +1,189 @@
+"""From parameters of a model to tensors of its checkpoint, found by saving numbers that say where they came from.
+
+Transformers renames, splits, stacks and drops parameters when it saves. So every element of every parameter is given
+a number of its own, the model is saved, and each saved element tells which parameter it was, and where in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from .plan import Centre, ConversionRefused, Copy, Scale
+from .twin import quiet
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Blocks of a parameter that write to the stream: as `plan.Centre`, by the parameter's name in the model."""
+
+    parameter: str
+    axis: int
+    block: int
+    blocks: tuple[int, ...]
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` writes: key -> tensor."""
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        PreTrainedModel.save_pretrained(model, folder, max_shard_size="1TB")
+        files = sorted(Path(folder).glob("*.safetensors"))
+        return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+class KeyMap:
+    """Where each element of each parameter of a model is saved.
+
+    Args:
+        model: every parameter is found in the checkpoint that it saves; it is not changed.
+
+    Raises:
+        ConversionRefused: the model saves numbers that are none of its parameters' own.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.shapes: dict[str, torch.Size] = {}
+        self.offsets: dict[str, int] = {}
+        self.aliases: dict[str, str] = {}
+        self.total = 0
+        numbered = copy.deepcopy(model)
+        first: dict[int, str] = {}
+        for name, p in numbered.named_parameters(remove_duplicate=False):
+            self.aliases[name] = first.setdefault(id(p), name)
+            if self.aliases[name] != name:
+                continue
+            self.shapes[name], self.offsets[name] = p.shape, self.total
+            numbers = torch.arange(self.total, self.total + p.numel(), dtype=torch.float64)
+            p.data = numbers.reshape(p.shape)
+            self.total += p.numel()
+        buffers = {name for name, _ in numbered.named_buffers()}
+        self.saved: dict[str, torch.Tensor] = {}
+        for key, tensor in saved_tensors(numbered).items():
+            index = tensor.long() if tensor.is_floating_point() else None
+            whole = index is not None and tensor.dtype == torch.float64 and torch.equal(index.double(), tensor)
+            if whole and tensor.numel() and int(index.min()) >= 0 and int(index.max()) < self.total:
+                if tensor.unique().numel() == tensor.numel() and key not in buffers:
+                    self.saved[key] = index
+            elif key not in buffers and not any(key.endswith(b.rpartition(".")[2]) for b in buffers):
+                raise ConversionRefused(
+                    f"{type(model).__name__} saves {key!r} as numbers that no parameter of it holds"
+                )
+        names, starts = list(self.offsets), torch.tensor(list(self.offsets.values()))
+        self._keys: dict[str, list[str]] = {}
+        for key, index in self.saved.items():
+            for place in torch.searchsorted(starts, index.flatten(), right=True).unique().tolist():
+                self._keys.setdefault(names[place - 1], []).append(key)
+
+    def of(self, parameter: str) -> list[str]:
+        """The keys that hold elements of a parameter; none where it is not saved."""
+        return self._keys.get(parameter, [])
+
+    def unsaved(self) -> set[str]:
+        """Parameters of which some element is in no tensor of the checkpoint."""
+        present = torch.zeros(self.total, dtype=torch.bool)
+        for index in self.saved.values():
+            present[index.flatten()] = True
+        return {
+            name for name, start in self.offsets.items() if not present[start : start + self.shapes[name].numel()].all()
+        }
+
+    def centre(self, hits: list[Hit]) -> tuple[Centre, ...]:
+        """The hits as blocks of checkpoint tensors; block lengths are those of this model.
+
+        Raises:
+            ConversionRefused: a block is spread over several tensors, or is no row of one.
+        """
+        group = torch.full((self.total,), -1, dtype=torch.long)
+        size = torch.zeros(self.total, dtype=torch.long)
+        count = 0
+        for hit in hits:
+            start, shape = self.offsets[hit.parameter], self.shapes[hit.parameter]
+            marks = torch.full(shape, -1, dtype=torch.long).movedim(hit.axis, -1)
+            rows = marks.reshape(-1, shape[hit.axis] // hit.block, hit.block)
+            chosen = torch.tensor(hit.blocks)
+            numbers = torch.arange(count, count + rows.shape[0] * len(chosen)).reshape(rows.shape[0], -1, 1)
+            rows[:, chosen] = numbers
+            count += numbers.numel()
+            marks = rows.reshape(marks.shape).movedim(-1, hit.axis)
+            group[start : start + shape.numel()] = marks.flatten()
+            size[start : start + shape.numel()] = hit.block
+        done, covered = [], 0
+        for key, index in sorted(self.saved.items()):
+            marks = group[index]
+            if bool((marks < 0).all()):
+                continue
+            lengths = size[index][marks >= 0].unique().tolist()
+            found = _blocks(marks, lengths[0]) if len(lengths) == 1 else None
+            if found is None:
+                raise ConversionRefused(
+                    f"tensor {key!r} of the checkpoint holds rows of the residual stream in an order unknown"
+                )
+            (axis, blocks), length = found, lengths[0]
+            count_here = marks.shape[axis] // length
+            covered += int((marks >= 0).sum())
+            done.append(Centre(key, axis, length, None if len(blocks) == count_here else blocks))
+        if covered != int((group >= 0).sum()):
+            raise ConversionRefused("a parameter that writes to the residual stream is only partly in the checkpoint")
+        return tuple(done)
+
+    def scale(self, parameter: str, axis: int, by: str) -> list[Scale]:
+        """The product of a parameter along `axis` with the vector `by`, as operations on checkpoint tensors.
+
+        Raises:
+            ConversionRefused: the checkpoint stores either in another order.
+        """
+        (by_key, *more), start = self.of(by), self.offsets[by]
+        wanted = torch.arange(start, start + self.shapes[by].numel())
+        shape = self.shapes[parameter]
+        view = [1] * len(shape)
+        view[axis] = shape[axis]
+        place = torch.arange(shape[axis]).reshape(view).expand(shape).flatten()
+        done = []
+        if not more and torch.equal(self.saved[by_key].flatten(), wanted):
+            for key in self.of(parameter):
+                here = place[self.saved[key] - self.offsets[parameter]]
+                axes = [
+                    a
+                    for a in range(here.ndim)
+                    if here.shape[a] == len(wanted) and bool((here.movedim(a, -1) == torch.arange(here.shape[a])).all())
+                ]
+                done += [Scale(key, a, by_key) for a in axes[:1]]
+            if len(done) == len(self.of(parameter)):
+                return done
+        raise ConversionRefused(f"the layer scale {by!r} is stored in another order than {parameter!r}")
+
+    def untie(self, tied: KeyMap) -> tuple[Copy, ...]:
+        """The tensors that this model saves and `tied`, the same model with ties, does not; and what they equal there.
+
+        Raises:
+            ConversionRefused: one of them equals nothing that is saved.
+        """
+        copies = []
+        for key in sorted(self.saved.keys() - tied.saved.keys()):
+            names = [n for n in self.offsets if key in self.of(n)]
+            source = None
+            if len(names) == 1 and tied.shapes.get(tied.aliases.get(names[0])) == self.shapes[names[0]]:
+                moved = self.saved[key] - self.offsets[names[0]] + tied.offsets[tied.aliases[names[0]]]
+                source = next((k for k, index in tied.saved.items() if torch.equal(index, moved)), None)
+            if source is None:
+                raise ConversionRefused(f"{key!r} is tied to something that the checkpoint does not hold")
+            copies.append(Copy(key, source))
+        return tuple(copies)
+
+
+def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | None:
+    """(axis, indices) of the blocks that equal marks, 0 or more, make along one axis."""
+    for axis in range(marks.ndim):
+        if marks.shape[axis] % length:
+            continue
+        rows = marks.movedim(axis, -1).reshape(-1, marks.shape[axis] // length, length)
+        chosen = rows[..., 0] >= 0
+        if bool((rows == rows[..., :1]).all()) and bool((chosen == chosen[:1]).all()):
+            return axis, tuple(chosen[0].nonzero().flatten().tolist())
+    return None

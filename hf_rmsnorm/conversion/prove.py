@@ -1,0 +1,136 @@
+"""The proof of a plan: carried out on the twin's own checkpoint, loaded again, and run as LayerNorm and as RMSNorm."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .gauge import centred, input_means
+from .keys import saved_tensors
+from .norms import find_layer_norms, hooked
+from .plan import ConversionPlan, ConversionRefused
+from .twin import Twin, give_weights, new_model, run
+
+BOUND = 1e-12
+
+
+@dataclass(frozen=True)
+class ProofReport:
+    """How far a converted twin is from the original, everything in float64.
+
+    Args:
+        model_class: of the twin.
+        stock: max |difference| of the outputs with the model's own LayerNorms, over `scale`.
+        rms: the same with RMSNorms wherever the plan says so.
+        scale: largest |output| of the original.
+        norms: how many norms became RMSNorms, and how many there are.
+        means: path -> largest |mean| / RMS of a row that enters the norm there, after the conversion.
+    """
+
+    model_class: str
+    stock: float
+    rms: float
+    scale: float
+    norms: tuple[int, int]
+    means: dict[str, float] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Both differences are within 1e-12 of the scale."""
+        return self.stock <= BOUND and self.rms <= BOUND
+
+    def __str__(self) -> str:
+        verdict = "proven" if self.passed else "NOT equal"
+        return (
+            f"{self.model_class}: {verdict}, {self.norms[0]} of {self.norms[1]} norms as RMSNorm; "
+            f"float64 outputs differ by {self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm) of their scale"
+        )
+
+
+def carry_out(plan: ConversionPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A whole checkpoint converted in memory: copies first, then layer scales, then centring; each in float64.
+
+    Raises:
+        ConversionRefused: the plan names a tensor that is not there.
+    """
+    missing = {*(c.source for c in plan.copy), *(s.by for s in plan.scale), *(s.key for s in plan.scale)}
+    missing = (missing | {c.key for c in plan.centre} - {c.key for c in plan.copy}) - tensors.keys()
+    if missing:
+        raise ConversionRefused(f"the checkpoint has no tensor {sorted(missing)[0]!r}, which the plan names")
+    done = dict(tensors)
+    for c in plan.copy:
+        done[c.key] = tensors[c.source].clone()
+    wide = {key: done[key].double() for key in {*(s.key for s in plan.scale), *(c.key for c in plan.centre)}}
+    for s in plan.scale:
+        view = [1] * wide[s.key].ndim
+        view[s.axis] = -1
+        wide[s.key] = wide[s.key] * tensors[s.by].double().reshape(view)
+        done[s.by] = torch.ones_like(tensors[s.by])
+    for c in plan.centre:
+        wide[c.key] = centred(wide[c.key], c.axis, c.block, c.blocks)
+    return {**done, **{key: t.to(tensors.get(key, done[key]).dtype).contiguous() for key, t in wide.items()}}
+
+
+def at_twin_size(plan: ConversionPlan, twin: Twin) -> ConversionPlan:
+    """The plan for the twin's own checkpoint."""
+    here = {there: n for n, there in twin.widths.items()}
+    return replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
+
+
+@torch.no_grad()
+def prove(plan: ConversionPlan, twin: Twin) -> ProofReport:
+    """Carry the plan out on a checkpoint of the twin, load it with the stock class, and compare the outputs.
+
+    Args:
+        plan: what `discover` found on this twin.
+
+    Returns:
+        A report; its `passed` is the verdict.
+
+    Raises:
+        ConversionRefused: the plan does not fit the checkpoint, or the result does not load.
+    """
+    cls = type(twin.model)
+    original = new_model(cls, twin.config)
+    give_weights(original, seed=3)
+    tensors = saved_tensors(original)
+    original = _load(cls, twin.config, tensors)
+    config = copy.deepcopy(twin.config)
+    for name, value in plan.config.items():
+        setattr(config, name, value)
+    converted = _load(cls, config, carry_out(at_twin_size(plan, twin), tensors))
+    expected = run(original, twin.inputs)
+    scale = max(float(o.abs().max()) for o in expected if o.numel())
+    norms, _ = find_layer_norms(converted, twin.inputs)
+    chosen = {n.path for n in plan.norms if n.becomes_rms}
+    means = input_means(converted, twin.inputs, norms)
+    stock = _difference(expected, run(converted, twin.inputs)) / scale
+    as_rms = {path: norm for path, norm in norms.items() if path in chosen}
+    if as_rms.keys() != chosen:
+        raise ConversionRefused(f"{cls.__name__}: {sorted(chosen - as_rms.keys())[0]} is no LayerNorm once converted")
+
+    def instead(path, args, output):
+        return norms[path](args[0], centred=False)
+
+    with hooked(converted, as_rms, instead):
+        rms = _difference(expected, run(converted, twin.inputs)) / scale
+    return ProofReport(cls.__name__, stock, rms, scale, (len(as_rms), len(plan.norms)), means)
+
+
+def _load(cls, config, tensors: dict[str, torch.Tensor]):
+    how = {"config": copy.deepcopy(config), "dtype": torch.float64, "output_loading_info": True}
+    with quiet():
+        model, info = cls.from_pretrained(None, state_dict=dict(tensors), **how)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        missing = sorted([*info["missing_keys"], *map(str, info["mismatched_keys"])])
+        raise ConversionRefused(f"{cls.__name__} does not load what it saved: {missing[0]!r} is missing or misshapen")
+    return model.double().eval()
+
+
+def _difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    if len(a) != len(b):
+        return math.inf
+    return max((float((x - y).abs().max()) for x, y in zip(a, b, strict=True) if x.numel()), default=0.0)

@@ -1,0 +1,92 @@
+"""Smaller configs of the same structure: equal depth, heads, experts and flags, narrower in every width."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+
+from transformers import PretrainedConfig
+
+VOCABULARY = 96
+POSITIONS = 96
+IMAGE_PATCHES = 3  # along each side
+INNER = 24  # width inside an MLP: nothing of the structure hangs on it
+
+_NO_WIDTH = re.compile(r"^(num|max|n)_(?!embd|inner)|layers?$|heads?$|embeddings$|ratio|factor|dropout|act|size_per")
+_INNER = re.compile(r"intermediate|ffn|d_?ff$|inner|mlp|feed_?forward")
+_WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|rotary")
+_POSITIONS = re.compile(r"max_position|n_positions|n_ctx|max_seq|seq_len|block_size$")
+_TOKEN = re.compile(r"tok(en)?_(id|index)s?$")
+_VOCABULARY = re.compile(r"vocab_size$|^vocab_size")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim")
+
+
+def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
+    """(what its widths were divided by, a narrower copy) in several styles, the likeliest first; `config` stays.
+
+    Which attribute is a width is read from its name and its value. Whether a copy is a model at all, and one of the
+    same structure, is for the caller to find out.
+    """
+    divisor = math.gcd(*_head_sizes(config))
+    factors = [f for f in range(1, divisor + 1) if divisor % f == 0 and divisor // f >= 2]
+    # Eight channels a head leave room for partial rotary embeddings and cost little.
+    for factor in sorted(factors, key=lambda f: abs(math.log2(divisor / f / 8))):
+        for inner, pictures in ((True, True), (False, True), (False, False)):
+            yield factor, _narrow(copy.deepcopy(config), factor, inner, pictures)
+
+
+def _head_sizes(config: PretrainedConfig) -> list[int]:
+    found = []
+    for part in _parts(config):
+        heads = next((v for n in _HEADS if isinstance(v := getattr(part, n, None), int) and v), None)
+        hidden = next((v for n in _HIDDEN if isinstance(v := getattr(part, n, None), int) and v), None)
+        given = getattr(part, "head_dim", None)
+        if isinstance(given, int) and given:
+            found.append(given)
+        if hidden and heads and hidden % heads == 0:
+            found.append(hidden // heads)
+        elif hidden:
+            found.append(hidden)
+    return found or [1]
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    nested = [v for v in vars(config).values() if isinstance(v, PretrainedConfig)]
+    return [config, *(part for each in nested for part in _parts(each))]
+
+
+def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) -> PretrainedConfig:
+    for part in _parts(config):
+        patch = getattr(part, "patch_size", None)
+        for name, value in list(vars(part).items()):
+            if name.startswith("_") and name != "_max_position_embeddings":
+                continue
+            if pictures and name == "image_size" and isinstance(value, int) and isinstance(patch, int):
+                value = min(value, IMAGE_PATCHES * patch)
+            elif isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+                value = type(value)(_number(name, v, factor, inner) for v in value)
+            elif type(value) is int:
+                value = _number(name, value, factor, inner)
+            else:
+                continue
+            setattr(part, name, value)
+    return config
+
+
+def _number(name: str, value: int, factor: int, inner: bool) -> int:
+    if _TOKEN.search(name):
+        return value if value < VOCABULARY else value % VOCABULARY
+    if _VOCABULARY.search(name):
+        return min(value, VOCABULARY)
+    if _POSITIONS.search(name):
+        return min(value, POSITIONS)
+    if _NO_WIDTH.search(name) or value < 2:
+        return value
+    if _INNER.search(name):
+        return min(value, INNER) if inner else max(1, value // factor)
+    if _WIDTH.search(name):
+        return value // factor if value % factor == 0 else value
+    return value

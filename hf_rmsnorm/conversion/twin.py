@@ -1,0 +1,320 @@
+"""A small random model of the same classes and structure as a big one, on which everything can be tried in float64."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..verification.float64 import Float64Mode
+from .plan import ConversionRefused
+from .shrink import shrunk
+
+# Parameters: a model of up to SMALL is its own twin; up to LARGE, where it cannot be made narrower.
+SMALL, LARGE = 1_000_000, 50_000_000
+TOKENS = (2, 24)  # rows and their length
+NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss")
+# What any constructor or forward may raise on sizes that do not suit it.
+MISFITS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass
+class Twin:
+    """A small model that stands for a checkpoint.
+
+    Args:
+        model: untied, in eval mode, float64 throughout, with weights as training leaves them: no mean is zero.
+        config: its config as the checkpoint has it: tied where the checkpoint is tied.
+        inputs: keyword arguments of its forward.
+        shapes: parameter of `model` -> its shape in the checkpoint's own size.
+        factor: what most widths were divided by; 1 where the model is its own twin.
+        source: the config that was given.
+        widths: length of the rows of a norm here -> in the checkpoint; filled in by discovery.
+    """
+
+    model: PreTrainedModel
+    config: PretrainedConfig
+    inputs: dict
+    shapes: dict[str, torch.Size]
+    factor: int
+    source: PretrainedConfig
+    widths: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def make_twin(
+    source,
+    *,
+    trust_remote_code: bool = False,
+    model_class: type[PreTrainedModel] | None = None,
+    inputs: Callable[[PreTrainedModel], dict] | None = None,
+    seed: int = 0,
+) -> Twin:
+    """The twin of a checkpoint or config.
+
+    Args:
+        source: a model folder, or a `PretrainedConfig`.
+        trust_remote_code: run the model code that comes with a folder.
+        model_class: instead of the class that the config names.
+        inputs: makes keyword arguments for the model; without it, random token ids, pixels or audio features.
+
+    Raises:
+        ConversionRefused: no model can be made of it, at no width that fits into memory; the message says why.
+    """
+    config, cls = _resolve(source, trust_remote_code, model_class)
+    try:
+        shapes = shapes_of(cls, config)
+    except MISFITS as error:
+        raise ConversionRefused(f"{cls.__name__} cannot be made from this config: {one_line(error)}") from error
+    size = sum(shape.numel() for shape in shapes.values())
+    candidates: Iterator[tuple[int, PretrainedConfig]] = iter([(1, config)])
+    if size > SMALL:
+        own = [(1, config)] if size <= LARGE else []
+        candidates = (c for group in (shrunk(config), own) for c in group)
+    first = None
+    for factor, narrow in candidates:
+        try:
+            return _build(cls, narrow, config, shapes, factor, inputs, seed)
+        except MISFITS as error:
+            first = first or one_line(error)
+    raise ConversionRefused(
+        f"{cls.__name__} has {size:,} parameters and no narrower model of the same structure was found ({first}): "
+        "discovery runs on such a model, so pass model_class and inputs that fit, or a config that can be narrowed"
+    )
+
+
+def _resolve(source, trust_remote_code: bool, model_class) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    if isinstance(source, PretrainedConfig):
+        config = copy.deepcopy(source)
+    else:
+        path = Path(source)
+        if not (path / "config.json").is_file():
+            raise ConversionRefused(f"{path} has no config.json: give the folder of a model")
+        if json.loads((path / "config.json").read_text(encoding="utf-8")).get("quantization_config"):
+            raise ConversionRefused(f"{path} is quantised: convert the checkpoint it was made from, then quantise")
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (ValueError, OSError) as error:
+            raise ConversionRefused(f"{path}: {one_line(error)}") from error
+    if model_class is not None:
+        return config, model_class
+    names = getattr(config, "architectures", None) or []
+    remote = getattr(config, "auto_map", None) or {}
+    for auto in (AutoModelForCausalLM, AutoModel):
+        if auto.__name__ in remote and trust_remote_code and not isinstance(source, PretrainedConfig):
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            return config, get_class_from_dynamic_module(remote[auto.__name__], str(source))
+    if names and (cls := getattr(transformers, names[0], None)) is not None:
+        return config, cls
+    for auto in (AutoModelForCausalLM, AutoModel):
+        if type(config) in auto._model_mapping:
+            cls = auto._model_mapping[type(config)]
+            return config, cls[0] if isinstance(cls, (list, tuple)) else cls
+    raise ConversionRefused(
+        f"{', '.join(names) or type(config).__name__} is no model class of Transformers: "
+        "pass model_class, or trust_remote_code=True where the folder brings its code"
+    )
+
+
+def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
+    """A copy that computes by the plain code of Transformers, with its own embeddings for head and stacks or not."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    if not tied:
+        config.tie_word_embeddings = False
+    return config
+
+
+def shapes_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, torch.Size]:
+    """The parameters of the untied model and their shapes; no memory is taken for them."""
+    try:
+        with torch.device("meta"):
+            model = cls(plain(config, tied=False))
+    except MISFITS:  # a constructor that reads numbers back from tensors it made
+        from accelerate import init_empty_weights
+
+        with init_empty_weights():
+            model = cls(plain(config, tied=False))
+    return {name: p.shape for name, p in model.named_parameters()}
+
+
+def _build(cls, narrow, config, shapes, factor, inputs, seed) -> Twin:
+    here = shapes_of(cls, narrow)
+    if here.keys() != shapes.keys() or any(len(here[k]) != len(shapes[k]) for k in here):
+        raise ValueError("the narrower model has other parameters")
+    size = sum(shape.numel() for shape in here.values())
+    if size > LARGE:
+        raise ValueError(f"the narrower model still has {size:,} parameters")
+    model = new_model(cls, plain(narrow, tied=False), seed)
+    give_weights(model, seed)
+    twin = Twin(model, plain(narrow), {}, shapes, factor, config)
+    twin.inputs = {k: _double(v) for k, v in (inputs(model) if inputs else default_inputs(model, seed)).items()}
+    run(model, twin.inputs)
+    return twin
+
+
+def new_model(cls: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model in eval mode and float64; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return cls(config).double().eval()
+
+
+def _double(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@torch.no_grad()
+def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights as training leaves them: gains around what they start from, and no mean that is zero."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for p in model.parameters():
+        if not p.is_floating_point() or not p.numel():
+            continue
+        first = p.flatten()[0].item()
+        if id(p) in tables:
+            p.copy_(0.7 * normal(p.shape) + 0.3 * normal(p.shape[0], 1) + 0.2)
+        elif bool((p == first).all()):
+            p.copy_((first if math.isfinite(first) else 0.0) + 0.1 + 0.25 * normal(p.shape))
+        elif p.ndim < 2:
+            p.mul_(1 + 0.1 * normal(p.shape))
+        else:
+            fan = math.sqrt(p.shape[-1] * p[0].numel()) if p.ndim == 2 else p[0].numel() ** 0.5 if p.ndim == 3 else 0
+            fan = fan or p[0].numel()
+            p.copy_((normal(p.shape) + 0.3 * normal(1).item() + 0.2) / math.sqrt(fan))
+
+
+def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
+    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature.
+
+    Raises:
+        ValueError: the main input has a name that nothing is known of.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config, names = model.config, inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", None) or next(iter(names))
+
+    def number(*keys: str, default: int) -> int:
+        for part in (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig))):
+            for key in keys:
+                value = getattr(part, key, None)
+                if isinstance(value, (list, tuple)) and value:
+                    value = value[0]
+                if isinstance(value, int) and value:
+                    return value
+        return default
+
+    def ids():
+        special = {v for k, v in vars(config).items() if k.endswith("_id") and isinstance(v, int)}
+        vocabulary = number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
+        free = torch.tensor([i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary)))
+        return free[torch.randint(len(free), tokens, generator=generator)]
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows = tokens[0]
+    if main == "input_ids":
+        inputs = {main: ids()}
+    elif main == "pixel_values":
+        side = number("image_size", default=32)
+        inputs = {main: normal(rows, number("num_channels", "in_channels", default=3), side, side)}
+    elif main == "input_values":
+        inputs = {main: normal(rows, 4000)}
+    elif main == "input_features":
+        length = 2 * number("max_source_positions", default=50)
+        inputs = {main: normal(rows, number("num_mel_bins", "input_feat_per_channel", default=80), length)}
+    else:
+        raise ValueError(f"nothing is known of the input {main!r}")
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        inputs["decoder_input_ids"] = ids()
+    if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
+        inputs["use_cache"] = False
+    return inputs
+
+
+VOCABULARY_IF_UNKNOWN = 64
+
+
+@contextmanager
+def in_double():
+    """What a forward casts to a narrower float stays float64; gradients pass."""
+    with Float64Mode():
+        yield
+
+
+def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
+    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
+
+    Raises:
+        ValueError: there is none, or one is not finite.
+    """
+    with in_double():
+        outputs = list(_tensors(model(**inputs)))
+    if not outputs:
+        raise ValueError("the model returned no floating tensor")
+    if not all(bool(torch.isfinite(o).all()) or not o.numel() for o in outputs):
+        finite = [bool(torch.isfinite(o).any()) for o in outputs]
+        if not all(finite):
+            raise ValueError("the model's outputs are not finite")
+    return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
+
+
+def _tensors(output) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
+                yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+
+
+@contextmanager
+def quiet():
+    """No progress bars of Transformers: a twin is saved and loaded in no time."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

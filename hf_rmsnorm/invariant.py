@@ -1,0 +1,117 @@
+"""Whether a converted checkpoint is still what makes its RMSNorms equal to LayerNorms: all that writes to the residual
+stream has zero mean. Fine-tuning moves it out of that set.
+
+The record that a conversion leaves in config.json, under `RECORD_KEY`, names parameters of the model as
+``named_parameters()`` does. A number in a name that stands for all numbers there is written ``*``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+
+RECORD_KEY = "hf_rmsnorm"
+VERSION = 1
+# Rounding a centred row of length n to its dtype leaves a mean of u RMS / sqrt(3 n) typically, u being half an ulp;
+# many rows together reach some multiple of it.
+ROUNDING = 4.0
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def make_record(
+    writers: Mapping[str, dict], norms: Mapping[str, dict], parameters: Iterable[str], paths: Iterable[str]
+):
+    """The record: JSON data for config.json.
+
+    Args:
+        writers: parameter -> ``{"axis", "block", "blocks"}`` as in a plan, `block` in the checkpoint's own size.
+        norms: module path -> ``{"eps", "hidden_size"}`` of each LayerNorm whose input has zero mean.
+        parameters: all parameters of the model.
+        paths: all LayerNorms of the model.
+    """
+    return {
+        "version": VERSION,
+        "computes": "layer_norm",
+        "writers": _shorten(writers, parameters),
+        "rms_norms": _shorten(norms, paths),
+    }
+
+
+def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
+    """Of these module paths, those that the record calls an RMSNorm: path -> ``{"eps", "hidden_size"}``."""
+    return _matching(record["rms_norms"], paths)
+
+
+def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]:
+    """Names of recorded writers that are missing, have another shape or have lost their zero mean; none if all is well.
+
+    Args:
+        tensors: by parameter name, as ``dict(model.named_parameters())`` or ``model.state_dict()``; of any dtype, on
+            any device.
+        record: what `make_record` made.
+
+    Raises:
+        ValueError: the record is of another version of this package.
+    """
+    if record.get("version") != VERSION:
+        raise ValueError(f"the record has version {record.get('version')!r}, this package knows {VERSION}")
+    wrong = [
+        text
+        for text in record["writers"]
+        if text not in tensors and not any(_pattern(text).fullmatch(name) for name in tensors)
+    ]
+    for name, how in _matching(record["writers"], tensors).items():
+        if not _centred(tensors[name], how["axis"], how["block"], how["blocks"]):
+            wrong.append(name)
+    return wrong
+
+
+@torch.no_grad()
+def _centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
+    if not tensor.is_floating_point() or tensor.ndim <= axis or tensor.shape[axis] % block:
+        return False
+    moved = tensor.movedim(axis, -1)
+    rows = moved.reshape(*moved.shape[:-1], -1, block)
+    if blocks is not None:
+        if max(blocks) >= rows.shape[-2]:
+            return False
+        rows = rows[..., list(blocks), :]
+    unit = torch.finfo(tensor.dtype).eps / 2
+    smallest = torch.finfo(tensor.dtype).smallest_normal * unit
+    for part in rows.flatten(0, -2).split(max(1, 2**24 // block)):  # a table of embeddings is not widened whole
+        part = part.double()
+        bound = ROUNDING * (unit * part.square().mean(-1).sqrt() + smallest) / block**0.5
+        if not bool((part.mean(-1).abs() <= bound).all()):  # NaN is not centred either
+            return False
+    return True
+
+
+def _pattern(text: str) -> re.Pattern:
+    return re.compile(r"\d+".join(re.escape(part) for part in text.split("*")))
+
+
+def _matching(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
+    exact = {text: how for text, how in entries.items() if "*" not in text}
+    patterns = [(_pattern(text), how) for text, how in entries.items() if "*" in text]
+    found = {}
+    for name in names:
+        how = exact.get(name) or next((how for pattern, how in patterns if pattern.fullmatch(name)), None)
+        if how is not None:
+            found[name] = how
+    return found
+
+
+def _shorten(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
+    """Equal entries of names that differ in numbers only as one, where it matches none of the other names."""
+    every: dict[str, set[str]] = {}
+    for name in names:
+        every.setdefault(_NUMBER.sub("*", name), set()).add(name)
+    short: dict[str, dict] = {}
+    for name, how in entries.items():
+        pattern = _NUMBER.sub("*", name)
+        alike = every.get(pattern, set())
+        whole = len(alike) > 1 and all(entries.get(other) == how for other in alike)
+        short[pattern if whole else name] = how
+    return short
