@@ -17,12 +17,14 @@ class Swapped:
         path, class_name: where it is, and its class's name.
         formula: what it was recognised to compute.
         notes: which calls still run the module's own forward, and an unusual layout; "" where there is nothing to say.
+        converted: the formula is an RMSNorm that a converted checkpoint records where the module is a LayerNorm.
     """
 
     path: str
     class_name: str
     formula: NormSpec
     notes: str = ""
+    converted: bool = False
 
     @property
     def text(self) -> str:
@@ -62,6 +64,7 @@ class PatchReport:
                     "class_name": r.class_name,
                     "formula": {**r.formula.to_dict(), "text": str(r.formula)},
                     "notes": r.notes,
+                    "converted": r.converted,
                 }
                 for r in self.swapped
             ],

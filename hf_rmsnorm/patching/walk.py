@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from ..layers import Recipe, fused_class, fused_part
+from .converted import conversion_of
 from .recognise import Verdict, class_name, recognise
 from .report import PatchReport, Skipped, Swapped
 from .swap import replaced_forward
@@ -25,6 +26,7 @@ class Entry:
     recipe: Recipe | None = None
     reason: str | None = None
     cure: str = ""
+    note: str = ""
     already: bool = False
     excluded: bool = False
 
@@ -44,9 +46,10 @@ class Plan:
         swapped, skipped = [], []
         for entry in self.entries:
             name = class_name(entry.module)
+            notes = "; ".join(filter(None, (entry.recipe.notes() if entry.recipe else "", entry.note)))
             for path in entry.paths:
                 if entry.recipe is not None:
-                    swapped.append(Swapped(path, name, entry.recipe.spec, entry.recipe.notes()))
+                    swapped.append(Swapped(path, name, entry.recipe.spec, notes, entry.recipe.imposed))
                 else:
                     skipped.append(Skipped(path, name, entry.reason, entry.cure))
         return PatchReport(tuple(swapped), tuple(skipped))
@@ -63,6 +66,10 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
         paths.setdefault(module, []).append(path)
     cache: dict[tuple, Verdict] = {}
     entries = [e for module, names in paths.items() if (e := _entry(module, names, cache)) is not None]
+    conversion = conversion_of(model)
+    for entry in entries if conversion is not None else ():
+        if entry.recipe is not None and not entry.already:
+            entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     norm_paths = [path for entry in entries for path in entry.paths]
     for word, globs in (("include", include), ("exclude", exclude)):

@@ -85,7 +85,7 @@ def verify_equivalence(
         else:
             candidate_state = partial(_patched, reference_model)
             with candidate_state() as patch:
-                changed = [record.path for record in patch.swapped]
+                changed = [record.path for record in patch.swapped if not record.converted]
         if candidate_model is None:
             candidate_model = reference_model
         paths = _paths(reference_model, candidate_model, changed, norms)
@@ -236,6 +236,11 @@ def _evaluating(model: nn.Module):
             module.training = flag
 
 
+def _imposed(cls: type) -> bool:
+    """Whether a patched class computes what a converted checkpoint records, not what the module's own class does."""
+    return getattr(getattr(cls, "_hf_rmsnorm_recipe", None), "imposed", False)
+
+
 class _OwnPatch:
     """The patch that a model came with, which is taken out and put back without being worked out again.
 
@@ -261,7 +266,7 @@ class _OwnPatch:
             raise
         self.paths = [
             path for (path, module), (cls, _) in zip(self._modules, self._before, strict=True)
-            if type(module) is not cls
+            if type(module) is not cls and not _imposed(cls)
         ]  # fmt: skip
         return self
 

@@ -1,0 +1,66 @@
+"""Models of converted checkpoints: their LayerNorms run the RMSNorm that config.json records, while that is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..invariant import RECORD_KEY, recorded_norms, uncentred
+from ..layers import Recipe
+from ..ops.backend import PLAIN_TYPES
+
+TRAINED_AS_RMS = "rms_norm"  # what the record says the checkpoint computes, where training made it so
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a model's record says of its norms.
+
+    Args:
+        norms: module path -> eps, of each LayerNorm that is recorded as an RMSNorm.
+        doubt: why the record cannot be followed, or "".
+    """
+
+    norms: dict[str, float]
+    doubt: str = ""
+
+    def recipe(self, paths: list[str], recipe: Recipe) -> tuple[Recipe, str]:
+        """(the recipe to swap in, a note for the report) for a norm that was recognised as `recipe`."""
+        eps = next((self.norms[path] for path in paths if path in self.norms), None)
+        if eps is None or not recipe.spec.centered:
+            return recipe, ""
+        if self.doubt:
+            return recipe, f"stays the LayerNorm that it is: {self.doubt}"
+        if eps != recipe.spec.eps:
+            return recipe, f"stays the LayerNorm that it is: its eps is {recipe.spec.eps:g}, the record says {eps:g}"
+        return replace(recipe, spec=replace(recipe.spec, centered=False), imposed=True), ""
+
+
+def conversion_of(model: torch.nn.Module) -> Conversion | None:
+    """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
+    for prefix, module in model.named_modules():
+        record = getattr(getattr(module, "config", None), RECORD_KEY, None)
+        if isinstance(record, dict) and "rms_norms" in record:
+            return _read(module, prefix, record)
+    return None
+
+
+def _read(model: torch.nn.Module, prefix: str, record: dict) -> Conversion:
+    inside = f"{prefix}." if prefix else ""
+    paths = [path for path, _ in model.named_modules()]
+    norms = {inside + path: how["eps"] for path, how in recorded_norms(record, paths).items()}
+    if record.get("computes") == TRAINED_AS_RMS:
+        return Conversion(norms)
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    hidden = [name for name, t in tensors.items() if t.is_meta or type(t) not in PLAIN_TYPES or t.numel() == 0]
+    if hidden:
+        return Conversion(norms, f"{hidden[0]} is not here to be looked at; patch once the weights are loaded, whole")
+    try:
+        moved = uncentred(tensors, record)
+    except ValueError as error:
+        return Conversion(norms, str(error))
+    if not moved:
+        return Conversion(norms)
+    more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+    return Conversion(norms, f"{moved[0]}{more} no longer has zero mean along the stream, by fine-tuning perhaps")

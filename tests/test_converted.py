@@ -1,0 +1,164 @@
+"""A converted checkpoint, patched: its LayerNorms run the RMSNorm it records, everywhere, while that is the same."""
+
+import copy
+import json
+
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
+from hf_rmsnorm.conversion.discovery import discover
+from hf_rmsnorm.conversion.prove import carry_out
+
+IDS = torch.arange(3, 35).view(2, 16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(source, converted) checkpoints of a small GPT-2 whose weights have means everywhere."""
+    source, converted = (tmp_path_factory.mktemp(name) for name in ("source", "converted"))
+    torch.manual_seed(0)
+    model = tiny_models.build("gpt2").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 + 0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(source)
+    plan = discover(source)
+    tensors = carry_out(plan, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+    config = copy.deepcopy(model.config)
+    for key, value in plan.config.items():
+        setattr(config, key, value)
+    result = type(model)(config)
+    result.load_state_dict(tensors)
+    result.save_pretrained(converted)
+    return source, converted
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_recorded_norms_become_rms_norms(folders):
+    model = load(folders[1])
+    report = patch_model(model)
+    assert report.swapped and all(not r.formula.centered and r.formula.has_bias and r.converted for r in report.swapped)
+    assert "as the converted checkpoint says" in str(report)
+    assert all(record["converted"] for record in report.to_dict()["swapped"])
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+def test_the_logits_are_those_of_the_source(folders, backend):
+    expected, model = logits(load(folders[0]).double()), load(folders[1])
+    patch_model(model)
+    with use_backend(backend):
+        y = logits(model)
+    own = (logits(load(folders[0])).double() - expected).abs().max()
+    assert (y.double() - expected).abs().max() <= 3 * own + 1e-6
+
+
+def test_the_recorded_formula_runs_on_every_backend(folders):
+    """On an input with a mean, where LayerNorm and RMSNorm differ, nothing computes the LayerNorm."""
+    model = load(folders[1])
+    norm = model.transformer.h[0].ln_1
+    x = torch.randn(4, norm.weight.numel()) + 3.0
+    layer_norm = norm(x)
+    patch_model(model)
+    rms = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
+    for dtype in (torch.float32, torch.float64):  # no kernel serves the second
+        for backend in ("auto", "triton", "reference") if dtype == torch.float32 else ("auto", "reference"):
+            with use_backend(backend):
+                y = model.to(dtype).transformer.h[0].ln_1(x.to(dtype))
+            torch.testing.assert_close(y, rms.to(dtype), rtol=1e-5, atol=1e-5)
+    assert (rms - layer_norm).abs().max() > 0.1
+    model.float()
+    unpatch_model(model)
+    assert torch.equal(norm(x), layer_norm)
+
+
+def test_a_writer_that_has_moved_keeps_layer_norm(folders):
+    model = load(folders[1])
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight += 1e-3
+    expected = logits(model)
+    report = patch_model(model)
+    assert all(r.formula.centered and not r.converted for r in report.swapped)
+    assert "transformer.h.1.mlp.c_proj.weight no longer has zero mean" in report.swapped[0].notes
+    with use_backend("reference"):
+        assert torch.equal(logits(model), expected)
+
+
+def test_a_model_trained_as_rms_norm_says_so_in_its_record(folders):
+    model = load(folders[1])
+    model.config.hf_rmsnorm["computes"] = "rms_norm"
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight += 1e-3
+    assert all(r.converted for r in patch_model(model).swapped)
+
+
+def test_weights_that_are_not_here_keep_layer_norm(folders):
+    model = load(folders[1]).to("meta")
+    report = patch_model(model)
+    assert not any(r.converted for r in report.swapped)
+    assert "patch once the weights are loaded" in report.swapped[0].notes
+
+
+def test_another_eps_than_the_recorded_keeps_layer_norm(folders):
+    model = load(folders[1])
+    model.transformer.ln_f.eps = 1e-3
+    kinds = {r.path: r.converted for r in patch_model(model).swapped}
+    assert not kinds["transformer.ln_f"] and kinds["transformer.h.0.ln_1"]
+
+
+def test_an_eps_changed_after_the_patch_is_obeyed(folders):
+    model = load(folders[1])
+    patch_model(model)
+    norm, x = model.transformer.ln_f, torch.randn(3, model.config.n_embd)
+    norm.eps = 0.5
+    with use_backend("reference"):
+        y = norm(x)
+    torch.testing.assert_close(y, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5) * norm.weight + norm.bias)
+
+
+def test_a_call_that_the_record_does_not_speak_of_is_refused(folders):
+    model = load(folders[1])
+    patch_model(model)
+    with pytest.raises(TypeError, match="unpatch it to call it in another way"):
+        model.transformer.ln_f(torch.ones(2, 4), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_verify_judges_a_converted_model_by_its_logits(folders, dtype):
+    model = load(folders[1]).to(dtype)
+    for patched in (False, True):
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=4, backend="triton")
+        assert report.passed, str(report)
+        assert not report.norms
+        if not patched:
+            patch_model(model)
+
+
+def test_the_record_survives_saving_and_a_wrapper(folders, tmp_path):
+    model = load(folders[1])
+    patch_model(model)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["hf_rmsnorm"] == model.config.hf_rmsnorm
+    wrapped = torch.nn.Sequential(load(tmp_path))
+    assert all(r.converted for r in patch_model(wrapped).swapped)
+
+
+def test_training_goes_through_the_recorded_formula(folders):
+    source, model = load(folders[0]), load(folders[1])
+    patch_model(model)
+    gradients = []
+    for each in (source, model):
+        with use_backend("triton" if each is model else "auto"):
+            each(input_ids=IDS, labels=IDS).loss.backward()
+        gradients.append(each.transformer.ln_f.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
