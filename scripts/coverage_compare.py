@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from coverage_hints import CONFIG, INPUTS
 from coverage_inputs import find_inputs, tensors
-from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, to_bfloat16
+from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, stand_in_for_timm, to_bfloat16
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 import hf_rmsnorm
@@ -37,7 +38,8 @@ def examine(model_type: str, mapping: str, interpreter: bool = False, say=lambda
     result = {"type": model_type, "mapping": mapping, "built": False, "ran": False, "error": None}
     result |= {"errors": [], "runs": []}
     try:
-        cls = model_class(MAPPINGS[mapping][model_type])
+        stand_in_for_timm()
+        cls = model_class(MAPPINGS[mapping][model_type], model_type)
         config = config_class(model_type)
         own = getattr(cls, "config_class", None)
         if own is not None and not issubclass(config, own):
@@ -72,7 +74,7 @@ def _first_that_runs(cls, config, features, started, done, result, say):
             break
         say(f"building in style {style}, features {features}")
         try:
-            built = _build(cls, config, style, features, done)
+            built = _build(cls, config, style, features, done, CONFIG.get(result["type"], {}))
         except Exception as error:  # any constructor may refuse a size in its own way: the next style is tried
             result["errors"].append(f"{style}: {line(error)}")
             result["error"] = result["error"] or result["errors"][0]
@@ -87,14 +89,14 @@ def _first_that_runs(cls, config, features, started, done, result, say):
             try:
                 with _seconds(10):
                     model = model.float() if dtype == torch.float32 else model
-                    arguments, error = find_inputs(model, dtype, budget=4)
+                    arguments, errors = find_inputs(model, dtype, budget=4, hints=INPUTS.get(result["type"]))
             except TimeoutError as timeout:
-                arguments, error = None, line(timeout)
+                arguments, errors = None, [line(timeout)]
             if arguments is not None:
                 break
-            result["errors"].append(f"{style}, {dtype}: {error[:300]}")
-            kinds[re.sub(r"\d+", "#", error)[:80]].add("fixed" if style in FIXED else style)
-            if not DTYPE_ERROR.search(error):
+            result["errors"].append(f"{style}, {dtype}: {errors[0][:300]}")
+            kinds[re.sub(r"\d+", "#", errors[0])[:80]].add("fixed" if style in FIXED else style)
+            if not any(DTYPE_ERROR.search(error) for error in errors):
                 break
         result["error"] = result["errors"][-1] if result["errors"] else None
         if arguments is None:
@@ -105,12 +107,12 @@ def _first_that_runs(cls, config, features, started, done, result, say):
     return best if not result["ran"] else None
 
 
-def _build(cls, config, style: str, features: bool, done: set, repairs: int = 5):
+def _build(cls, config, style: str, features: bool, done: set, hints: dict, repairs: int = 5):
     """(model in bfloat16, the features switched on), or None if there are none or those were done before.
 
     What an error asks for is tried before it is raised.
     """
-    shrinker = Shrinker(style, features)
+    shrinker = Shrinker(style, features, hints)
     for attempt in range(repairs):
         try:
             tiny = shrinker.make(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import linecache
 import re
 import time
 from collections.abc import Iterator
@@ -23,11 +24,11 @@ REFUSALS = (
     StopIteration,
     TypeError,
     ValueError,
+    UnboundLocalError,
     ZeroDivisionError,
 )
 # Arguments that belong together, added when a model fails for want of something it does not name.
 COMPANIONS = (
-    ("use_cache",),
     ("lang_ids",),
     ("decoder_input_ids",),
     ("attention_mask",),
@@ -53,9 +54,15 @@ COMPANIONS = (
     ("padding_mask",),
     ("input_features_mask",),
     ("feature_attention_mask",),
+    ("use_cache",),
 )
-# The last dimension that a linear layer, or a sum, wanted.
-WANTED_WIDTH = re.compile(r"cannot be multiplied \(\d+x\d+ and (\d+)x|must match the size of tensor b \((\d+)\)")
+# The last dimension that a linear layer, a norm or a sum wanted, and the second one that a convolution did.
+WANTED_WIDTH = re.compile(
+    r"cannot be multiplied \(\d+x\d+ and (\d+)x|must match the size of tensor b \((\d+)\)|with shape \[\*, (\d+)\]"
+)
+WANTED_CHANNELS = re.compile(r"expected input\[([\d, ]+)\] to have (\d+) channels")
+DERIVED = re.compile(r"inputs_embeds$|position_ids$")
+WANTED_RANK = re.compile(r"unpack \(expected (\d)")
 
 
 def setting(config, *names: str, default=None):
@@ -75,11 +82,34 @@ def _side(value) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[-2], value[-1])
 
 
+def _of_rank(values: list, rank: int) -> int | None:
+    return next((i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.dim() == rank), None)
+
+
+def _absent(error: BaseException, names: list[str]) -> list[str]:
+    """Those of the arguments `names` that the failing expression uses while they are None, in the innermost frame."""
+    found: list[str] = []
+    for frame, instruction in ((t.tb_frame, t.tb_lasti) for t in _tracebacks(error)):
+        first, last, *_ = next(itertools.islice(frame.f_code.co_positions(), instruction // 2, None))
+        words: set[str] = set()
+        for number in range(first or 0, (last or -1) + 1):
+            words.update(re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, number)))
+        found = [n for n in names if n in words and frame.f_locals.get(n, n) is None] or found
+    return found
+
+
+def _tracebacks(error: BaseException):
+    at = error.__traceback__
+    while at is not None:
+        yield at
+        at = at.tb_next
+
+
 class Inputs:
     """Candidate tensors for each argument of one forward."""
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, seed: int = 0):
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, seed: int = 0, hints: dict | None = None):
+        self.model, self.dtype, self.hints = model, dtype, hints or {}
         self.config = getattr(model, "config", None)
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters = {
@@ -100,9 +130,17 @@ class Inputs:
         low, high = (3, max(4, vocabulary - 40)) if vocabulary > 60 else (0, max(1, vocabulary - 2))
         return torch.randint(low, high, shape, generator=self.generator)
 
+    def _hinted(self, hint):
+        if isinstance(hint, tuple):
+            return self._normal(*hint)
+        value = hint() if callable(hint) else hint
+        return value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
     def candidates(self, name: str) -> list:
         """Values for one argument, the likeliest first; empty where nothing is known of it."""
         c = self.config
+        if name in self.hints:
+            return [self._hinted(self.hints[name])]
         hidden = setting(
             c, "hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "decoder_hidden_size", default=64
         )
@@ -183,7 +221,7 @@ class Inputs:
             return [torch.zeros(BATCH, dtype=torch.long)]
         if re.search(r"(^|_)ids?$|_tokens$|codes$", name):
             books = [setting(c, n) for n in ("num_codebooks", "num_vq", "num_channels")]
-            books = [b for b in books if isinstance(b, int)] + [8, 9]
+            books = [n for b in books if isinstance(b, int) for n in (b, b + 1)] + [8, 9]
             many = [self._ids(BATCH * b, LENGTH) for b in books] + [self._ids(BATCH, LENGTH, b) for b in books]
             many += [self._ids(BATCH, b, LENGTH) for b in books]
             return [self._ids(BATCH, LENGTH), *many, self._ids(BATCH, 64), self._ids(BATCH, 256), self._ids(BATCH, 128)]
@@ -274,15 +312,32 @@ class Inputs:
         """The arguments to begin with: the model's main input, all required ones, and a decoder's ids."""
         required = [n for n, p in self.parameters.items() if p.default is p.empty]
         main = getattr(self.model, "main_input_name", None)
-        names = [main] if main in self.parameters else []
+        names = [n for n in ([main] if isinstance(main, str) else main or []) if n in self.parameters]
         if not names and not required:
             names = [next(iter(self.parameters))] if self.parameters else []
         if getattr(self.config, "is_encoder_decoder", False) and "decoder_input_ids" in self.parameters:
             names.append("decoder_input_ids")
-        return list(dict.fromkeys([*names, *required]))
+        return list(dict.fromkeys([*self.hints, *([] if self.hints else names), *required]))
 
-    def _widened(self, value, width: int | None):
-        return value if width is None else self._normal(*value.shape[:-1], width)
+    def _widened(self, value, size: tuple[int, int] | None):
+        """The value, or another in which one dimension, given by its index, has another size."""
+        if size is None:
+            return value
+        shape = [*value.shape]
+        shape[size[0]] = size[1]
+        return self._normal(*shape)
+
+    @staticmethod
+    def _wanted_sizes(value, error: str) -> list[tuple[int, int]]:
+        """(dimension, size) that an error asks for, where this value can be meant."""
+        found = []
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return found
+        if match := WANTED_WIDTH.search(error):
+            found.append((-1, int(next(filter(None, match.groups())))))
+        if (match := WANTED_CHANNELS.search(error)) and match[1] == ", ".join(map(str, value.shape)):
+            found.append((1, int(match[2])))
+        return found
 
     def attempts(self) -> Iterator[dict]:
         """Keyword arguments to try; send the error of each back in to have what it asks for added.
@@ -300,21 +355,25 @@ class Inputs:
             picked = {name: (index, None) if isinstance(index, int) else index for name, index in choice.items()}
             if any(picked[name][0] >= len(values) and values for name, values in options.items()):
                 continue
-            error = yield {
+            error, absent = yield {
                 n: self._widened(values[picked[n][0]], picked[n][1]) for n, values in options.items() if values
             }
             missing = [n for n in self.optional if n not in choice and re.search(rf"\b{n}\b", error)]
-            variants = [{**choice, **dict.fromkeys(missing, 0)}] if missing else []
-            if match := WANTED_WIDTH.search(error):
-                width = int(match[1] or match[2])
-                variants += [
-                    {**choice, n: (i, width)}
-                    for n, (i, now) in picked.items()
-                    if options[n]
-                    and now is None
-                    and isinstance(options[n][i], torch.Tensor)
-                    and options[n][i].is_floating_point()
-                ]
+            named = len(missing)
+            ids = any(n.endswith("input_ids") for n in (*choice, *absent))  # what a forward makes others from
+            missing += [n for n in absent if n not in {*choice, *missing} and not (ids and DERIVED.search(n))]
+            together = [{**choice, **dict.fromkeys(missing, 0)}] if missing else []
+            single = [{**choice, n: 0} for n in missing] if len(missing) > 1 else []
+            variants = [*together, *single] if named else [*single, *together]
+            variants += [
+                {**choice, n: (i, size)}
+                for n, (i, now) in picked.items()
+                if options[n] and now is None
+                for size in self._wanted_sizes(options[n][i], error)
+            ]
+            if match := WANTED_RANK.search(error):
+                ranked = {n: _of_rank(values, int(match[1])) for n, values in options.items()}
+                variants += [{**choice, n: i} for n, i in ranked.items() if i is not None and i > picked[n][0]]
             variants += [{**choice, name: index + 1} for name, (index, _) in reversed(picked.items())]
             # A wrong shape is looked for among this argument's other candidates before other arguments are added.
             urgent = len(variants) if re.search(r"shape|size|dimension", error) else len(missing) > 0
@@ -330,34 +389,38 @@ class Inputs:
                 queue[:0], queue[len(queue) :] = made[:urgent], made[urgent:]
 
 
-def find_inputs(model: torch.nn.Module, dtype: torch.dtype, budget: float, most: int = 150):
-    """(keyword arguments that the model runs on, "") or (None, the first error that was met).
+def find_inputs(model, dtype: torch.dtype, budget: float, most: int = 150, hints: dict | None = None):
+    """(keyword arguments that the model runs on, []) or (None, the different errors that were met, the first first).
 
     Args:
         budget: seconds of CPU.
         most: attempts.
+        hints: arguments to begin with, as in `coverage_hints.INPUTS`.
     """
     deadline = time.process_time() + budget
-    attempts = Inputs(model, dtype).attempts()
-    arguments, first = next(attempts), None
+    inputs = Inputs(model, dtype, hints=hints)
+    attempts = inputs.attempts()
+    arguments, errors = next(attempts), []
     for _ in itertools.repeat(None, most):
         try:
             torch.manual_seed(0)
             with torch.no_grad():
                 output = model(**arguments)
             if any(True for _ in tensors(output)):
-                return arguments, ""
-            error = "it returned no tensor"
+                return arguments, []
+            error, absent = "it returned no tensor", []
         except REFUSALS as exception:
             error = f"{type(exception).__name__}: {exception}"
-        first = first or error
+            absent = _absent(exception, inputs.optional) if "None" in error else []
+        if error not in errors:
+            errors.append(error)
         if time.process_time() > deadline:
             break
         try:
-            arguments = attempts.send(error)
+            arguments = attempts.send((error, absent))
         except StopIteration:
             break
-    return None, first
+    return None, errors
 
 
 def tensors(output) -> Iterator[torch.Tensor]:

@@ -7,9 +7,11 @@ in one of several styles, and the first style whose model can be built and run i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import inspect
 import re
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import is_timm_available
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.utils import ModelOutput, is_timm_available
 
 MAX_PARAMETERS = 100_000_000
 VOCABULARY = 128
@@ -28,7 +31,9 @@ SCALARS: list[tuple[re.Pattern, Any]] = [
     for pattern, action in (
         (r"layer_offset|kv_shared_layers", 0),
         (r"upsample_groups", 64),
-        (r"kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm", "keep"),
+        (r"rotary_dim$", 8),
+        (r"(^|_)n_?groups$", 2),
+        (r"xpath|kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm", "keep"),
         (r"vocab|codebook_size|num_embeddings|num_hash_buckets", VOCABULARY),
         (r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts", 2),
         (r"experts?$|num_local_experts|n_routed_experts|moe_num_experts", 4),
@@ -76,8 +81,48 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
     return CONFIG_MAPPING[model_type]
 
 
-def model_class(name: str | tuple) -> type[torch.nn.Module]:
-    return getattr(transformers, name if isinstance(name, str) else name[0])
+def model_class(name: str | tuple, model_type: str) -> type[torch.nn.Module]:
+    name = name if isinstance(name, str) else name[0]
+    if hasattr(transformers, name):
+        return getattr(transformers, name)
+    modeling = config_class(model_type).__module__.replace(".configuration_", ".modeling_")
+    return getattr(importlib.import_module(modeling), name)  # some names of the mapping are not exported
+
+
+@dataclasses.dataclass
+class StandInOutput(ModelOutput):
+    last_hidden_state: Any = None
+    logits: torch.Tensor | None = None
+
+
+class StandIn(transformers.PreTrainedModel):
+    """In the place of a part that timm makes: patches of 8 x 8, projected, with no norm."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        made = config.model_args if isinstance(getattr(config, "model_args", None), dict) else {}
+        width = getattr(config, "hidden_size", None) or made.get("embed_dim", 64)
+        self.levels = len(made["out_indices"]) if made.get("features_only") else 0
+        self.projection = torch.nn.Conv2d(3, width, 8, 8)
+        self.head = torch.nn.Linear(width, getattr(config, "num_labels", 2) or 2)
+        self.post_init()
+
+    def forward(self, pixel_values, **kwargs):
+        y = self.projection(pixel_values)
+        levels = [torch.nn.functional.interpolate(y, scale_factor=2.0**-i) for i in range(self.levels)]
+        return StandInOutput(last_hidden_state=levels or y, logits=self.head(y.mean((2, 3))))
+
+
+def stand_in_for_timm() -> None:
+    """Let the types that hold a model of timm be built without it; timm's own types are not built then."""
+    if is_timm_available():
+        return
+    for model_type, name in MODEL_MAPPING_NAMES.items():
+        if "TimmWrapperModel" in (name, *name):
+            config = config_class(model_type)
+            model = type("StandIn", (StandIn,), {"config_class": config})
+            for auto in (transformers.AutoModel, transformers.AutoModelForImageClassification):
+                auto.register(config, model, exist_ok=True)
 
 
 class Same(str):
@@ -87,11 +132,11 @@ class Same(str):
 class Shrinker:
     """Makes one tiny config; remembers which optional features it switched on."""
 
-    def __init__(self, style: str, features: bool):
+    def __init__(self, style: str, features: bool, hints: dict | None = None):
         self.style, self.features = style, features
         self.switched: set[str] = set()
         self.token_ids: dict[str, int] = {}
-        self.repairs: dict[str, Any] = {}
+        self.repairs: dict[str, Any] = dict(hints or {})
 
     def make(self, cls: type[PretrainedConfig], given: PretrainedConfig | None = None) -> PretrainedConfig:
         """A tiny config of cls, with the values of `given` where those are not cls's own defaults."""
@@ -104,10 +149,17 @@ class Shrinker:
         own = {} if fresh is None else vars(fresh)
         arguments: dict[str, Any] = {}
         defaults = {f.name: _default(f) for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
-        layers = self._layers(values, getattr(given, "layers_block_type", None))
+        stages = values.get("depths")  # a config of stages may call their number its depth
+        staged = isinstance(stages, (list, tuple)) and values.get("num_hidden_layers") == len(stages)
+        layers = None if staged else self._layers(values, getattr(given, "layers_block_type", None))
         for name, default in defaults.items():
             value = values.get(name, default)
             if value is dataclasses.MISSING or name in ("id2label", "label2id", "dtype", "architectures"):
+                continue
+            if staged and name == "num_hidden_layers":
+                continue
+            if value is None and "dropout" in name:
+                arguments[name] = 0.0
                 continue
             if isinstance(value, PretrainedConfig) and value.model_type == "timm_backbone" and not is_timm_available():
                 arguments[name] = self._backbone()
@@ -118,9 +170,9 @@ class Shrinker:
             if value is None and self.style == "filled":
                 arguments.update(self._fill(cls, name, layers))
                 continue
-            if isinstance(value, dict) and "mrope_section" in value and self.style in FIXED:
-                half = int(16 * value.get("partial_rotary_factor", 1.0)) // 2
-                arguments[name] = {**value, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+            heads = values.get("num_heads")
+            if name == "embed_dim" and isinstance(heads, (list, tuple)) and self.style in FIXED:
+                arguments[name] = 8 * heads[0]  # of the first of several stages
                 continue
             derived = default is None or (isinstance(default, str) and not isinstance(value, str))
             derived = derived and value is not None and _same(own.get(name), value)
@@ -137,7 +189,10 @@ class Shrinker:
         config = cls(**arguments)
         for name, value in self.repairs.items():
             if name.startswith(f"{cls.__name__}."):
+                value = getattr(config, value) if isinstance(value, Same) else value
                 setattr(config, name.partition(".")[2], value)
+        if self.style != "default" and "mrope_section" in _source(cls):
+            _divide_rotation(config)
         for name, value in values.items():  # what a parent's config hung on this one
             if name not in defaults and not name.startswith("_") and fresh is not None and name not in own:
                 setattr(config, name, self.value(name, value, layers))
@@ -157,6 +212,7 @@ class Shrinker:
         if match := re.search(r"'(\w+Config)' object has no attribute '(\w+)'", error):
             action = next((action for pattern, action in SCALARS if pattern.search(match[2])), None)
             action = 10000.0 if match[2] == "rope_theta" else action
+            action = Same("num_attention_heads") if match[2] == "num_key_value_heads" else action
             found[f"{match[1]}.{match[2]}"] = None if action == "keep" else action
         if match := re.search(rf"KeyError: '({'|'.join(ALLOWED_LAYER_TYPES)})'", error):
             found["rope_parameters"] = {match[1]: {"rope_type": "default", "rope_theta": 10000.0}}
@@ -166,6 +222,10 @@ class Shrinker:
             found[match[1]] = Same(match[2])
         if match := re.search(r"`(\w+)` config needs to be specified", error):
             found[match[1]] = 4
+        if match := re.search(r"`(\w+)` must be a multiple of [\w ]+\((\d+)\)", error):
+            found[match[1]] = int(match[2])
+        if "selected index k out of range" in error:
+            found["num_queries"] = 8
         new = {k: v for k, v in found.items() if k not in self.repairs}
         self.repairs |= new
         return bool(new)
@@ -215,7 +275,7 @@ class Shrinker:
         if LAYER_INDICES.search(name) and "list" in annotation and layers:
             return {name: [layers[1] - 1]}
         if name.endswith("layer_types") and layers:
-            source = inspect.getsource(sys.modules[cls.__module__.replace(".configuration_", ".modeling_")])
+            source = _source(cls)
             allowed = ALLOWED_MLP_LAYER_TYPES if "mlp" in name else ALLOWED_LAYER_TYPES
             kinds = [kind for kind in allowed if f'"{kind}"' in source][: layers[1]]
             return {name: [*kinds, *kinds[-1:] * layers[1]][: layers[1]]} if kinds else {}
@@ -252,6 +312,8 @@ class Shrinker:
         integers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
         one_a_layer = depth is not None and len(value) == depth and max(value) < depth - 1 if integers else False
         if integers and LAYER_INDICES.search(name) and not one_a_layer:
+            if depth is None and self.style in FIXED and "layer" in name:  # of a part: two layers are what it has
+                return type(value)(max(v, -2) if v < 0 else int(v == max(value)) for v in value)
             if depth is None:
                 return value
             mapped = [i * kept // depth if i >= 0 else max(i, -kept) for i in value]
@@ -264,6 +326,8 @@ class Shrinker:
             return value
         if re.search(r"depths|num_block|blocks|repeats|layers$", name):
             return type(value)(min(v, 2) for v in value)
+        if name.endswith("in_channels") and len(set(value)) == 1 and self.style in FIXED:
+            return type(value)(min(v, 64) for v in value)
         if WIDTH.search(name) and max(value) >= 32:
             divisor = 8 if self.style in FIXED else int(self.style.removeprefix("divide").replace("shallow", "1"))
             return type(value)(v // divisor if v % divisor == 0 and v >= 16 else v for v in value)
@@ -286,6 +350,24 @@ class Shrinker:
         elif self.style == "shallow" and (action in (4, 8, 16, 32, 64, 96) or "heads" in name) and "expert" not in name:
             return value
         return value if action == "keep" else min(value, action)
+
+
+def _divide_rotation(config: PretrainedConfig) -> None:
+    """Give each of the three axes of a rotary embedding its part of half a head."""
+    rope, heads = getattr(config, "rope_parameters", None), getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (heads and config.hidden_size // heads)
+    if not isinstance(rope, dict) or not isinstance(size, int) or any(isinstance(v, dict) for v in rope.values()):
+        return
+    half = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    rope["mrope_section"] = [half * 3 // 8, half * 3 // 8, half - 2 * (half * 3 // 8)]
+
+
+@functools.cache
+def _source(cls: type[PretrainedConfig]) -> str:
+    """The source of the modeling file that belongs to a config class."""
+    file = Path(inspect.getfile(cls))
+    file = file.with_name(file.name.replace("configuration_", "modeling_"))
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _default(field: dataclasses.Field):

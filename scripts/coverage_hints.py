@@ -1,0 +1,113 @@
+"""What the few types need that neither their config, nor their forward's signature, nor their errors tell.
+
+Only the script knows of these: recognition and kernels do not mention models.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def _grid(*sizes: int) -> torch.Tensor:
+    """The coordinates of every place of a grid: two examples, (2, places, axes)."""
+    places = torch.cartesian_prod(*(torch.arange(n) for n in sizes))
+    return places.expand(2, *places.shape).contiguous()
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 60, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _with_images(tokens: int) -> torch.Tensor:
+    """Two examples of `tokens` places for an image, whose id is 100, and eight words."""
+    return torch.cat([torch.full((2, tokens), 100), _ids(2, 8)], dim=1)
+
+
+# By type: values of attributes of its config or, as "Class.attribute", of any part's config.
+CONFIG: dict[str, dict] = {
+    "clap": {"spec_size": 256, "ClapAudioConfig.hidden_size": 512},
+    "grounding-dino": {"num_queries": 8},
+    "mm-grounding-dino": {"num_queries": 8},
+    "molmo2": {"vision_feature_layer": [1, 0]},
+    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [1, 1]]},
+    "instructblip": {"image_token_index": 100},
+    "instructblipvideo": {"video_token_index": 100},
+    "edgetam": {"backbone_channel_list": [64] * 4},
+    "edgetam_video": {"backbone_channel_list": [64] * 4},
+    "edgetam_vision_model": {"backbone_channel_list": [64] * 4},
+    "perception_lm": {"model_args": {"embed_dim": 64}},
+    "pp_ocrv6_medium_det": {
+        "intraclass_block_number": 0,
+        "scale_factor_list": [1, 2, 4, 8],
+        "kernel_list": [3, 2, 2],
+    },
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
+    "lilt": {"hidden_size": 96},
+    "omdet-turbo": {
+        "apply_layernorm_after_vision_backbone": False,
+        "encoder_in_channels": [16, 32, 48, 64],
+        "vision_features_channels": [64] * 4,
+        "num_feature_levels": 4,
+    },
+    "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 100},
+    "tvp": {"num_frames": 2, "max_img_size": 256, "visual_prompt_size": 16},
+    "seggpt": {"merge_index": 0, "image_size": [64, 32], "patch_size": 8},
+    "t5gemma2_encoder": {"T5Gemma2TextConfig.dropout_rate": 0.0},
+}
+# By type: arguments of its forward. A tuple is the shape of random numbers; a function gives the value.
+INPUTS: dict[str, dict] = {
+    "clap": {
+        "input_ids": lambda: _ids(2, 12),
+        "input_features": (2, 1, 1001, 64),
+        "is_longer": lambda: torch.zeros(2, 1, dtype=torch.bool),
+    },
+    "gemma4_vision": {"pixel_values": (2, 16, 192), "pixel_position_ids": lambda: _grid(4, 4)},
+    "idefics": {
+        "input_ids": lambda: _ids(2, 12),
+        "pixel_values": (2, 1, 3, 32, 32),
+        "image_attention_mask": lambda: torch.ones(2, 12, 1, dtype=torch.long),
+    },
+    "instructblip": {
+        "pixel_values": (2, 3, 32, 32),
+        "qformer_input_ids": lambda: _ids(2, 12),
+        "input_ids": lambda: _with_images(32),
+    },
+    "instructblipvideo": {
+        "pixel_values": (2, 2, 3, 32, 32),
+        "qformer_input_ids": lambda: _ids(2, 12),
+        "input_ids": lambda: _with_images(64),
+    },
+    "inkling2_vision": {"pixel_values": (4, 16, 16, 3), "image_grid_thw": lambda: torch.tensor([[1, 2, 2]])},
+    "lxmert": {"input_ids": lambda: _ids(2, 12), "visual_feats": (2, 6, 64), "visual_pos": (2, 6, 4)},
+    "omdet-turbo": {
+        "pixel_values": (2, 3, 64, 64),
+        "classes_input_ids": lambda: _ids(4, 12),
+        "classes_attention_mask": lambda: torch.ones(4, 12, dtype=torch.long),
+        "tasks_input_ids": lambda: _ids(2, 12),
+        "tasks_attention_mask": lambda: torch.ones(2, 12, dtype=torch.long),
+        "classes_structure": lambda: torch.tensor([2, 2]),
+    },
+    "oneformer": {"pixel_values": (2, 3, 64, 64), "task_inputs": lambda: _ids(2, 77)},
+    "qwen3_asr_encoder": {
+        "input_features": (2, 128, 200),
+        "input_features_mask": lambda: torch.ones(2, 200, dtype=torch.long),
+    },
+    "seggpt": {
+        "pixel_values": (2, 3, 32, 32),
+        "prompt_pixel_values": (2, 3, 32, 32),
+        "prompt_masks": (2, 3, 32, 32),
+    },
+    "timesfm": {
+        "past_values": (2, 512),
+        "past_values_padding": lambda: torch.zeros(2, 512, dtype=torch.long),
+        "freq": lambda: torch.zeros(2, 1, dtype=torch.long),
+    },
+    "tvp": {"input_ids": lambda: _ids(2, 12), "pixel_values": (2, 2, 3, 256, 256)},
+    "vibevoice_acoustic_tokenizer_encoder": {"hidden_states": (2, 1, 6400)},
+    "video_llama_3_vision": {
+        "pixel_values": (16, 192),
+        "grid_thw": lambda: torch.tensor([[1, 4, 4]]),
+        "merge_sizes": lambda: torch.tensor([2]),
+    },
+    "voxtral_realtime_text": {"input_ids": lambda: _ids(2, 12), "t_cond": (1, 64)},
+}
