@@ -30,7 +30,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from coverage_compare import MAPPINGS, TIME_LIMIT, examine, line  # noqa: E402
-from coverage_report import left_alone, table, totals, unreported, wrong  # noqa: E402
+from coverage_report import by_reason, table, totals, wrong  # noqa: E402
+from coverage_scan import not_built  # noqa: E402
 
 import hf_rmsnorm  # noqa: E402
 
@@ -125,6 +126,8 @@ def main() -> int:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     only = set(options.only.split(",")) if options.only else None
+    if only and (unknown := only - {*MAPPINGS["causal"], *MAPPINGS["base"]}):
+        parser.error(f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}")
     found: dict[str, dict[str, dict]] = {}
     if options.update:
         old = json.loads(options.update.read_text(encoding="utf-8"))
@@ -157,11 +160,12 @@ def _write(path: Path, found: dict[str, dict[str, dict]]) -> None:
     for mapping, by_type in found.items():
         results = [by_type[t] for t in MAPPINGS[mapping] if t in by_type]
         document["mappings"][mapping] = {
-            "totals": totals(results),
-            "left_alone": left_alone(results),
-            "unreported": unreported(results),
+            "totals": {"types": len(MAPPINGS[mapping]), **totals(results)},
+            "left_alone": by_reason(results, "left_alone"),
+            "not_norms": by_reason(results, "not_norms"),
             "types": [{**r, "wrong": wrong(r)} for r in results],
         }
+    document["not_built"] = not_built(document)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".txt").write_text(_table(found), encoding="utf-8")
 

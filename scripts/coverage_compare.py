@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ import transformers
 from coverage_hints import CONFIG, INPUTS
 from coverage_inputs import find_inputs, tensors
 from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, stand_in_for_timm, to_bfloat16
+from coverage_reasons import why_not_a_norm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 import hf_rmsnorm
@@ -137,10 +139,10 @@ def _compare(model, arguments, how: dict, interpreter: bool, say) -> dict:
     run["swapped"] = _counted((r.class_name, str(r.formula)) for r in report.swapped)
     run["left_alone"] = _counted((r.class_name, r.reason) for r in report.skipped)
     named = {r.path for r in (*report.swapped, *report.skipped)}
-    run["unreported"] = dict(
-        Counter(
-            type(m).__name__ for p, m in model.named_modules() if "norm" in type(m).__name__.lower() and p not in named
-        )
+    run["not_norms"] = _counted(
+        (type(m).__name__, why_not_a_norm(p, m, named))
+        for p, m in model.named_modules()
+        if p and p not in named and "norm" in type(m).__name__.lower()
     )
     norms = {r.path: model.get_submodule(r.path) for r in report.swapped}
     run["saved_equal"] = saved == _saved_bytes(model)
@@ -152,7 +154,10 @@ def _compare(model, arguments, how: dict, interpreter: bool, say) -> dict:
     handles = [m.register_forward_hook(_recorder(seen, p), with_kwargs=True) for p, m in norms.items()]
     scenes = [("", model, arguments)] if arguments is not None else []
     before = [_outputs(m, a) for _, m, a in scenes]
-    for path, part in _idle_parts(model, norms, seen):
+    deadline = time.monotonic() + TIME_LIMIT / 4
+    for path, part in _idle_parts(model, norms, seen, every=arguments is None):
+        if time.monotonic() > deadline:
+            break
         found, _ = find_inputs(part, next(part.parameters()).dtype, budget=3, most=60)
         if found is not None:
             before.append(_outputs(part, found))
@@ -179,7 +184,7 @@ def _compare(model, arguments, how: dict, interpreter: bool, say) -> dict:
     run["norms_alone"] = sum(a is not None for a in alone.values())
     if interpreter and norms:
         say("running the kernels in the interpreter")
-        run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms, report)
+        run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms)
     return run
 
 
@@ -188,20 +193,35 @@ def _counted(pairs) -> list[list]:
 
 
 def _recorder(seen: dict, path: str):
+    """A hook that keeps the arguments of a norm's first call."""
+
     def hook(module, args, kwargs, output):
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
-        if x is not None and path not in seen and isinstance(output, torch.Tensor) and len(args) + len(kwargs) == 1:
-            seen[path] = (x.detach(), output.dtype)
+        if path not in seen and isinstance(output, torch.Tensor):
+            seen[path] = copy.deepcopy((_detached(args), _detached(kwargs)))
 
     return hook
 
 
-def _idle_parts(model, norms: dict, seen: dict):
-    """(path, part) of sub-models that hold norms which nothing has run yet, asked one after the other."""
-    for path, part in model.named_modules():
-        idle = path and any(p.startswith(f"{path}.") and p not in seen for p in norms)
-        if idle and isinstance(part, transformers.PreTrainedModel) and any(True for _ in part.parameters()):
-            yield path, part
+def _detached(values):
+    if isinstance(values, dict):
+        return {name: _detached(v) for name, v in values.items()}
+    if isinstance(values, tuple):
+        return tuple(map(_detached, values))
+    return values.detach() if isinstance(values, torch.Tensor) else values
+
+
+def _idle_parts(model, norms: dict, seen: dict, every: bool):
+    """(path, part) of parts that hold norms which nothing has run yet, asked one after the other.
+
+    Args:
+        every: also parts that are no models by themselves, for a model that could not be run as a whole.
+    """
+    for kind in (transformers.PreTrainedModel, torch.nn.Module)[: 1 + every]:
+        for path, part in model.named_modules():
+            idle = path and any(p.startswith(f"{path}.") and p not in seen for p in norms)
+            listed = isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))
+            if idle and not listed and isinstance(part, kind) and any(True for _ in part.parameters()):
+                yield path, part
 
 
 def _outputs(model, arguments: dict) -> list[torch.Tensor]:
@@ -211,20 +231,22 @@ def _outputs(model, arguments: dict) -> list[torch.Tensor]:
 
 
 def _alone(module, seen) -> list[torch.Tensor] | None:
-    """The norm's own results on rows of every scale, in the dtype and the width that it is used with."""
+    """The norm's own results: on its first call's arguments again, and where it takes them on rows of every scale."""
     weights = [p for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()]
-    if seen is not None:
-        dtype, width = seen[0].dtype, seen[0].shape[-1]
-    elif weights:
-        dtype, width = weights[0].dtype, weights[0].shape[-1]
-    else:
-        dtype, width = torch.bfloat16, 64
-    rows = torch.randn(64, width, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, 64)[:, None]
-    try:
-        with torch.no_grad():
-            return [module((rows + 0.1).to(dtype))]
-    except REFUSALS:
-        return None  # it accepts only the shape or dtype that its model gives it
+    dtype, width = (weights[0].dtype, weights[0].shape[-1]) if weights else (torch.bfloat16, 64)
+    results = []
+    with torch.no_grad():
+        if seen is not None:
+            args, kwargs = seen
+            results += tensors(module(*args, **kwargs))
+            x = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+            dtype, width = x.dtype, x.shape[-1]
+        rows = torch.randn(64, width, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, 64)[:, None]
+        try:
+            results.append(module((rows + 0.1).to(dtype)))
+        except REFUSALS:  # it accepts only the shape, the dtype or the arguments that its model gives it
+            return results or None
+    return results
 
 
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
@@ -255,11 +277,13 @@ def _saved_bytes(model) -> str:
     return digest.hexdigest()
 
 
-def _in_interpreter(model, scenes, norms: dict, report) -> dict:
+def _double(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _in_interpreter(model, scenes, norms: dict) -> dict:
     """Every swapped norm that runs, in float32 through the kernels, against float64 and the original's own error."""
     from tolerance import assert_as_accurate
-
-    from hf_rmsnorm.reference import reference_norm
 
     def single(value):
         return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -270,29 +294,28 @@ def _in_interpreter(model, scenes, norms: dict, report) -> dict:
     eager = [_outputs(m, a) for _, m, a in scenes]
     for handle in handles:
         handle.remove()
-    rows = {p: x.reshape(-1, x.shape[-1])[:32] if x.dim() else x for p, (x, _) in seen.items()}
+    failures = []
     with torch.no_grad():
-        originals = {p: norms[p](x) for p, x in rows.items()}
-        with hf_rmsnorm.patched(model), hf_rmsnorm.use_backend("triton"):
-            fused = {p: norms[p](x) for p, x in rows.items()}
-            outputs = [_outputs(m, a) for _, m, a in scenes]
-    formulas, failures = {r.path: r.formula for r in report.swapped}, []
-    for path, x in rows.items():
-        tensors_of = [t.double() for t in norms[path].parameters()]
-        spec = formulas[path]
-        weight = tensors_of[0] if spec.has_weight and tensors_of else None
-        bias = tensors_of[1] if spec.has_bias and len(tensors_of) > 1 else None
-        if x.numel() == 0 or (spec.has_weight and weight is None) or (spec.has_bias and bias is None):
-            continue
-        try:
-            assert_as_accurate(fused[path], originals[path], reference_norm(x.double(), weight, bias, spec), path)
-        except AssertionError as error:
-            failures.append(str(error))
+        originals = {p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()}
+        with hf_rmsnorm.patched(model):
+            with hf_rmsnorm.use_backend("triton"):
+                fused = {p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()}
+                outputs = [_outputs(m, a) for _, m, a in scenes]
+            with hf_rmsnorm.use_backend("reference"):  # float64 stays that throughout
+                for path, (args, kwargs) in seen.items():
+                    doubled = {n: _double(v) for n, v in kwargs.items()}
+                    exact = copy.deepcopy(norms[path]).double()(*map(_double, args), **doubled)
+                    if exact.numel() == 0:
+                        continue
+                    try:
+                        assert_as_accurate(fused[path], originals[path], exact, path)
+                    except AssertionError as error:
+                        failures.append(str(error))
     largest = [
         max((_relative(a, b) for a, b in zip(x, y, strict=True)), default=0.0)
         for x, y in zip(eager, outputs, strict=True)
     ]
-    return {"norms": len(rows), "failures": failures, "largest_output_difference": max(largest, default=0.0)}
+    return {"norms": len(seen), "failures": failures, "largest_output_difference": max(largest, default=0.0)}
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -26,13 +26,19 @@ def _with_images(tokens: int) -> torch.Tensor:
 # By type: values of attributes of its config or, as "Class.attribute", of any part's config.
 CONFIG: dict[str, dict] = {
     "clap": {"spec_size": 256, "ClapAudioConfig.hidden_size": 512},
+    "pp_doclayout_v4": {"num_queries": 8},
     "grounding-dino": {"num_queries": 8},
     "mm-grounding-dino": {"num_queries": 8},
     "molmo2": {"vision_feature_layer": [1, 0]},
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [1, 1]]},
     "instructblip": {"image_token_index": 100},
     "instructblipvideo": {"video_token_index": 100},
-    "edgetam": {"backbone_channel_list": [64] * 4},
+    "clvp": {"hidden_size": 128},
+    "edgetam": {
+        "backbone_channel_list": [64] * 4,
+        "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
+        "image_size": 16,
+    },
     "edgetam_video": {"backbone_channel_list": [64] * 4},
     "edgetam_vision_model": {"backbone_channel_list": [64] * 4},
     "perception_lm": {"model_args": {"embed_dim": 64}},
@@ -42,6 +48,7 @@ CONFIG: dict[str, dict] = {
         "kernel_list": [3, 2, 2],
     },
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
+    "lw_detr": {"projector_scale_factors": [1.0], "image_size": 64, "num_queries": 8},
     "lilt": {"hidden_size": 96},
     "omdet-turbo": {
         "apply_layernorm_after_vision_backbone": False,
@@ -51,6 +58,8 @@ CONFIG: dict[str, dict] = {
     },
     "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 100},
     "tvp": {"num_frames": 2, "max_img_size": 256, "visual_prompt_size": 16},
+    "sam": {"output_channels": 64, "num_pos_feats": 32},
+    "sam_hq": {"output_channels": 64, "num_pos_feats": 32},
     "seggpt": {"merge_index": 0, "image_size": [64, 32], "patch_size": 8},
     "t5gemma2_encoder": {"T5Gemma2TextConfig.dropout_rate": 0.0},
 }
@@ -61,6 +70,8 @@ INPUTS: dict[str, dict] = {
         "input_features": (2, 1, 1001, 64),
         "is_longer": lambda: torch.zeros(2, 1, dtype=torch.bool),
     },
+    "edgetam": {"pixel_values": (2, 3, 64, 64)},
+    "edgetam_vision_model": {"pixel_values": (2, 3, 64, 64)},
     "gemma4_vision": {"pixel_values": (2, 16, 192), "pixel_position_ids": lambda: _grid(4, 4)},
     "idefics": {
         "input_ids": lambda: _ids(2, 12),
@@ -97,12 +108,13 @@ INPUTS: dict[str, dict] = {
         "prompt_pixel_values": (2, 3, 32, 32),
         "prompt_masks": (2, 3, 32, 32),
     },
+    "speecht5": {"input_values": (2, 12, 64), "decoder_input_values": (2, 12, 64)},
     "timesfm": {
         "past_values": (2, 512),
         "past_values_padding": lambda: torch.zeros(2, 512, dtype=torch.long),
         "freq": lambda: torch.zeros(2, 1, dtype=torch.long),
     },
-    "tvp": {"input_ids": lambda: _ids(2, 12), "pixel_values": (2, 2, 3, 256, 256)},
+    "tvp": {"input_ids": lambda: _ids(1, 12), "pixel_values": (1, 2, 3, 256, 256)},
     "vibevoice_acoustic_tokenizer_encoder": {"hidden_states": (2, 1, 6400)},
     "video_llama_3_vision": {
         "pixel_values": (16, 192),

@@ -60,6 +60,7 @@ COMPANIONS = (
 WANTED_WIDTH = re.compile(
     r"cannot be multiplied \(\d+x\d+ and (\d+)x|must match the size of tensor b \((\d+)\)|with shape \[\*, (\d+)\]"
 )
+WANTED_MULTIPLE = re.compile(r"multiple of \D{0,30}(\d+)")
 WANTED_CHANNELS = re.compile(r"expected input\[([\d, ]+)\] to have (\d+) channels")
 DERIVED = re.compile(r"inputs_embeds$|position_ids$")
 WANTED_RANK = re.compile(r"unpack \(expected (\d)")
@@ -69,7 +70,7 @@ def setting(config, *names: str, default=None):
     """The first of these attributes that the config or, after it, a sub-config of it has."""
     queue = [config]
     for current in queue:
-        values = vars(current)
+        values = getattr(current, "__dict__", {})
         for name in names:
             value = values.get(name)
             if isinstance(value, (int, list, tuple)) and not isinstance(value, bool):
@@ -335,6 +336,8 @@ class Inputs:
             return found
         if match := WANTED_WIDTH.search(error):
             found.append((-1, int(next(filter(None, match.groups())))))
+        if match := WANTED_MULTIPLE.search(error):
+            found.append((-1, 2 * int(match[1])))
         if (match := WANTED_CHANNELS.search(error)) and match[1] == ", ".join(map(str, value.shape)):
             found.append((1, int(match[2])))
         return found

@@ -68,8 +68,9 @@ FEATURE = re.compile(
     r"qk_?(layer_?)?norm|use_qk|(layer|rms)_?norm|(post|pre|out|sandwich|swin|task)_norm|norm_(bias|after|before)"
     r"|normalize_(before|modulator)|^add_adapter$|attention_gate"
 )
-NOT_FEATURE = re.compile(r"residual|remove|init_|share|reuse|in_modulation|elementwise|batch_norm|force")
-FEATURE_WORDS = {"group": "layer", "no_norm": "layer_norm", "batchnorm": "layernorm"}
+NOT_FEATURE = re.compile(r"residual|remove|init_|share|reuse|elementwise|batch_norm|force")
+FEATURE_WORDS = {"group": "layer", "no_norm": "layer_norm", "batchnorm": "layernorm", "qwen3": "olmo"}
+OTHER_WAY = re.compile(r"norm_before_gate$")  # neither way is without, but each is another formula
 
 # How numbers are shrunk: to fixed sizes; those and what is None filled in too; those but for the depth; widths divided
 # by a common number; only the depth; not at all.
@@ -93,6 +94,7 @@ def model_class(name: str | tuple, model_type: str) -> type[torch.nn.Module]:
 class StandInOutput(ModelOutput):
     last_hidden_state: Any = None
     logits: torch.Tensor | None = None
+    hidden_states: tuple | None = None
 
 
 class StandIn(transformers.PreTrainedModel):
@@ -166,6 +168,10 @@ class Shrinker:
                 continue
             if isinstance(value, PretrainedConfig):
                 arguments[name] = self.make(type(value), value)
+                continue
+            if value is None and "bool" in str(cls.__dataclass_fields__[name].type) and self._is_feature(name):
+                self.switched.add(name)
+                arguments[name] = True
                 continue
             if value is None and self.style == "filled":
                 arguments.update(self._fill(cls, name, layers))
@@ -281,15 +287,24 @@ class Shrinker:
             return {name: [*kinds, *kinds[-1:] * layers[1]][: layers[1]]} if kinds else {}
         return {}
 
+    def _is_feature(self, name: str) -> bool:
+        return self.features and bool(FEATURE.search(name)) and not NOT_FEATURE.search(name)
+
     def value(self, name: str, value: Any, layers: tuple[int, int] | None) -> Any:
         if isinstance(value, bool):
-            if self.features and not value and FEATURE.search(name) and not NOT_FEATURE.search(name):
+            if self.features and OTHER_WAY.search(name):
+                self.switched.add(name)
+                return not value
+            if not value and self._is_feature(name):
                 self.switched.add(name)
                 return True
             return value
         if TOKEN_ID.search(name) and isinstance(value, (int, list, tuple)):
             several = isinstance(value, (list, tuple))
             return [self._token(f"{name}{i}") for i in range(len(value))] if several else self._token(name)
+        if self.features and name == "norm_type" and value == "layer_norm":
+            self.switched.add(name)
+            return "rms_norm"
         if isinstance(value, str) and self.features and "norm" in name and value in FEATURE_WORDS:
             self.switched.add(name)
             return FEATURE_WORDS[value]

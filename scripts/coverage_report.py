@@ -17,6 +17,7 @@ def wrong(result: dict) -> list[str]:
             ]
         found += [f"{p} ({c}): {formula} is not bit-equal" for p, c, formula in run["norms_unequal"]]
         found += [word for word in ("saved_equal", "classes_restored") if not run[word]]
+        found += [f"{c}: neither swapped nor explained" for c, reason, _ in run["not_norms"] if not reason]
         found += run.get("interpreter", {}).get("failures", [])
     return list(dict.fromkeys(found))
 
@@ -39,28 +40,18 @@ def totals(results: list[dict]) -> dict:
     }
 
 
-def left_alone(results: list[dict]) -> list[dict]:
-    """Per class and reason: how many modules, in which types."""
+def by_reason(results: list[dict], key: str) -> list[dict]:
+    """Per class and reason of "left_alone" or "not_norms": how many modules, in which types."""
     groups: dict[tuple[str, str], dict] = {}
     for result in results:
         most: dict[tuple[str, str], int] = {}
-        for class_name, reason, n in (entry for run in result["runs"] for entry in run["left_alone"]):
+        for class_name, reason, n in (entry for run in result["runs"] for entry in run[key]):
             most[class_name, reason] = max(n, most.get((class_name, reason), 0))
-        for key, n in most.items():
-            group = groups.setdefault(key, {"modules": 0, "types": []})
+        for pair, n in most.items():
+            group = groups.setdefault(pair, {"modules": 0, "types": []})
             group["modules"] += n
             group["types"].append(result["type"])
-    return [{"class": c, "reason": reason, **g} for (c, reason), g in sorted(groups.items())]
-
-
-def unreported(results: list[dict]) -> dict[str, list[str]]:
-    """Modules with "norm" in their class's name that the report does not mention, by class."""
-    found: dict[str, set] = {}
-    for result in results:
-        for run in result["runs"]:
-            for name in run["unreported"]:
-                found.setdefault(name, set()).add(result["type"])
-    return {name: sorted(types) for name, types in sorted(found.items())}
+    return [{"class": c, "reason": reason, **g} for (c, reason), g in sorted(groups.items(), key=str)]
 
 
 def table(results: list[dict]) -> str:
@@ -77,12 +68,12 @@ def table(results: list[dict]) -> str:
             f"{r['type']:<34} {_sum(run['swapped']):>5} {_sum(run['left_alone']):>5} {run['norms_run']:>5}  "
             f"{run['style']:<9} {verdict}"
         )
-    lines += ["", "left alone:"]
-    lines += [
-        f"  {g['modules']:>4} x {g['class']}: {g['reason']}  [{', '.join(g['types'][:4])}]" for g in left_alone(results)
-    ]
-    lines += ["", "named norm but not in the report:"]
-    lines += [f"  {name}: {', '.join(types[:5])} ({len(types)} types)" for name, types in unreported(results).items()]
+    for title, key in (("left alone", "left_alone"), ("no norms, whatever their names say", "not_norms")):
+        lines += ["", f"{title}:"]
+        lines += [
+            f"  {g['modules']:>4} x {g['class']}: {g['reason']}  [{', '.join(g['types'][:4])}]"
+            for g in by_reason(results, key)
+        ]
     lines += ["", *(f"{k}: {v}" for k, v in totals(results).items() if k != "swapped_by_formula")]
     return "\n".join(lines)
 

@@ -5,6 +5,8 @@ import json
 import pickle
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,11 +163,27 @@ def test_saved_bytes_are_as_many_as_in_the_table(norm):
     assert [per_row(module), fused] == table
 
 
-def test_the_coverage_sentence_is_the_committed_result():
-    totals = json.loads((ROOT / "scripts/results/coverage-5.23.0.json").read_text())["mappings"]["causal"]["totals"]
-    sentence = " ".join(README.split())
-    assert (
-        "Of the {tried} causal language model types in Transformers 5.23, `scripts/coverage.py` builds {built} tiny "
-        "ones and runs {run}: {norms_swapped} norms swapped, {norms_left_alone} left alone".format(**totals)
-    ) in sentence
-    assert totals["bit_equal"] == totals["run"] and not totals["with_wrong_results"]
+def test_the_coverage_table_is_the_committed_result():
+    script = ROOT / "scripts" / "coverage_table.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    mappings = json.loads((ROOT / "scripts/results/coverage-5.23.0.json").read_text())["mappings"]
+    for words, mapping in (("causal language models", "causal"), ("base models", "base")):
+        totals = mappings[mapping]["totals"]
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| {words} |")]
+        keys = ("types", "built", "run", "norms_swapped", "norms_left_alone", "with_wrong_results")
+        assert row.strip("| ").split(" | ")[1:] == [str(totals[k]) for k in keys]
+        assert totals["bit_equal"] == totals["run"] and not totals["with_wrong_results"]
+
+
+def test_another_coverage_table_is_noticed(tmp_path):
+    copy = tmp_path / "scripts"
+    (copy / "results").mkdir(parents=True)
+    for name in ("coverage_table.py", "results/coverage-5.23.0.json"):
+        (copy / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (tmp_path / "README.md").write_text(README.replace("| base models | 605 |", "| base models | 606 |"))
+    command = [sys.executable, copy / "coverage_table.py"]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True)
+    assert done.returncode == 1 and "run scripts/coverage_table.py --write" in done.stdout
+    subprocess.run([*command, "--write"], check=True)
+    assert (tmp_path / "README.md").read_text() == README

@@ -1,0 +1,86 @@
+"""The README's coverage table, made from the committed results of scripts/coverage.py.
+
+    python scripts/coverage_table.py            print it
+    python scripts/coverage_table.py --check    exit with 1 where the README says something else
+    python scripts/coverage_table.py --write    put it into the README
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- coverage: made by scripts/coverage_table.py --write -->", "<!-- end of coverage -->"
+BLOCK = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+MAPPINGS = {"causal": "causal language models", "base": "base models"}
+LONGEST = 110  # characters of a reason
+
+
+def newest() -> Path:
+    """The results for the newest version of Transformers."""
+    return max(RESULTS.glob("coverage-*.json"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.stem)])
+
+
+def block(document: dict) -> str:
+    """The README's part between the two markers, both included."""
+    version = document["versions"]["transformers"]
+    lines = [
+        BEGIN,
+        f"| Transformers {version} | types | built | run | norms swapped | left alone | wrong results |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mapping, words in MAPPINGS.items():
+        t = document["mappings"][mapping]["totals"]
+        counts = [t[k] for k in ("types", "built", "run", "norms_swapped", "norms_left_alone", "with_wrong_results")]
+        lines.append(f"| {words} | {' | '.join(map(str, counts))} |")
+    left = _left_alone(document)
+    if left:
+        lines += ["", "| left alone | because |", "|---|---|"]
+        lines += [f"| {', '.join(f'`{c}`' for c in classes)} | {reason} |" for reason, classes in left]
+    return "\n".join([*lines, END])
+
+
+def _left_alone(document: dict) -> list[tuple[str, list[str]]]:
+    """(reason, classes), the most classes first."""
+    classes: dict[str, set[str]] = {}
+    for mapping in MAPPINGS:
+        for group in document["mappings"][mapping]["left_alone"]:
+            classes.setdefault(_short(group["reason"]), set()).add(group["class"])
+    return sorted(((r, sorted(cs)) for r, cs in classes.items()), key=lambda pair: (-len(pair[1]), pair[0]))
+
+
+def _short(reason: str) -> str:
+    reason = reason.replace("|", "/")
+    return reason if len(reason) <= LONGEST else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--check", action="store_true", help="exit with 1 where the README's table is another")
+    choice.add_argument("--write", action="store_true", help="put the table into the README")
+    options = parser.parse_args()
+    table = block(json.loads(newest().read_text(encoding="utf-8")))
+    readme = README.read_text(encoding="utf-8")
+    if (options.check or options.write) and len(BLOCK.findall(readme)) != 1:
+        parser.error(f"README.md must have the lines {BEGIN} and {END} once")
+    if options.check:
+        if BLOCK.search(readme)[0] != table:
+            print("README.md: the coverage table is not the committed result: run scripts/coverage_table.py --write")
+            return 1
+        return 0
+    if options.write:
+        README.write_text(BLOCK.sub(lambda match: table, readme), encoding="utf-8")
+        return 0
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
