@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 import transformers
 from coverage_hints import CONFIG, INPUTS
-from coverage_inputs import find_inputs, tensors
-from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, stand_in_for_timm, to_bfloat16
+from coverage_inputs import find_inputs, fresh, tensors
+from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, to_bfloat16
 from coverage_reasons import why_not_a_norm
+from coverage_timm import stand_in_for_timm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 import hf_rmsnorm
@@ -227,7 +228,7 @@ def _idle_parts(model, norms: dict, seen: dict, every: bool):
 def _outputs(model, arguments: dict) -> list[torch.Tensor]:
     torch.manual_seed(0)
     with torch.no_grad():
-        return [t.detach().clone() for t in tensors(model(**arguments))]
+        return [t.detach().clone() for t in tensors(model(**fresh(arguments)))]
 
 
 def _alone(module, seen) -> list[torch.Tensor] | None:

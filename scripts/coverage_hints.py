@@ -6,6 +6,7 @@ Only the script knows of these: recognition and kernels do not mention models.
 from __future__ import annotations
 
 import torch
+from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoInferenceSession
 
 
 def _grid(*sizes: int) -> torch.Tensor:
@@ -21,6 +22,19 @@ def _ids(*shape: int) -> torch.Tensor:
 def _with_images(tokens: int) -> torch.Tensor:
     """Two examples of `tokens` places for an image, whose id is 100, and eight words."""
     return torch.cat([torch.full((2, tokens), 100), _ids(2, 8)], dim=1)
+
+
+def _second_frame(model: torch.nn.Module):
+    """A video of two frames with an object marked in the first, which the model has seen already."""
+    side = model.config.image_size if isinstance(getattr(model.config, "image_size", None), int) else 64
+    session = Sam2VideoInferenceSession(torch.randn(2, 3, side, side), side, side, dtype=model.dtype)
+    index = session.obj_id_to_idx(1)
+    points = {"point_coords": torch.full((1, 1, 1, 2), side / 2), "point_labels": torch.ones(1, 1, 1, dtype=torch.int)}
+    session.add_point_inputs(index, 0, points)
+    session.obj_with_new_inputs = [1]
+    with torch.no_grad():
+        model(inference_session=session, frame_idx=0)
+    return session
 
 
 # By type: values of attributes of its config or, as "Class.attribute", of any part's config.
@@ -39,7 +53,6 @@ CONFIG: dict[str, dict] = {
         "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
         "image_size": 16,
     },
-    "edgetam_video": {"backbone_channel_list": [64] * 4},
     "edgetam_vision_model": {"backbone_channel_list": [64] * 4},
     "perception_lm": {"model_args": {"embed_dim": 64}},
     "pp_ocrv6_medium_det": {
@@ -103,6 +116,10 @@ INPUTS: dict[str, dict] = {
         "input_features": (2, 128, 200),
         "input_features_mask": lambda: torch.ones(2, 200, dtype=torch.long),
     },
+    **dict.fromkeys(
+        ("edgetam_video", "sam2_video", "sam3_tracker_video"),
+        {"inference_session": _second_frame, "frame_idx": 1},
+    ),
     "seggpt": {
         "pixel_values": (2, 3, 32, 32),
         "prompt_pixel_values": (2, 3, 32, 32),

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
-import linecache
 import re
 import time
 from collections.abc import Iterator
 
 import torch
+from coverage_errors import DERIVED, REFUSALS, WANTED_RANK, absent_arguments, wanted_sizes
 
 BATCH, LENGTH = 2, 12
-REFUSALS = (
-    AttributeError,
-    AssertionError,
-    ImportError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    OverflowError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-    UnboundLocalError,
-    ZeroDivisionError,
-)
 # Arguments that belong together, added when a model fails for want of something it does not name.
 COMPANIONS = (
     ("lang_ids",),
@@ -56,14 +42,6 @@ COMPANIONS = (
     ("feature_attention_mask",),
     ("use_cache",),
 )
-# The last dimension that a linear layer, a norm or a sum wanted, and the second one that a convolution did.
-WANTED_WIDTH = re.compile(
-    r"cannot be multiplied \(\d+x\d+ and (\d+)x|must match the size of tensor b \((\d+)\)|with shape \[\*, (\d+)\]"
-)
-WANTED_MULTIPLE = re.compile(r"multiple of \D{0,30}(\d+)")
-WANTED_CHANNELS = re.compile(r"expected input\[([\d, ]+)\] to have (\d+) channels")
-DERIVED = re.compile(r"inputs_embeds$|position_ids$")
-WANTED_RANK = re.compile(r"unpack \(expected (\d)")
 
 
 def setting(config, *names: str, default=None):
@@ -85,25 +63,6 @@ def _side(value) -> tuple[int, int]:
 
 def _of_rank(values: list, rank: int) -> int | None:
     return next((i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.dim() == rank), None)
-
-
-def _absent(error: BaseException, names: list[str]) -> list[str]:
-    """Those of the arguments `names` that the failing expression uses while they are None, in the innermost frame."""
-    found: list[str] = []
-    for frame, instruction in ((t.tb_frame, t.tb_lasti) for t in _tracebacks(error)):
-        first, last, *_ = next(itertools.islice(frame.f_code.co_positions(), instruction // 2, None))
-        words: set[str] = set()
-        for number in range(first or 0, (last or -1) + 1):
-            words.update(re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, number)))
-        found = [n for n in names if n in words and frame.f_locals.get(n, n) is None] or found
-    return found
-
-
-def _tracebacks(error: BaseException):
-    at = error.__traceback__
-    while at is not None:
-        yield at
-        at = at.tb_next
 
 
 class Inputs:
@@ -134,7 +93,9 @@ class Inputs:
     def _hinted(self, hint):
         if isinstance(hint, tuple):
             return self._normal(*hint)
-        value = hint() if callable(hint) else hint
+        if callable(hint):
+            hint = hint(*[self.model][: len(inspect.signature(hint).parameters)])
+        value = hint
         return value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     def candidates(self, name: str) -> list:
@@ -328,20 +289,6 @@ class Inputs:
         shape[size[0]] = size[1]
         return self._normal(*shape)
 
-    @staticmethod
-    def _wanted_sizes(value, error: str) -> list[tuple[int, int]]:
-        """(dimension, size) that an error asks for, where this value can be meant."""
-        found = []
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return found
-        if match := WANTED_WIDTH.search(error):
-            found.append((-1, int(next(filter(None, match.groups())))))
-        if match := WANTED_MULTIPLE.search(error):
-            found.append((-1, 2 * int(match[1])))
-        if (match := WANTED_CHANNELS.search(error)) and match[1] == ", ".join(map(str, value.shape)):
-            found.append((1, int(match[2])))
-        return found
-
     def attempts(self) -> Iterator[dict]:
         """Keyword arguments to try; send the error of each back in to have what it asks for added.
 
@@ -372,7 +319,7 @@ class Inputs:
                 {**choice, n: (i, size)}
                 for n, (i, now) in picked.items()
                 if options[n] and now is None
-                for size in self._wanted_sizes(options[n][i], error)
+                for size in wanted_sizes(options[n][i], error)
             ]
             if match := WANTED_RANK.search(error):
                 ranked = {n: _of_rank(values, int(match[1])) for n, values in options.items()}
@@ -403,27 +350,36 @@ def find_inputs(model, dtype: torch.dtype, budget: float, most: int = 150, hints
     deadline = time.process_time() + budget
     inputs = Inputs(model, dtype, hints=hints)
     attempts = inputs.attempts()
-    arguments, errors = next(attempts), []
+    errors: list[str] = []
+    try:
+        arguments = next(attempts)
+    except REFUSALS as exception:  # a hint that was made for a model of other sizes
+        return None, [f"{type(exception).__name__}: {exception}"]
     for _ in itertools.repeat(None, most):
         try:
             torch.manual_seed(0)
             with torch.no_grad():
-                output = model(**arguments)
+                output = model(**fresh(arguments))
             if any(True for _ in tensors(output)):
                 return arguments, []
             error, absent = "it returned no tensor", []
         except REFUSALS as exception:
             error = f"{type(exception).__name__}: {exception}"
-            absent = _absent(exception, inputs.optional) if "None" in error else []
+            absent = absent_arguments(exception, inputs.optional) if "None" in error else []
         if error not in errors:
             errors.append(error)
         if time.process_time() > deadline:
             break
         try:
             arguments = attempts.send((error, absent))
-        except StopIteration:
+        except REFUSALS:  # StopIteration among them
             break
     return None, errors
+
+
+def fresh(arguments: dict) -> dict:
+    """The arguments for another call: what a call could change is copied."""
+    return {n: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in arguments.items()}
 
 
 def tensors(output) -> Iterator[torch.Tensor]:
