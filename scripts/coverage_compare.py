@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_rmsnorm
 
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
-TIME_LIMIT = 60  # seconds a type may take
+TIME_LIMIT = 90  # seconds a type may take
 DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half|FFT")
 
 
@@ -90,7 +90,7 @@ def _first_that_runs(cls, config, features, started, done, result, say):
         say(f"finding inputs in style {style}, features {features}")
         for dtype in (torch.bfloat16, torch.float32):
             try:
-                with _seconds(10):
+                with _seconds(20):
                     model = model.float() if dtype == torch.float32 else model
                     arguments, errors = find_inputs(model, dtype, budget=4, hints=INPUTS.get(result["type"]))
             except TimeoutError as timeout:

@@ -40,6 +40,7 @@ def _second_frame(model: torch.nn.Module):
 # By type: values of attributes of its config or, as "Class.attribute", of any part's config.
 CONFIG: dict[str, dict] = {
     "clap": {"spec_size": 256, "ClapAudioConfig.hidden_size": 512},
+    "pp_doclayout_v3": {"num_queries": 8},
     "pp_doclayout_v4": {"num_queries": 8},
     "grounding-dino": {"num_queries": 8},
     "mm-grounding-dino": {"num_queries": 8},
@@ -62,6 +63,17 @@ CONFIG: dict[str, dict] = {
     },
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "lw_detr": {"projector_scale_factors": [1.0], "image_size": 64, "num_queries": 8},
+    "neucodec": {"quantization_dim": 128},
+    "xcodec2": {"quantization_dim": 128},
+    **dict.fromkeys(
+        ("sam2", "sam2_vision_model", "sam2_hiera_det_model"),
+        {
+            "embed_dim_per_stage": [64, 128, 256, 512],
+            "backbone_channel_list": [512, 256, 128, 64],
+            "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
+            "patch_size": 16,
+        },
+    ),
     "lilt": {"hidden_size": 96},
     "omdet-turbo": {
         "apply_layernorm_after_vision_backbone": False,
@@ -103,6 +115,8 @@ INPUTS: dict[str, dict] = {
     },
     "inkling2_vision": {"pixel_values": (4, 16, 16, 3), "image_grid_thw": lambda: torch.tensor([[1, 2, 2]])},
     "lxmert": {"input_ids": lambda: _ids(2, 12), "visual_feats": (2, 6, 64), "visual_pos": (2, 6, 4)},
+    "neucodec": {"input_values": (2, 1, 6400), "input_features": (2, 20, 64)},
+    "xcodec2": {"input_values": (2, 1, 6400), "input_features": (2, 40, 64)},
     "omdet-turbo": {
         "pixel_values": (2, 3, 64, 64),
         "classes_input_ids": lambda: _ids(4, 12),
@@ -117,9 +131,11 @@ INPUTS: dict[str, dict] = {
         "input_features_mask": lambda: torch.ones(2, 200, dtype=torch.long),
     },
     **dict.fromkeys(
-        ("edgetam_video", "sam2_video", "sam3_tracker_video"),
+        ("edgetam_video", "sam2_video"),
         {"inference_session": _second_frame, "frame_idx": 1},
     ),
+    "sam2_hiera_det_model": {"pixel_values": (2, 3, 32, 32)},
+    "sam2_vision_model": {"pixel_values": (2, 3, 32, 32)},
     "seggpt": {
         "pixel_values": (2, 3, 32, 32),
         "prompt_pixel_values": (2, 3, 32, 32),

@@ -22,13 +22,22 @@ def norm_classes(folder: Path = MODELS) -> dict[str, list[str]]:
         if "orm" not in text:
             continue
         classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-        norms = [n for n, node in classes.items() if "norm" in n.lower() and _has_forward(node, classes)]
+        norms = [
+            n
+            for n, node in classes.items()
+            if "norm" in n.lower() and not _is_model(node) and _has_forward(node, classes)
+        ]
         if norms:
             names = {n: {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} for n, node in classes.items()}
         for norm in norms:
             users = [f"{path.stem}:{n}" for n in classes if n != norm and norm in names[n]]
             found[norm] = found.get(norm, []) + users
     return found
+
+
+def _is_model(node: ast.ClassDef) -> bool:
+    """Whole models, RobertaPreLayerNormForMaskedLM say, hold norms and are none."""
+    return any(isinstance(base, ast.Name) and base.id.endswith("PreTrainedModel") for base in node.bases)
 
 
 def _has_forward(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
