@@ -1,4 +1,4 @@
-"""Models of converted checkpoints: their LayerNorms run the RMSNorm that config.json records, while that is the same."""
+"""Converted checkpoints: their LayerNorms run the RMSNorm that config.json records, while that is the same."""
 
 from __future__ import annotations
 
