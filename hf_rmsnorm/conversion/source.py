@@ -1,0 +1,261 @@
+"""A checkpoint folder, opened read-only: its shards, its other files, and what is wrong with them in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+COPIED = 1 << 22  # bytes of an unchanged tensor that are in memory at a time
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Not part of this checkpoint, and no longer the same model once it is converted.
+OTHER_WEIGHTS = {
+    ".bin", ".pt", ".pth", ".ckpt", ".h5", ".gguf", ".ggml", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite"
+}  # fmt: skip
+NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
+
+
+class ConversionError(Exception):
+    """What is wrong, where, and what to do about it, in one line. DST does not exist and SRC is as it was."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in its shard: `start` and `stop` count bytes from the end of the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+Read = Callable[[StoredTensor, int, int], bytearray]
+
+
+@dataclass(frozen=True)
+class SafetensorsShard:
+    """One file of the checkpoint.
+
+    Args:
+        path: the file.
+        name: of the shard that is written from it.
+        header: length and JSON as stored, so that an unchanged header stays the same to the byte.
+        metadata: ``__metadata__``, None where there is none.
+        tensors: in the order of their bytes, without a gap.
+    """
+
+    path: Path
+    name: str
+    header: bytes
+    metadata: dict[str, str] | None
+    tensors: dict[str, StoredTensor]
+
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        """A function that reads bytes [first, last) of a tensor."""
+        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+        def read(tensor: StoredTensor, first: int, last: int) -> bytearray:
+            data = bytearray(last - first)
+            view, at = memoryview(data), len(self.header) + tensor.start + first
+            while view:
+                count = os.preadv(fd, [view], at)
+                if count == 0:
+                    raise changed(self.path)
+                view, at = view[count:], at + count
+            return data
+
+        try:
+            yield read
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder.
+
+    Args:
+        shards: in the order of their names.
+        tensors: name to (shard, tensor), over all shards.
+        index: the parsed index; None for a checkpoint in one file.
+        index_name: its file name in the folder.
+        config: parsed config.json.
+        others: relative paths of the files to copy.
+        not_copied: relative paths of weights in other formats.
+        fingerprints: size and mtime_ns of every file that is read, by relative path.
+    """
+
+    folder: Path
+    shards: tuple[SafetensorsShard, ...]
+    index: dict | None
+    index_name: str
+    config: dict
+    others: tuple[str, ...]
+    not_copied: tuple[str, ...]
+    fingerprints: dict[str, list[int]]
+    tensors: dict[str, tuple[SafetensorsShard, StoredTensor]] = field(init=False)
+
+    def __post_init__(self):
+        tensors = {}
+        for shard in self.shards:
+            for name, tensor in shard.tensors.items():
+                if name in tensors:
+                    where = f"{tensors[name][0].path.name} and {shard.path.name}"
+                    raise ConversionError(f"{self.folder}: {name} is in two shards, {where}: remove the stale one")
+                tensors[name] = (shard, tensor)
+        object.__setattr__(self, "tensors", tensors)
+
+    def check_unchanged(self) -> None:
+        """Raise ConversionError where a file is no longer as it was when the folder was opened."""
+        for name, before in self.fingerprints.items():
+            try:
+                now = fingerprint(self.folder / name)
+            except FileNotFoundError:
+                now = None
+            if now != before:
+                raise changed(self.folder / name)
+
+
+def changed(path: Path) -> ConversionError:
+    return ConversionError(
+        f"{path}: changed while it was read: let nothing write to the source, and convert again with restart"
+    )
+
+
+def fingerprint(path: Path) -> list[int]:
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
+
+
+def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False) -> Source:
+    """Read the headers, the index and the config of a checkpoint folder and check that they fit together.
+
+    Args:
+        folder: holds config.json and ``model.safetensors``, or the shards that its index names.
+        allow_pickle: without them, read ``pytorch_model.bin`` or its shards.
+
+    Raises:
+        ConversionError: not such a folder; a shard that is truncated, corrupt or missing; an index that names what
+            is not there; a tensor in two shards; a quantised model; a pickle that was not allowed.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConversionError(f"{folder}: no such folder: pass a local checkpoint folder")
+    files = _files(folder)
+    if "config.json" not in files:
+        raise ConversionError(f"{folder}: no config.json: pass the folder of a Transformers checkpoint")
+    config = read_json(folder / "config.json")
+    for part in (config, *config.values()):
+        if isinstance(part, dict) and part.get("quantization_config"):
+            raise ConversionError(
+                f"{folder / 'config.json'}: the model is quantised: convert the unquantised model, then quantise it"
+            )
+    single, index_name = SINGLE, INDEX
+    pickled = SINGLE not in files and INDEX not in files
+    if pickled:
+        single, index_name = PICKLED, PICKLED_INDEX
+        if PICKLED not in files and PICKLED_INDEX not in files:
+            raise ConversionError(f"{folder}: neither {SINGLE} nor {INDEX} is there: download the weights")
+        if not allow_pickle:
+            raise ConversionError(
+                f"{folder}: the weights are pickles, which can run code: allow it (allow_pickle, --allow-pickle) to "
+                "read them by torch.load(weights_only=True), or save the model as safetensors"
+            )
+    index = None
+    names = [single]
+    if single not in files:
+        index = read_json(folder / index_name)
+        names = _shard_names(folder, index_name, index)
+    fingerprints = {name: fingerprint(folder / name) for name in files}
+    if pickled:
+        from .pickled import open_pickled as open_shard
+    else:
+        open_shard = _open_safetensors
+    shards = tuple(open_shard(folder / name) for name in names)
+    if index is not None:
+        held = {shard.path.name: shard.tensors for shard in shards}
+        for key, name in index["weight_map"].items():
+            if key not in held[name]:
+                raise ConversionError(f"{folder / index_name}: {key} is not in {name}: download both again")
+    others, not_copied = [], []
+    for name in files:
+        if name in names or name in ("config.json", index_name if index is not None else None):
+            continue
+        (not_copied if _is_weights(name) else others).append(name)
+    read = {*names, *others, "config.json", *([index_name] if index is not None else [])}
+    return Source(
+        folder, shards, index, index_name, config, tuple(others), tuple(not_copied),
+        {name: fingerprints[name] for name in sorted(read)},
+    )  # fmt: skip
+
+
+def _files(folder: Path) -> list[str]:
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - NOT_OF_THE_MODEL)
+        found += [os.path.relpath(os.path.join(parent, name), folder) for name in sorted(names)]
+    return found
+
+
+def _is_weights(name: str) -> bool:
+    stem = name.removesuffix(".index.json")
+    suffix = os.path.splitext(stem)[1]
+    # A safetensors file in a subfolder is another module's; beside the config it is this model under another name.
+    return suffix in OTHER_WEIGHTS or (suffix == ".safetensors" and os.sep not in name)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConversionError(f"{path}: not JSON ({error}): download it again") from error
+    if not isinstance(data, dict):
+        raise ConversionError(f"{path}: a JSON object is wanted: download it again")
+    return data
+
+
+def _shard_names(folder: Path, index_name: str, index: dict) -> list[str]:
+    where = folder / index_name
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConversionError(f"{where}: no weight_map from tensors to files: download it again")
+    for key, name in names.items():
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ConversionError(f"{where}: {key} is in {name!r}, which is no file beside it: download it again")
+        if not (folder / name).is_file():
+            raise ConversionError(f"{where}: {key} is in {name}, which is missing: download that file")
+    return sorted(set(names.values()))
+
+
+def _open_safetensors(path: Path) -> SafetensorsShard:
+    try:
+        with safe_open(path, "pt") as file:  # the library's own check of lengths, offsets, shapes and dtypes
+            metadata = file.metadata()
+    except SafetensorError as error:
+        raise ConversionError(f"{path}: truncated or corrupt ({error}): download it again") from error
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        header = prefix + file.read(struct.unpack("<Q", prefix)[0])
+    entries = json.loads(header[8:])
+    entries.pop("__metadata__", None)
+    tensors = [
+        StoredTensor(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for name, entry in entries.items()
+    ]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+    return SafetensorsShard(path, path.name, header, metadata, {tensor.name: tensor for tensor in tensors})

@@ -1,0 +1,225 @@
+"""The staging folder beside DST: locked, journalled, resumable, published by one rename.
+
+``DST.converting/`` holds ``lock``, ``journal.json`` (what is made from what, and the hash of each finished shard),
+``model/`` (what becomes DST; every file in it is whole) and the file that is being written, ``*.partial``.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .source import ConversionError
+
+LOCK, JOURNAL, MODEL, REPORT = "lock", "journal.json", "model", "report.txt"
+PARTIAL = ".partial"
+
+
+def write_all(fd: int, data) -> None:
+    """Write every byte; os.write may take fewer."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes durable, or the names in a folder."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def durable_file(target: Path, partial: Path | None = None) -> Iterator[int]:
+    """A file descriptor to write to; at the end the file is on the disk and then has its name, or it has it never."""
+    partial = partial or target.parent.parent / (target.name + PARTIAL)
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(partial, target)
+    sync(target.parent)
+
+
+@contextmanager
+def clear_errors(where: Path) -> Iterator[None]:
+    """What the system says about a file, as one line with the cure."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or where
+        cure = {
+            errno.ENOSPC: "free some space and convert again, it goes on where it stopped",
+            errno.EDQUOT: "free some of the quota and convert again, it goes on where it stopped",
+            errno.EFBIG: "raise the limit of the file size and convert again, it goes on where it stopped",
+            errno.EROFS: "choose a DST on a file system that can be written",
+            errno.EACCES: "give permission to it, or choose another DST",
+            errno.EPERM: "give permission to it, or choose another DST",
+        }.get(error.errno, "see to it and convert again, it goes on where it stopped")
+        reason = error.strerror or str(error)
+        raise ConversionError(f"{path}: {reason[:1].lower()}{reason[1:]}: {cure}") from error
+
+
+class Staging:
+    """The staging folder of one DST, while this process holds its lock.
+
+    Attributes:
+        model: the folder that becomes DST.
+        journal: ``{"identity": ..., "shards": {name: ...}, "publishing": bool}``.
+    """
+
+    def __init__(self, dst: Path, identity: dict):
+        self.dst, self.folder = dst, staging_folder(dst)
+        self.model = self.folder / MODEL
+        self.journal = {"identity": identity, "shards": {}, "publishing": False}
+
+    @property
+    def published(self) -> bool:
+        """DST is the model that was here: the process was killed after the rename."""
+        return self.journal["publishing"] and not self.model.exists() and os.path.lexists(self.dst)
+
+    def save(self) -> None:
+        """Write the journal, all of it or nothing."""
+        with durable_file(self.folder / JOURNAL, self.folder / (JOURNAL + PARTIAL)) as fd:
+            write_all(fd, json.dumps(self.journal, indent=1).encode())
+
+    def publish(self) -> None:
+        """Make every file durable and give the folder the name DST, then clean up."""
+        for parent, _, names in os.walk(self.model):
+            for name in names:
+                sync(Path(parent, name))
+            sync(Path(parent))
+        self.journal["publishing"] = True
+        self.save()
+        if os.path.lexists(self.dst):
+            raise already_exists(self.dst)
+        os.rename(self.model, self.dst)
+        sync(self.dst.parent)
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Remove the staging folder; the journal goes last, so that a kill in between can be told from a start."""
+        for path in self.folder.iterdir():
+            if path.name not in (LOCK, JOURNAL):
+                _remove(path)
+        for name in (LOCK, JOURNAL):
+            (self.folder / name).unlink(missing_ok=True)
+        self.folder.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    present = os.listdir(folder)
+    return not present or LOCK in present or JOURNAL in present
+
+
+def staging_folder(dst: Path) -> Path:
+    return dst.with_name(dst.name + ".converting")
+
+
+def already_exists(dst: Path) -> ConversionError:
+    return ConversionError(f"{dst}: exists already: choose another DST, or move it away")
+
+
+@contextmanager
+def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator[Staging]:
+    """The staging folder of DST, made or taken up where a conversion of the same identity stopped.
+
+    Args:
+        dst: absolute path.
+        identity: ``{"plan": hash, "source": fingerprints}``, as JSON would give it back.
+        restart: begin anew where the folder is of another identity.
+
+    Raises:
+        ConversionError: DST exists; another process converts into it; the folder is of another plan or source, or
+            not of this package.
+    """
+    staging = Staging(dst, identity)
+    if os.path.lexists(dst) and not (staging.folder / JOURNAL).exists():
+        raise already_exists(dst)
+    if os.path.lexists(staging.folder) and not _is_ours(staging.folder):
+        raise ConversionError(
+            f"{staging.folder}: is in the way and not of this package: move it, or choose another DST"
+        )
+    with _locked(staging.folder):
+        found = _read_journal(staging.folder / JOURNAL)
+        if found is not None and found["identity"] == identity:
+            staging.journal = found
+        if os.path.lexists(dst) and not staging.published:
+            if found is None:  # made above, just after another process published DST
+                staging.clean_up()
+            raise already_exists(dst)
+        if found is not None and found["identity"] != identity and not restart:
+            what = "by another plan" if found["identity"].get("plan") != identity["plan"] else "of another source"
+            raise ConversionError(
+                f"{staging.folder}: holds an unfinished conversion {what}, or the source changed since: finish that "
+                "one, or convert with restart to drop it"
+            )
+        if not staging.published:
+            if found is None or found["identity"] != identity:
+                _remove(staging.model)
+            staging.journal["publishing"] = False
+            for path in staging.folder.iterdir():
+                if path.name.endswith(PARTIAL) or path.name == REPORT:
+                    path.unlink()
+            staging.model.mkdir(exist_ok=True)
+            staging.save()
+        yield staging
+
+
+def _read_journal(path: Path) -> dict | None:
+    if not path.exists():
+        return None
+    try:
+        journal = json.loads(path.read_bytes())
+        return journal if {"identity", "shards", "publishing"} <= set(journal) else {"identity": {}}
+    except ValueError:
+        return {"identity": {}}  # of no known plan: refused unless the user asks for a restart
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except FileNotFoundError:
+            continue  # the other process finished and removed the folder in between
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ConversionError(
+                f"{folder}: another process is converting into it: wait for it, or choose another DST"
+            ) from None
+        try:
+            if _same_file(fd, folder / LOCK):  # else it is the removed one of a process that finished
+                yield
+                return
+        finally:
+            os.close(fd)  # gives the lock back, as the end of the process does
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
