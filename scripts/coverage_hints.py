@@ -64,6 +64,7 @@ CONFIG: dict[str, dict] = {
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "lw_detr": {"projector_scale_factors": [1.0], "image_size": 64, "num_queries": 8},
     "neucodec": {"quantization_dim": 128},
+    "vitdet": {"residual_block_indices": [1]},
     "xcodec2": {"quantization_dim": 128},
     **dict.fromkeys(
         ("sam2", "sam2_vision_model", "sam2_hiera_det_model"),

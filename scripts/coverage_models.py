@@ -131,9 +131,10 @@ class Shrinker:
             if isinstance(value, PretrainedConfig):
                 arguments[name] = self.make(type(value), value)
                 continue
-            if value is None and "bool" in str(cls.__dataclass_fields__[name].type) and self._is_feature(name):
+            optional = "bool" in str(cls.__dataclass_fields__[name].type) and self._is_feature(name)
+            if value is None and (optional or (self.features and name == "rms_norm_eps")):
                 self.switched.add(name)
-                arguments[name] = True
+                arguments[name] = True if optional else 1e-6  # an eps makes another kind of norm
                 continue
             if value is None and self.style == "filled":
                 arguments.update(self._fill(cls, name, layers))
