@@ -14,7 +14,7 @@ from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
 from .keys import Hit, KeyMap
 from .norms import LayerNorm, find_layer_norms, hooked
 from .plan import ConversionPlan, ConversionRefused, Copy, NormRecord
-from .twin import Twin, default_inputs, make_twin, new_model, run
+from .twin import Twin, attend_to_encoder, default_inputs, make_twin, new_model, run
 
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
@@ -49,6 +49,8 @@ def discover(
     if not isinstance(twin, Twin):
         twin = make_twin(source, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
     norms, silent = find_layer_norms(twin.model, twin.inputs)
+    if silent and attend_to_encoder(twin):
+        norms, silent = find_layer_norms(twin.model, twin.inputs)
     if not norms:
         raise ConversionRefused(f"{twin.name} computes no LayerNorm: there is nothing to convert")
     keys = KeyMap(twin.model)
@@ -94,7 +96,10 @@ def _gauge_of_all(work, twin: Twin, norms, made: bool) -> Gauge:
     for tokens in MORE_TOKENS if made else ():
         if not _unreached(gauge):
             return gauge
+        attended = "encoder_hidden_states" in twin.inputs
         twin.inputs = default_inputs(twin.model, tokens=tokens)
+        if attended:
+            attend_to_encoder(twin)
         gauge = gauge_test(work, twin.inputs, norms)
     if left := _unreached(gauge):
         raise ConversionRefused(

@@ -63,26 +63,28 @@ def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm]
 
     of_outputs = gradients(weigh(outputs))
     of_means = {n: gradients(weigh(x.mean(-1) for x in xs)) for n, xs in sorted(entered.items())}
+    largest = {
+        n: max((float(m.abs().max()) for m in ms.values() if m is not None), default=0.0) for n, ms in of_means.items()
+    }
     result = Gauge()
     for name, gradient in of_outputs.items():
         if gradient is None or not bool(gradient.any()):
             result.undetermined.append(name)
             continue
         for n, means in of_means.items():
-            if means[name] is not None and _try(result, name, n, gradient, means):
+            if means[name] is not None and _try(result, name, n, gradient, means[name], WRITES * largest[n]):
                 break
     return result
 
 
-def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: dict) -> bool:
-    largest = max(float(m.abs().max()) for m in means.values() if m is not None and m.numel())
+def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float) -> bool:
     for axis in range(gradient.ndim):
         if gradient.shape[axis] % n:
             continue
         rows = _rows(gradient, axis, n)
         total, size = rows.sum(-1).abs().amax(0), rows.abs().sum(-1).amax(0)
         ratio = total / size.clamp_min(1e-300)
-        writes = _rows(means[name], axis, n).sum(-1).abs().amax(0) > WRITES * largest
+        writes = _rows(means, axis, n).sum(-1).abs().amax(0) > least
         free = (ratio < GAUGE) & (size > 0)
         margins = result.margins
         if bool((writes & free).any()):

@@ -12,7 +12,7 @@ from .gauge import centred, input_means
 from .keys import saved_tensors
 from .norms import find_layer_norms, hooked
 from .plan import ConversionPlan, ConversionRefused
-from .twin import Twin, give_weights, new_model, run
+from .twin import Twin, give_weights, new_model, quiet, run
 
 BOUND = 1e-12
 

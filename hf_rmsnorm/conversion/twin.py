@@ -20,8 +20,9 @@ from ..verification.float64 import Float64Mode
 from .plan import ConversionRefused
 from .shrink import shrunk
 
-# Parameters: a model of up to SMALL is its own twin; up to LARGE, where it cannot be made narrower.
-SMALL, LARGE = 1_000_000, 50_000_000
+# Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
+# up to MIDDLE are tried before larger ones.
+SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
 TOKENS = (2, 24)  # rows and their length
 NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss")
 # What any constructor or forward may raise on sizes that do not suit it.
@@ -89,20 +90,16 @@ def make_twin(
         shapes = shapes_of(cls, config)
     except MISFITS as error:
         raise ConversionRefused(f"{cls.__name__} cannot be made from this config: {one_line(error)}") from error
-    size = sum(shape.numel() for shape in shapes.values())
-    candidates: Iterator[tuple[int, PretrainedConfig]] = iter([(1, config)])
-    if size > SMALL:
-        own = [(1, config)] if size <= LARGE else []
-        candidates = (c for group in (shrunk(config), own) for c in group)
     first = None
-    for factor, narrow in candidates:
+    for factor, narrow in _candidates(cls, config, shapes):
         try:
             return _build(cls, narrow, config, shapes, factor, inputs, seed)
         except MISFITS as error:
             first = first or one_line(error)
     raise ConversionRefused(
-        f"{cls.__name__} has {size:,} parameters and no narrower model of the same structure was found ({first}): "
-        "discovery runs on such a model, so pass model_class and inputs that fit, or a config that can be narrowed"
+        f"{cls.__name__} has {_size(shapes):,} parameters and no narrower model of the same structure was found "
+        f"({first or 'none has the same parameters'}): discovery runs on such a model, so pass model_class and inputs "
+        "that fit, or a config that can be narrowed"
     )
 
 
@@ -163,13 +160,33 @@ def shapes_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str,
     return {name: p.shape for name, p in model.named_parameters()}
 
 
+def _size(shapes: dict[str, torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes.values())
+
+
+def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
+    """(divisor, config) of twins: itself where it is small, else narrower ones, the cheap ones first."""
+    if _size(shapes) <= SMALL:
+        yield 1, config
+        return
+    large = []
+    for factor, narrow in shrunk(config):
+        try:
+            here = shapes_of(cls, narrow)
+        except MISFITS:  # widths that do not go together: the next style may
+            continue
+        if here.keys() != shapes.keys() or any(len(here[k]) != len(shapes[k]) for k in here):
+            continue
+        if _size(here) <= MIDDLE:
+            yield factor, narrow
+        elif _size(here) <= LARGE:
+            large.append((factor, narrow))
+    yield from large
+    if _size(shapes) <= LARGE:
+        yield 1, config
+
+
 def _build(cls, narrow, config, shapes, factor, inputs, seed) -> Twin:
-    here = shapes_of(cls, narrow)
-    if here.keys() != shapes.keys() or any(len(here[k]) != len(shapes[k]) for k in here):
-        raise ValueError("the narrower model has other parameters")
-    size = sum(shape.numel() for shape in here.values())
-    if size > LARGE:
-        raise ValueError(f"the narrower model still has {size:,} parameters")
     model = new_model(cls, plain(narrow, tied=False), seed)
     give_weights(model, seed)
     twin = Twin(model, plain(narrow), {}, shapes, factor, config)
@@ -266,11 +283,32 @@ def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int
 VOCABULARY_IF_UNKNOWN = 64
 
 
+def attend_to_encoder(twin: Twin) -> bool:
+    """Give a decoder without its encoder some encoder states to attend to; whether it takes them."""
+    if "encoder_hidden_states" not in inspect.signature(twin.model.forward).parameters:
+        return False
+    ids = next(v for v in twin.inputs.values() if isinstance(v, torch.Tensor))
+    generator = torch.Generator().manual_seed(2)
+    try:
+        width = twin.model.config.get_text_config().hidden_size
+        states = torch.randn(ids.shape[0], 7, width, generator=generator, dtype=torch.float64)
+        run(twin.model, {**twin.inputs, "encoder_hidden_states": states})
+    except MISFITS:  # a decoder that was made without cross-attention
+        return False
+    twin.inputs["encoder_hidden_states"] = states
+    return True
+
+
 @contextmanager
 def in_double():
-    """What a forward casts to a narrower float stays float64; gradients pass."""
-    with Float64Mode():
-        yield
+    """What a forward casts to a narrower float stays float64, and what it makes is float64; gradients pass."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64Mode():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
