@@ -72,7 +72,8 @@ def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None
             known[key] = _examine(module, named)
         except Exception as error:
             # Whatever a user's class does, the other norms are still to be served. Not kept: the cause may pass.
-            return Verdict(None, f"it could not be examined: {type(error).__name__}: {error}", REWRITE)
+            reason = f"it could not be examined: {type(error).__name__}: {error}"
+            return Verdict(None, reason, REWRITE) if named else NOT_A_NORM
     return known[key]
 
 
