@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_rmsnorm
-from hf_rmsnorm.cli.main import build_parser
+from hf_rmsnorm.cli.main import COMMANDS, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_python_blocks_compile_and_import_what_there_is():
 
 def test_commands_parse():
     lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("hf-rmsnorm ")]
-    assert len(lines) == 4
+    assert {line.split()[1] for line in lines} == {command.__name__.rpartition(".")[2] for command in COMMANDS}
     for line in lines:
         assert callable(build_parser().parse_args(shlex.split(line, comments=True)[1:]).run)
 
