@@ -59,7 +59,8 @@ def _inspect(name: str, args, text: str):
     model = models.load_model(source, config, DTYPES[args.dtype], device)
     if model.main_input_name != "input_ids":
         raise CliError(f"{source.name} takes {model.main_input_name} and not a text: call inspect_norms from Python")
-    ids = models.tokens(model, models.load_tokenizer(source), text, args.max_tokens)
+    # No token is as long as that, and tokenizers take their time over a whole book.
+    ids = models.tokens(model, models.load_tokenizer(source), text[: 40 * args.max_tokens], args.max_tokens)
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids

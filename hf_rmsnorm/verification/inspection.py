@@ -78,6 +78,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     with patched(model) as report:
         formulas = {record.path: record.formula for record in report.swapped}
+        layer_norms = {record.path for record in report.swapped if record.formula.centered or record.converted}
     training, ids = model.training, given.get("input_ids")
     ratios: dict[str, list[torch.Tensor]] = {path: [] for path in formulas}
 
@@ -89,7 +90,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         with _hooks(model, {path: record(path) for path in formulas}, before=True):
             logits = _logits(model, given)
         naive = None
-        centered = {path: formulas[path].eps for path in formulas if formulas[path].centered and ratios[path]}
+        centered = {path: formulas[path].eps for path in formulas if path in layer_norms and ratios[path]}
         if logits is not None and ids is not None and centered:
             with _hooks(model, {path: _as_rms(model.get_submodule(path), eps) for path, eps in centered.items()}):
                 swapped = _logits(model, given)
@@ -100,7 +101,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         model.train(training)
     norms = tuple(
         NormInput(
-            path, type(model.get_submodule(path)).__name__, formulas[path].centered, len(seen),
+            path, type(model.get_submodule(path)).__name__, path in layer_norms, len(seen),
             seen.median().item(), seen.max().item(),
         )
         for path, seen in ((path, torch.cat(found)) for path, found in ratios.items() if found)
