@@ -89,4 +89,3 @@ def run(args) -> Result:
     blocks = [f"{source.name} in {run.dtype}: {'PASS' if run.passed else 'FAIL'}\n{run}" for run in runs]
     blocks.append(f"Backend {backend} on {device}: {reason}.")
     return Result(data, "\n\n".join(blocks), 0 if passed else 1)
-

@@ -6,12 +6,15 @@ import copy
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from .. import __version__, invariant
 from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
 from .keys import Hit, KeyMap
+from .naming import named_as_stored, stored_names
 from .norms import LayerNorm, find_layer_norms, hooked
 from .plan import ConversionPlan, ConversionRefused, Copy, NormRecord
 from .twin import Twin, attend_to_encoder, default_inputs, make_twin, new_model, run
@@ -59,8 +62,9 @@ def discover(
     gauge = _gauge_of_all(work, twin, norms, made=inputs is None)
     unsaved = keys.unsaved()
     hits = [h for h in gauge.hits if h.parameter not in unsaved]
-    used = {name for hit in hits for name in (hit.parameter,)}
-    folds = [f for f in folds if f[0] in used]
+    used = {hit.parameter for hit in hits}
+    scales = {by for parameter, _, by in folds if parameter in used}
+    folds = [fold for fold in folds if fold[2] in scales]
     centre(work, hits)
     means = input_means(work, twin.inputs, norms)
     bad = [path for path in norms if means[path] > ZERO_MEAN]
@@ -78,16 +82,24 @@ def discover(
     if copies:
         names = ", ".join(c.key for c in copies)
         notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
-    return ConversionPlan(
+    undetermined = tuple(sorted({key for name in gauge.undetermined for key in keys.of(name)}))
+    if undetermined:
+        notes.append(
+            f"No output depended on {len(undetermined)} tensors, {undetermined[0]} for one: they are copied, and "
+            "inputs that use them may give the stream a mean again, which a LayerNorm removes and an RMSNorm does not."
+        )
+    plan = ConversionPlan(
         centre=tuple(centred),
         scale=tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by)),
         copy=copies,
         norms=tuple(records),
         config=_config(twin, hits, norms, bad, silent, copies),
-        undetermined=tuple(sorted({key for name in gauge.undetermined for key in keys.of(name)})),
+        undetermined=undetermined,
         margins=gauge.margins,
         notes=tuple(notes),
     )
+    stored = set() if isinstance(source, (Twin, PretrainedConfig)) else stored_names(Path(source))
+    return named_as_stored(plan, stored, twin.model.base_model_prefix) if stored else plan
 
 
 def _gauge_of_all(work, twin: Twin, norms, made: bool) -> Gauge:

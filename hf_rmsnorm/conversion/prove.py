@@ -50,7 +50,7 @@ class ProofReport:
         )
 
 
-def carry_out(plan: ConversionPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert_tensors(plan: ConversionPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A whole checkpoint converted in memory: copies first, then layer scales, then centring; each in float64.
 
     Raises:
@@ -101,7 +101,7 @@ def prove(plan: ConversionPlan, twin: Twin) -> ProofReport:
     config = copy.deepcopy(twin.config)
     for name, value in plan.config.items():
         setattr(config, name, value)
-    converted = _load(cls, config, carry_out(at_twin_size(plan, twin), tensors))
+    converted = _load(cls, config, convert_tensors(at_twin_size(plan, twin), tensors))
     expected = run(original, twin.inputs)
     scale = max(float(o.abs().max()) for o in expected if o.numel())
     norms, _ = find_layer_norms(converted, twin.inputs)

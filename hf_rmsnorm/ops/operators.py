@@ -88,9 +88,7 @@ def _backward(dy, x, weight, bias, gate, rstd, mean, *formula):
         from ..kernels import launch
 
         mean = mean if spec.centered else None
-        grads = launch.norm_backward(
-            dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate
-        )
+        grads = launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate)
     else:
         dx, dweight, dbias, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
         dx, dgate = (g if g is None else _empty_output(x, spec, g.dtype).copy_(g) for g in (dx, dgate))

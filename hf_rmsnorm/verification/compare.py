@@ -136,7 +136,13 @@ def compare_logits(
     elif not math.isfinite(other.max):
         reason = "the candidate gives NaN or infinity where the reference does not"
     floor = NoiseFloor(
-        str(dtype).removeprefix("torch."), own.max, own.rms, other.max, other.rms, steps[0], steps[1] / math.sqrt(12),
+        str(dtype).removeprefix("torch."),
+        own.max,
+        own.rms,
+        other.max,
+        other.rms,
+        steps[0],
+        steps[1] / math.sqrt(12),
         reason,
     )
     difference = LogitDifference(
