@@ -17,7 +17,7 @@ from .keys import Hit, KeyMap
 from .naming import named_as_stored, stored_names
 from .norms import LayerNorm, find_layer_norms, hooked
 from .plan import ConversionPlan, ConversionRefused, Copy, NormRecord
-from .twin import Twin, attend_to_encoder, default_inputs, make_twin, new_model, run
+from .twin import Twin, attend_to_encoder, default_inputs, make_twin, new_model, one_line, run
 
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
@@ -104,11 +104,17 @@ def discover(
 
 def _gauge_of_all(work, twin: Twin, norms, made: bool) -> Gauge:
     """The gauge test, with more tokens while a parameter stays unreached whose like in another layer is a writer."""
-    gauge = gauge_test(work, twin.inputs, norms)
+    try:
+        gauge = gauge_test(work, twin.inputs, norms)
+    except (AssertionError, RuntimeError) as error:
+        raise ConversionRefused(
+            f"{twin.name}: its forward cannot be differentiated in eval mode, which finding what writes to the "
+            f"residual stream needs ({one_line(error)})"
+        ) from error
     for tokens in MORE_TOKENS if made else ():
         if not _unreached(gauge):
             return gauge
-        attended = "encoder_hidden_states" in twin.inputs
+        attended = any(name.startswith("encoder_") for name in twin.inputs)
         twin.inputs = default_inputs(twin.model, tokens=tokens)
         if attended:
             attend_to_encoder(twin)
@@ -183,9 +189,13 @@ def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cau
     own = {f"{source}.{name}" for name, _ in module.named_parameters()}
     if own & unsaved:
         return Cause(source, False, f"its input has the mean of {what}, whose table is not in the checkpoint")
+    if own and own <= set(gauge.undetermined):
+        return Cause(source, False, f"{what} feeds it, and no output follows smoothly from that: it is undetermined")
     if own & gauge.bound:
         return Cause(source, False, f"its input has the mean of {what}, and the model's outputs depend on that mean")
-    return Cause(source, False, f"its input has the mean of {what}, which no weight of the checkpoint sets")
+    if not own:
+        return Cause(source, False, f"its input has the mean of {what}, which is computed and no weight's")
+    return Cause(source, False, f"its input has the mean of {what}, which no weight alone sets")
 
 
 def _refuse_if_hopeless(twin: Twin, norms, bad: list[str], causes: dict[str, Cause]) -> None:

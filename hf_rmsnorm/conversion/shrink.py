@@ -16,7 +16,7 @@ INNER = 24  # width inside an MLP: nothing of the structure hangs on it
 
 _NO_WIDTH = re.compile(r"^(num|max|n)_(?!embd|inner)|layers?$|heads?$|embeddings$|ratio|factor|dropout|act|size_per")
 _INNER = re.compile(r"intermediate|ffn|d_?ff$|inner|mlp|feed_?forward")
-_WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|rotary")
+_WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary")
 _POSITIONS = re.compile(r"max_position|n_positions|n_ctx|max_seq|seq_len|block_size$")
 _TOKEN = re.compile(r"tok(en)?_(id|index)s?$")
 _VOCABULARY = re.compile(r"vocab_size$|^vocab_size")
@@ -41,9 +41,10 @@ def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
 def _head_sizes(config: PretrainedConfig) -> list[int]:
     found = []
     for part in _parts(config):
-        heads = next((v for n in _HEADS if isinstance(v := getattr(part, n, None), int) and v), None)
-        hidden = next((v for n in _HIDDEN if isinstance(v := getattr(part, n, None), int) and v), None)
-        given = getattr(part, "head_dim", None)
+        values = vars(part)  # under their own names; a config may refuse to give some as attributes
+        heads = next((v for n in _HEADS if isinstance(v := values.get(n), int) and v), None)
+        hidden = next((v for n in _HIDDEN if isinstance(v := values.get(n), int) and v), None)
+        given = values.get("head_dim", values.get("d_head"))
         if isinstance(given, int) and given:
             found.append(given)
         if hidden and heads and hidden % heads == 0:
@@ -60,7 +61,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) -> PretrainedConfig:
     for part in _parts(config):
-        patch = getattr(part, "patch_size", None)
+        patch = vars(part).get("patch_size")
         for name, value in list(vars(part).items()):
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
@@ -72,7 +73,7 @@ def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) 
                 value = _number(name, value, factor, inner)
             else:
                 continue
-            setattr(part, name, value)
+            vars(part)[name] = value  # past validators, which would see some widths narrowed and some not
     return config
 
 

@@ -285,18 +285,21 @@ VOCABULARY_IF_UNKNOWN = 64
 
 def attend_to_encoder(twin: Twin) -> bool:
     """Give a decoder without its encoder some encoder states to attend to; whether it takes them."""
-    if "encoder_hidden_states" not in inspect.signature(twin.model.forward).parameters:
-        return False
+    names = inspect.signature(twin.model.forward).parameters
     ids = next(v for v in twin.inputs.values() if isinstance(v, torch.Tensor))
     generator = torch.Generator().manual_seed(2)
-    try:
-        width = twin.model.config.get_text_config().hidden_size
-        states = torch.randn(ids.shape[0], 7, width, generator=generator, dtype=torch.float64)
-        run(twin.model, {**twin.inputs, "encoder_hidden_states": states})
-    except MISFITS:  # a decoder that was made without cross-attention
-        return False
-    twin.inputs["encoder_hidden_states"] = states
-    return True
+    for name, wrap in (("encoder_hidden_states", lambda x: x), ("encoder_outputs", lambda x: (x,))):
+        if name not in names or name in twin.inputs or getattr(twin.model.config, "is_encoder_decoder", False):
+            continue
+        try:
+            width = twin.model.config.get_text_config().hidden_size
+            states = torch.randn(ids.shape[0], 7, width, generator=generator, dtype=torch.float64)
+            run(twin.model, {**twin.inputs, name: wrap(states)})
+        except MISFITS:  # a decoder that was made without cross-attention
+            continue
+        twin.inputs[name] = wrap(states)
+        return True
+    return False
 
 
 @contextmanager
