@@ -26,8 +26,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from coverage_compare import MAPPINGS, _first_that_runs, line  # noqa: E402
-from coverage_models import config_class, model_class  # noqa: E402
+from coverage_compare import MAPPINGS, line  # noqa: E402
+from coverage_inputs import find_inputs  # noqa: E402
+from coverage_models import STYLES, Shrinker, build, config_class, model_class  # noqa: E402
 
 import hf_rmsnorm  # noqa: E402
 from hf_rmsnorm.conversion.discovery import discover  # noqa: E402
@@ -50,25 +51,49 @@ def examine(model_type: str, mapping: str) -> dict:
     started = time.monotonic()
     result = {"type": model_type, "mapping": mapping, "variants": [], "error": None}
     try:
-        cls, config = model_class(MAPPINGS[mapping][model_type]), config_class(model_type)
+        cls, config = model_class(MAPPINGS[mapping][model_type], model_type), config_class(model_type)
         own = getattr(cls, "config_class", None)
         config = own if own is not None and not issubclass(config, own) else config
     except Exception as error:  # an optional dependency is missing, whatever it raises
         return {**result, "error": line(error)}
     result["model_class"] = cls.__name__
-    done: set[tuple] = set()
-    errors: dict = {"error": None, "errors": [], "ran": False}
     for features in (False, True):
-        made = _first_that_runs(cls, config, features, started, done, errors, lambda stage: None)
-        if made is None or made[1] is None:
-            continue
-        model, arguments, how = made
-        done.add(tuple(how["features"]))
-        result["variants"].append({"features": how["features"], **_convert(cls, model.config, arguments)})
-    if not result["variants"]:
-        result["error"] = errors["error"] or "no size of it was built and run"
+        made = _tiny(cls, config, features, started + TIME_LIMIT / 3 * (1 + features))
+        if isinstance(made, str):
+            result["error"] = result["error"] or made
+        elif made is not None:
+            model, arguments, switched = made
+            result["variants"].append({"features": switched, **_convert(cls, model.config, arguments)})
+    if result["variants"]:
+        result["error"] = None
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
+
+
+def _tiny(cls, config, features: bool, deadline: float):
+    """(model, arguments it runs on, features switched on); None if there are none; the first error if no size runs."""
+    first = None
+    for style in STYLES:
+        if time.monotonic() > deadline:
+            break
+        shrinker = Shrinker(style, features)
+        for _ in range(5):
+            try:
+                tiny = shrinker.make(config)
+                if features and not shrinker.switched:
+                    return None
+                model = build(cls, tiny, small=style not in ("shallow", "default"))
+            except Exception as error:  # any constructor may refuse a size in its own way: the next style is tried
+                first = first or f"{style}: {line(error)}"
+                if not shrinker.repair(line(error)):
+                    break
+                continue
+            arguments, error = find_inputs(model, torch.float32, budget=4)
+            if arguments is not None:
+                return model, arguments, sorted(shrinker.switched)
+            first = first or f"{style}: {error}"
+            break
+    return first or "not built in time"
 
 
 def _convert(cls, config, arguments: dict) -> dict:
