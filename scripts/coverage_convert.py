@@ -10,6 +10,7 @@ mapping are tried where the causal mapping does not have them. Each runs in a pr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -61,6 +62,9 @@ def examine(model_type: str, mapping: str) -> dict:
         made = _tiny(cls, config, features, started + TIME_LIMIT / 3 * (1 + features))
         if isinstance(made, str):
             result["error"] = result["error"] or made
+            if not result["variants"] and not features:
+                with contextlib.suppress(Exception):  # nor can the type's own config be built: the error above says why
+                    result["variants"].append({"features": [], **_convert(cls, config(), None)})
         elif made is not None:
             model, arguments, switched = made
             result["variants"].append({"features": switched, **_convert(cls, model.config, arguments)})
@@ -98,7 +102,12 @@ def _tiny(cls, config, features: bool, deadline: float):
 
 def _convert(cls, config, arguments: dict) -> dict:
     try:
-        twin = make_twin(config, model_class=cls, inputs=lambda model: arguments)
+        twin = make_twin(config, model_class=cls, inputs=None if arguments is None else lambda model: arguments)
+    except ConversionRefused as refusal:
+        if arguments is None:
+            raise RuntimeError("its own config makes no twin") from refusal
+        return {"verdict": "refused", "reason": str(refusal)}
+    try:
         plan = discover(twin)
         proof = prove(plan, twin)
     except ConversionRefused as refusal:

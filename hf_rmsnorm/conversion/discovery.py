@@ -6,10 +6,8 @@ import copy
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from .. import __version__, invariant
 from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
@@ -59,7 +57,7 @@ def discover(
     keys = KeyMap(twin.model)
     work = copy.deepcopy(twin.model)
     folds = fold_layer_scales(work, twin.inputs)
-    gauge = _gauge_of_all(work, twin, norms, made=inputs is None)
+    gauge = _gauge_of_all(work, twin, norms)
     unsaved = keys.unsaved()
     hits = [h for h in gauge.hits if h.parameter not in unsaved]
     used = {hit.parameter for hit in hits}
@@ -98,11 +96,11 @@ def discover(
         margins=gauge.margins,
         notes=tuple(notes),
     )
-    stored = set() if isinstance(source, (Twin, PretrainedConfig)) else stored_names(Path(source))
+    stored = stored_names(twin.folder) if twin.folder else set()
     return named_as_stored(plan, stored, twin.model.base_model_prefix) if stored else plan
 
 
-def _gauge_of_all(work, twin: Twin, norms, made: bool) -> Gauge:
+def _gauge_of_all(work, twin: Twin, norms) -> Gauge:
     """The gauge test, with more tokens while a parameter stays unreached whose like in another layer is a writer."""
     try:
         gauge = gauge_test(work, twin.inputs, norms)
@@ -111,7 +109,7 @@ def _gauge_of_all(work, twin: Twin, norms, made: bool) -> Gauge:
             f"{twin.name}: its forward cannot be differentiated in eval mode, which finding what writes to the "
             f"residual stream needs ({one_line(error)})"
         ) from error
-    for tokens in MORE_TOKENS if made else ():
+    for tokens in MORE_TOKENS if twin.made_inputs else ():
         if not _unreached(gauge):
             return gauge
         attended = any(name.startswith("encoder_") for name in twin.inputs)

@@ -10,6 +10,7 @@ import torch
 
 from .gauge import centred, input_means
 from .keys import saved_tensors
+from .naming import named_as_stored
 from .norms import find_layer_norms, hooked
 from .plan import ConversionPlan, ConversionRefused
 from .twin import Twin, give_weights, new_model, quiet, run
@@ -75,7 +76,7 @@ def convert_tensors(plan: ConversionPlan, tensors: dict[str, torch.Tensor]) -> d
 
 
 def at_twin_size(plan: ConversionPlan, twin: Twin) -> ConversionPlan:
-    """The plan for the twin's own checkpoint."""
+    """The plan with blocks as long as the twin's."""
     here = {there: n for n, there in twin.widths.items()}
     return replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
 
@@ -98,10 +99,11 @@ def prove(plan: ConversionPlan, twin: Twin) -> ProofReport:
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
     original = _load(cls, twin.config, tensors)
+    own = named_as_stored(at_twin_size(plan, twin), set(tensors), cls.base_model_prefix)
     config = copy.deepcopy(twin.config)
     for name, value in plan.config.items():
         setattr(config, name, value)
-    converted = _load(cls, config, convert_tensors(at_twin_size(plan, twin), tensors))
+    converted = _load(cls, config, convert_tensors(own, tensors))
     expected = run(original, twin.inputs)
     scale = max(float(o.abs().max()) for o in expected if o.numel())
     norms, _ = find_layer_norms(converted, twin.inputs)

@@ -50,6 +50,8 @@ class Twin:
         shapes: parameter of `model` -> its shape in the checkpoint's own size.
         factor: what most widths were divided by; 1 where the model is its own twin.
         source: the config that was given.
+        folder: the model folder it was made of, or None.
+        made_inputs: `inputs` are random ones made here, of which there can be more, and not the caller's.
         widths: length of the rows of a norm here -> in the checkpoint; filled in by discovery.
     """
 
@@ -59,6 +61,8 @@ class Twin:
     shapes: dict[str, torch.Size]
     factor: int
     source: PretrainedConfig
+    folder: Path | None = None
+    made_inputs: bool = True
     widths: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -93,9 +97,13 @@ def make_twin(
     first = None
     for factor, narrow in _candidates(cls, config, shapes):
         try:
-            return _build(cls, narrow, config, shapes, factor, inputs, seed)
+            twin = _build(cls, narrow, config, shapes, factor, inputs, seed)
         except MISFITS as error:
             first = first or one_line(error)
+            continue
+        twin.folder = None if isinstance(source, PretrainedConfig) else Path(source)
+        twin.made_inputs = inputs is None
+        return twin
     raise ConversionRefused(
         f"{cls.__name__} has {_size(shapes):,} parameters and no narrower model of the same structure was found "
         f"({first or 'none has the same parameters'}): discovery runs on such a model, so pass model_class and inputs "
@@ -142,6 +150,7 @@ def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
+    config.use_cache = False
     if not tied:
         config.tie_word_embeddings = False
     return config
