@@ -118,11 +118,16 @@ def _resolve(source, trust_remote_code: bool, model_class) -> tuple[PretrainedCo
         path = Path(source)
         if not (path / "config.json").is_file():
             raise ConversionRefused(f"{path} has no config.json: give the folder of a model")
-        if json.loads((path / "config.json").read_text(encoding="utf-8")).get("quantization_config"):
+        stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if stored.get("quantization_config"):
             raise ConversionRefused(f"{path} is quantised: convert the checkpoint it was made from, then quantise")
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (ValueError, OSError) as error:
+            if stored.get("auto_map") and not trust_remote_code:
+                raise ConversionRefused(
+                    f"{path} brings model code of its own: read it, and pass trust_remote_code=True if you trust it"
+                ) from error
             raise ConversionRefused(f"{path}: {one_line(error)}") from error
     if model_class is not None:
         return config, model_class

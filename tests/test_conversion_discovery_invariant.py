@@ -1,0 +1,110 @@
+"""The record of a conversion in config.json, and whether the weights still are what it says."""
+
+import json
+
+import pytest
+import torch
+from conversion_models import carry_out, causal_lm, config_of
+
+from hf_rmsnorm.conversion.discovery import discover
+from hf_rmsnorm.invariant import RECORD_KEY, make_record, recorded_norms, uncentred
+
+
+def converted(name, dtype=torch.float64):
+    """(a converted model, its record as config.json gives it back)."""
+    config = config_of(name)
+    config.tie_word_embeddings = False
+    model = causal_lm(config)
+    plan = discover(config)
+    model.load_state_dict(carry_out(plan, model.state_dict()))
+    return model.to(dtype), json.loads(json.dumps(plan.config))[RECORD_KEY]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gpt2", "persimmon"])
+def test_converted_weights_are_centred_in_every_dtype_and_the_original_ones_are_not(name, dtype):
+    model, record = converted(name, dtype)
+    assert uncentred(dict(model.named_parameters()), record) == []
+    assert uncentred(model.state_dict(), record) == []
+    config = config_of(name)
+    config.tie_word_embeddings = False
+    before = causal_lm(config).to(dtype)
+    assert len(uncentred(dict(before.named_parameters()), record)) >= 8
+
+
+def test_fine_tuning_is_noticed():
+    model, record = converted("gpt2", torch.float32)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert "transformer.h.0.mlp.c_proj.weight" in uncentred(dict(model.named_parameters()), record)
+
+
+@pytest.mark.parametrize("value", [0.01, float("nan"), float("inf")])
+def test_one_element_of_one_row_is_noticed(value):
+    model, record = converted("gpt2", torch.bfloat16)
+    with torch.no_grad():
+        model.transformer.wte.weight[17, 3] += value * 100
+    assert uncentred(dict(model.named_parameters()), record) == ["transformer.wte.weight"]
+
+
+def test_only_the_recorded_blocks_are_asked():
+    """v of a fused projection may have any mean."""
+    model, record = converted("persimmon")
+    name = "model.layers.1.self_attn.query_key_value.weight"
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        parameters[name][16:24] += 1  # v of the first head
+        assert uncentred(parameters, record) == []
+        parameters[name][8:16] += 1  # k of the first head
+    assert uncentred(parameters, record) == [name]
+
+
+def test_missing_and_misshapen_tensors_are_not_centred():
+    model, record = converted("gpt2")
+    parameters = dict(model.named_parameters())
+    del parameters["transformer.wpe.weight"]
+    parameters["transformer.wte.weight"] = parameters["transformer.wte.weight"][:, :31]
+    assert sorted(uncentred(parameters, record)) == ["transformer.wpe.weight", "transformer.wte.weight"]
+
+
+def test_a_record_of_another_version_is_refused():
+    model, record = converted("gpt2")
+    with pytest.raises(ValueError, match="version 99"):
+        uncentred(model.state_dict(), {**record, "version": 99})
+
+
+def test_the_record_says_which_modules_are_rmsnorms():
+    model, record = converted("gpt2")
+    found = recorded_norms(record, [path for path, _ in model.named_modules()])
+    assert set(found) == {
+        "transformer.ln_f",
+        *(f"transformer.h.{i}.ln_{j}" for i in range(2) for j in (1, 2)),
+    }
+    assert all(how == {"eps": 1e-5, "hidden_size": 32} for how in found.values())
+
+
+def test_layers_that_are_alike_share_an_entry_and_others_do_not():
+    how, other = ({"axis": axis, "block": 8, "blocks": None} for axis in (0, 1))
+    parameters = [f"layers.{i}.out" for i in range(3)] + [f"blocks.{i}.down" for i in range(3)] + ["only.2.table"]
+    writers = {name: how for name in parameters}
+    assert set(make_record(writers, {}, parameters, [])["writers"]) == {"layers.*.out", "blocks.*.down", "only.2.table"}
+    writers["layers.1.out"] = other
+    del writers["blocks.2.down"]
+    record = make_record(writers, {}, parameters, [])
+    assert set(record["writers"]) == {
+        *(f"layers.{i}.out" for i in range(3)),
+        "blocks.0.down",
+        "blocks.1.down",
+        "only.2.table",
+    }
+    assert record["writers"]["layers.1.out"] == other
+
+
+def test_the_record_of_a_deep_model_is_short():
+    config = config_of("phimoe")
+    config.num_hidden_layers = 12
+    assert len(json.dumps(discover(config).config)) < 2000
