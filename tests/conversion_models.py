@@ -44,10 +44,10 @@ CONFIGS = {
     "olmo_tied": ("olmo", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
     "olmo": ("olmo", {**_LLAMA_LIKE, "tie_word_embeddings": False}),
     "cohere_qk": ("cohere", {**_LLAMA_LIKE, "use_qk_norm": True, "num_key_value_heads": 2}),
-    "stablelm_qk": ("stablelm", {**_LLAMA_LIKE, "num_attention_heads": 2, "hidden_size": 64, "qk_layernorm": True}),
+    "stablelm_qk": ("stablelm", {**_LLAMA_LIKE, "num_key_value_heads": 2, "hidden_size": 64, "qk_layernorm": True}),
     "stablelm_parallel": (
         "stablelm",
-        {**_LLAMA_LIKE, "num_attention_heads": 2, "hidden_size": 64, "use_parallel_residual": True},
+        {**_LLAMA_LIKE, "num_key_value_heads": 2, "hidden_size": 64, "use_parallel_residual": True},
     ),
     "nemotron": ("nemotron", _LLAMA_LIKE),
     "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "num_key_value_heads": 2}),
