@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from .arithmetic import changed_bytes
 from .recipe import Job
 from .source import COPIED, FLOATS, SafetensorsShard, Source, changed, fingerprint
-from .staging import durable_file, write_all
+from .staging import durable_file, reserve, write_all
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,20 @@ class WrittenShard:
     size: int
 
 
-class _Sha256:
-    """A hash that is computed beside the reading and writing; it holds at most one piece that waits."""
+class _Lane:
+    """Calls one function with piece after piece beside the reading; it holds at most one piece that waits."""
 
-    def __init__(self, pool: ThreadPoolExecutor):
-        self._sha, self._pool, self._running = hashlib.sha256(), pool, Future()
+    def __init__(self, pool: ThreadPoolExecutor, function: Callable):
+        self._pool, self._function, self._running = pool, function, Future()
         self._running.set_result(None)
 
-    def update(self, data) -> None:
-        self._running.result()
-        self._running = self._pool.submit(self._sha.update, data)
+    def __call__(self, data) -> None:
+        self.wait()
+        self._running = self._pool.submit(self._function, data)
 
-    def hexdigest(self) -> str:
+    def wait(self) -> None:
+        """Until nothing is left to do; raises what the function raised."""
         self._running.result()
-        return self._sha.hexdigest()
 
 
 def header_of(job: Job, shard: SafetensorsShard, metadata: Mapping[str, str] | None) -> bytes:
@@ -88,31 +89,30 @@ def write_shard(
         OSError: as the system says.
     """
     _check_one(job.source, shard)
-    size = len(header)
-    with (
-        ThreadPoolExecutor(2) as pool,
-        shard.reading() as read,
-        durable_file(target) as file,
-    ):
-        written = _Sha256(pool)
-        write_all(file, header)
-        written.update(header)
-        seen = None  # hashed apart only where the bytes read are all of the file and not the bytes written
-        if shard.header and (shard.header != header or any(name in job.recipes for name in shard.tensors)):
-            seen = _Sha256(pool)
-            seen.update(shard.header)
+    size = len(header) + sum(tensor.nbytes for _, tensor in job.layout(shard))
+    made_sha, seen_sha = hashlib.sha256(), hashlib.sha256()
+    # What is read is hashed apart only where it is all of the file and not what is written.
+    apart = shard.header and (shard.header != header or any(name in job.recipes for name in shard.tensors))
+    with durable_file(target) as file, shard.reading() as read, ThreadPoolExecutor(3) as pool:
+        reserve(file, size)
+        write = _Lane(pool, partial(write_all, file))
+        hash_made, hash_seen = _Lane(pool, made_sha.update), _Lane(pool, seen_sha.update)
+        write(header)
+        hash_made(header)
+        hash_seen(shard.header)
         for name, tensor in job.layout(shard):
-            for raw, made in _pieces(job, read, name, tensor, factors):
-                write_all(file, made)
-                written.update(made)
-                if seen and name == tensor.name:
-                    seen.update(raw)
-                size += len(made)
+            for seen, made in _pieces(job, read, name, tensor, factors):
+                write(made)
+                hash_made(made)
+                if apart and name == tensor.name:
+                    hash_seen(seen)
                 yield 0, len(made)
             yield 1, 0
-        sha256 = written.hexdigest()
-        source_sha256 = seen.hexdigest() if seen else sha256 if shard.header else sha256_of(shard.path)
+        for lane in (write, hash_made, hash_seen):
+            lane.wait()
         _check_one(job.source, shard)  # before the rename: a mixture never gets a shard's name
+    sha256 = made_sha.hexdigest()
+    source_sha256 = seen_sha.hexdigest() if apart else sha256 if shard.header else sha256_of(shard.path)
     return WrittenShard(sha256, source_sha256, size)
 
 

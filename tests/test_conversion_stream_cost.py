@@ -1,0 +1,44 @@
+"""The memory and the time of a streamed conversion, measured in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MEBIBYTE = 1 << 20
+
+
+def measure(what, folder, *numbers):
+    run = subprocess.run(
+        [sys.executable, str(TESTS / "conversion_cost.py"), what, str(folder), *map(str, numbers)],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc, which Linux has")
+@pytest.mark.parametrize(("mebibytes", "shards"), [(256, 2), pytest.param(4096, 4, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path, mebibytes, shards):
+    used = measure("memory", tmp_path, mebibytes, shards)
+    assert used["largest_shard"] >= mebibytes // shards * MEBIBYTE
+    assert used["after"] <= 2 * used["largest_shard"] + 300 * MEBIBYTE
+    # The same for both: what is in memory does not depend on the checkpoint.
+    assert used["after"] - used["before"] <= 160 * MEBIBYTE
+
+
+@pytest.mark.slow
+def test_time_is_that_of_a_copy(tmp_path):
+    """At most 1.5 times safetensors' load and save of the same shards, both to the disk: the best of five turns.
+
+    It means something on a machine with two cores that do nothing else: hashing and writing run beside the arithmetic.
+    """
+    times = measure("time", tmp_path, 768, 3, 5)
+    assert min(times["convert"]) <= 1.5 * min(times["copy_to_disk"]), times
