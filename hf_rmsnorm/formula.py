@@ -95,6 +95,10 @@ class NormSpec:
             raise ValueError(f"rounding is {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
         if self.gate is not None and self.gate not in GATES:
             raise ValueError(f"gate is {self.gate!r}: choose one of {', '.join(GATES)}, or None")
+        if self.gate is not None and self.rounding in ("rstd", "every_step"):
+            raise ValueError(f"a gated norm does not round by {self.rounding!r}")
+        if self.rounding == "rstd" and (self.centered or self.eps_outside):
+            raise ValueError("a rounded rstd is that of an RMSNorm with its eps inside the root")
         if self.weight_first and (not self.has_weight or self.rounding != "once" or self.gate or self.centered):
             raise ValueError("weight_first is for an RMSNorm with a weight, no gate, and one rounding at its end")
         if not self.has_weight and (self.weight_offset or self.rounding in ("before_weight", "weight_dtype")):

@@ -32,19 +32,23 @@ class Recipe:
         eps: name of the attribute that holds eps; None if eps is fixed in the code.
         eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
         hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
-        settings: attributes of the module, as (name, value), without which it computes something else.
+        settings: attributes of the module, as (name, value), without which it may compute something else.
+        absent: parameters that the module has a place for and does not hold; with one of them it computes another norm.
         gate: name of the forward's argument that is the gate.
         gate_optional: without a gate, the module computes the same formula ungated.
+        one_gate_dtype: proven only for gates of x's dtype.
+        other_input: name of a second input that is no known gate; calls that give it are not fused.
         layout: the input normalises over its ``"last"`` dimension; over its second (``"channels_first"``, as
             `ConvNextLayerNorm`); or over the last of (..., heads, head_dim), which the output joins (``"heads"``, as
             `xLSTMMultiHeadLayerNorm`).
         dims: numbers of dimensions of the input that the formula was proven for; None if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec` has.
         not_under_autocast: under autocast the module computes something else.
+        row_major: the output is contiguous whatever the strides of the input.
         imposed: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
             RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
 
-    Calls that do not meet hidden_size, settings, dims or what follows dims run the module's own forward.
+    Calls that do not meet all this run the module's own forward.
     """
 
     spec: NormSpec
@@ -54,19 +58,22 @@ class Recipe:
     eps_value: Any = None
     hidden_size: int | None = None
     settings: tuple[tuple[str, Any], ...] = ()
+    absent: tuple[str, ...] = ()
     gate: str | None = None
     gate_optional: bool = False
+    one_gate_dtype: bool = False
+    other_input: str | None = None
     layout: Layout = "last"
     dims: tuple[int, ...] | None = None
     only_float32: bool = False
     not_under_autocast: bool = False
+    row_major: bool = False
     imposed: bool = False
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
-        for name, value in self.settings:
-            if getattr(module, name) != value:
-                return None
+        if self.changes(module):
+            return None
         if self.eps is None:
             return self.spec
         eps = getattr(module, self.eps)
@@ -75,6 +82,18 @@ class Recipe:
         if isinstance(eps, (float, int)) and 0.0 <= eps < math.inf:
             return self.spec.with_eps(float(eps))
         return None
+
+    def changes(self, module: torch.nn.Module) -> list[str]:
+        """What about the module is no longer as it was when it was recognised, in words; its eps may be another."""
+        changed = []
+        for name, value in self.settings:
+            now = getattr(module, name, None)
+            if now is not value and now != value:
+                changed.append(f"{name} is now {now}")
+        for name in self.absent:
+            if module._parameters.get(name) is not None:
+                changed.append(f"it has a {name} now")
+        return changed
 
     @property
     def restricted(self) -> bool:
@@ -102,6 +121,8 @@ class Recipe:
             words.append("in float32 only: in half precision it rounds in its own order, by its own forward")
         if self.not_under_autocast:
             words.append("under autocast it runs its own forward")
+        if self.other_input is not None:
+            words.append(f"calls that give {self.other_input!r} run its own forward")
         if self.imposed:
             words.append("as the converted checkpoint says")
         return "; ".join(words)
@@ -164,6 +185,8 @@ def _make_forward(base: type, recipe: Recipe):
     input_name = list(signature.parameters)[1]
     weight_name, bias_name, gate_name = recipe.weight, recipe.bias, recipe.gate
     hidden_size, functional, restricted = recipe.hidden_size, recipe.spec.functional, recipe.restricted
+    channels_first = recipe.layout == "channels_first"
+    any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
     own_forward = _imposed_forward(base_forward, recipe) if recipe.imposed else base_forward
 
     def forward(self, *args, **kwargs):
@@ -186,7 +209,8 @@ def _make_forward(base: type, recipe: Recipe):
             or (weight is None and weight_name is not None)
             or (bias is None and bias_name is not None)
             or not isinstance(rows, torch.Tensor)
-            or not (gate is None or isinstance(gate, torch.Tensor))
+            or not (gate is None or (isinstance(gate, torch.Tensor) and (any_gate or gate.dtype == x.dtype)))
+            or (bias is not None and weight is not None and bias.dtype != weight.dtype)
             or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
             or (functional and not _one_dtype(rows, weight, bias))
         ):
@@ -195,7 +219,9 @@ def _make_forward(base: type, recipe: Recipe):
         if backend == "original" or (backend == "reference" and not _fits(rows, weight, bias, gate, spec)):
             return own_forward(self, *args, **kwargs)
         y = fused_norm(rows, weight, bias, spec, backend, gate)
-        return y.movedim(-1, 1) if recipe.layout == "channels_first" else y
+        if channels_first:
+            y = y.movedim(-1, 1)
+        return y.contiguous() if row_major else y
 
     forward.__doc__ = base_forward.__doc__
     forward.__signature__ = signature

@@ -63,7 +63,7 @@ def forward_config(hidden_size: int) -> ForwardConfig:
 
 @cache
 def backward_config(
-    hidden_size: int, centered: bool, itemsize: int, shared_limit: int, gated: bool = False
+    hidden_size: int, centered: bool, itemsize: int, shared_limit: int, gated: bool = False, heads: int = 1
 ) -> BackwardConfig:
     """The shape for rows whose widest operand has `itemsize` bytes an element.
 
@@ -72,7 +72,9 @@ def backward_config(
         shared_limit: bytes of shared memory that one program may use.
     """
     block = next_power_of_2(hidden_size)
-    if block > (CENTERED_BACKWARD_TILE_MAX if centered else TILE_MAX):
+    # The loop knows neither gates nor heads; their rows stay in registers, if at the price of spills.
+    single_pass = gated or heads > 1
+    if block > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX):
         return BackwardConfig(8_192, 1, 16, 1, False, 1, loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block

@@ -95,7 +95,7 @@ def _remember(key: tuple, make: Callable[[], Plan]) -> Plan:
     return plan
 
 
-def _layout(x: torch.Tensor, contiguous_output: bool, heads: int):
+def _layout(x: torch.Tensor, contiguous_output: bool, weight: torch.Tensor | None, heads: int):
     """(order in which rows are numbered, memory format of the output, whether that output is flat in this order)."""
     shape, strides = tuple(x.shape), x.stride()
     if contiguous_output:
@@ -103,8 +103,12 @@ def _layout(x: torch.Tensor, contiguous_output: bool, heads: int):
     # Where each head has a weight of its own, rows keep their order: the kernel tells the head by the row's number.
     order = None if x.is_contiguous() or heads > 1 else memory_order(shape, strides)
     with _disable_current_modes():  # what eager's strides would be is our question, not an operator of the caller's
-        output = torch.empty_like(x, device="meta").stride()
-    return order, torch.preserve_format, flat_strides(shape, output, order)
+        output = torch.empty_like(x, device="meta")
+        if heads > 1 and weight is not None:  # such a weight has a say in the order of their product
+            product = torch.empty_like(weight, device="meta") * output
+            if product.is_contiguous():
+                return order, torch.contiguous_format, True
+    return order, torch.preserve_format, flat_strides(shape, output.stride(), order)
 
 
 def _rounding(spec: NormSpec, weight: torch.Tensor | None) -> str:
@@ -142,7 +146,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_
     def make() -> ForwardPlan:
         shape = tuple(x.shape)
         hidden_size, rows = shape[-1], math.prod(shape[:-1])
-        order, memory_format, flat_output = _layout(x, contiguous_output, heads)
+        order, memory_format, flat_output = _layout(x, contiguous_output, weight, heads)
         x_rows = RowsPlan.of(shape, x.stride(), order)
         gate_rows = NO_ROWS if gate is None else RowsPlan.of(shape, gate.stride(), order)
         config = forward_config(hidden_size)
@@ -195,11 +199,11 @@ def backward_plan(
         shape = tuple(x.shape)
         hidden_size, rows = shape[-1], math.prod(shape[:-1])
         sms, shared = limits
-        order, memory_format, flat_output = _layout(x, contiguous_output, heads)
+        order, memory_format, flat_output = _layout(x, contiguous_output, weight, heads)
         x_rows, dy_rows = (RowsPlan.of(shape, t.stride(), order) for t in (x, dy))
         gate_rows = NO_ROWS if gate is None else RowsPlan.of(shape, gate.stride(), order)
         itemsize = max(t.element_size() for t in (x, dy, weight, gate) if t is not None)
-        config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None)
+        config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None, heads)
         rounding = _rounding(spec, weight)
         offset = spec.weight_offset, spec.rounds_offset
         if config.loop:

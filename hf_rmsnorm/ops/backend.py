@@ -136,9 +136,11 @@ def refusal(
             return f"gate is {gate.dtype} of shape {tuple(gate.shape)} on {gate.device}, x {tuple(shape)} on {device}"
         if (group_size or shape[-1]) > TILE_MAX:
             return f"x has {shape[-1]} columns; gated norms are served up to {TILE_MAX}"
+    # Heads multiply the rows that the last tile may reach past the end.
+    most = MAX_ROWS if group_size is None and (weight is None or weight.dim() == 1) else MAX_ROWS // 2
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    if not torch.compiler.is_compiling() and x.numel() > MAX_ROWS and x.numel() // (group_size or shape[-1]) > MAX_ROWS:
-        return f"x has more than {MAX_ROWS} rows"
+    if not torch.compiler.is_compiling() and x.numel() > most and x.numel() // (group_size or shape[-1]) > most:
+        return f"x has more than {most} rows"
     return device_refusal(device.type, device.index)
 
 

@@ -22,6 +22,7 @@ from .trial import NotInFamily, Trial
 EPS_READING = 2e-6
 SAME_DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
+TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
@@ -42,6 +43,8 @@ class Fit(Trial):
         return recipe
 
     def _find_formula(self) -> Recipe:
+        if self.probe.head_dim is not None and self.group != self.probe.head_dim:
+            raise NotInFamily("it normalises over more than the last dimension, or a part of it")
         gate = self._find_needed_gate()
         functional = self._find_functional()
         centered, weight, bias, offset, weight_first = self._find_structure()
@@ -52,20 +55,22 @@ class Fit(Trial):
             rounding="before_weight" if functional == "hat" else "once",
             weight_first=weight_first, group_size=None if self.group == self.size else self.group,
         )  # fmt: skip
+        if self.group > TILE_MAX and (self.probe.gate_required or self.group != self.size):
+            raise NotInFamily(f"its rows of {self.group} are longer than {TILE_MAX}, with a gate, groups or heads")
+        absent = tuple(name for name, value in self.probe.module._parameters.items() if value is None)
         recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight), layout=self.probe.layout,
-                        dims=self.probe.dims)  # fmt: skip
+                        dims=self.probe.dims, absent=absent)  # fmt: skip
         recipe = self._find_eps(recipe)
         if gate is not None:
             recipe = replace(recipe, spec=replace(recipe.spec, gate=gate), gate=self.probe.gate)
         recipe, exact = self._find_rounding(recipe, functional)
         if gate is None and self.probe.gate is not None:
             recipe = self._find_optional_gate(recipe, exact)
+        recipe = self._check_gate_dtypes(recipe, exact)
         recipe = self._check_other_attributes(recipe)
         recipe = prove(self, recipe, exact)
         if self.probe.head_dim is not None and self.probe.layout == "last":
-            if recipe.spec.group_size not in (None, self.probe.head_dim) or self.group > self.probe.head_dim:
-                raise NotInFamily("it normalises over more than the last dimension")
-            recipe = replace(recipe, spec=replace(recipe.spec, group_size=None))
+            recipe = replace(recipe, spec=replace(recipe.spec, group_size=None), hidden_size=None)
         return recipe
 
     # One step of `recipe` each
@@ -74,12 +79,20 @@ class Fit(Trial):
         """Which gate, where one must be given. It is wide open until then: there silu is the identity, sigmoid one."""
         if self.probe.neutral is None:
             return None
-        value, _ = self.probe.neutral
+        value, *_ = self.probe.neutral
         x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
-        ratio = self.probe.run(x, torch.full_like(x, 2 * value)) / self.probe.run(x, torch.full_like(x, value))
-        for kind, expected, factor in (("silu_after", 2.0, 1 / value), ("sigmoid_after", 1.0, 1.0)):
-            if (ratio - expected).abs().max() < 1e-4:
-                self.probe.neutral = value, factor
+        gate = 3.0 * self.normal(*x.shape)
+        wide, y = (self.probe.run(x, g) for g in (torch.full_like(x, value), gate))
+        sigmoid = torch.sigmoid(gate)
+        for kind, expected, before, after in (
+            ("silu_after", wide * gate * sigmoid / value, 1.0, 1 / value),
+            ("sigmoid_after", wide * sigmoid, 1.0, 1.0),
+            ("silu_before", None, 1 / value, 1.0),
+        ):
+            if expected is None:  # what the gate multiplies is normalised, so a gate alike for all elements is no gate
+                expected = self.probe.run(x * gate * sigmoid / value, torch.full_like(x, value))
+            if close(y, expected, 1e-4):
+                self.probe.neutral = value, before, after
                 return kind
         raise NotInFamily(f"its second input, {self.probe.gate!r}, is no gate that this package knows")
 
@@ -118,10 +131,12 @@ class Fit(Trial):
         return (h * h.pow(2).mean(-1, keepdim=True).rsqrt()).flatten(-2)
 
     def _fixed_size(self, weight: str | None) -> int | None:
+        if self.group != self.size:
+            return self.size  # whether the groups keep their number or their size as rows grow, nobody is asked
         if weight is not None:
             return None
         try:
-            self.probe.run(self.normal(2, self.size + (8 if self.group == self.size else self.group)))
+            self.probe.run(self.normal(2, self.size + 8))
         except Unusable:
             return self.size
         return None
@@ -206,6 +221,10 @@ class Fit(Trial):
         """The recipe with every rounding order it may have, the commonest first."""
         orders = ROUNDINGS if recipe.weight is not None else ("once", "rstd", "every_step")
         orders = ("once",) if recipe.spec.weight_first else orders
+        if recipe.spec.gate is not None:
+            orders = [order for order in orders if order not in ("rstd", "every_step")]
+        if recipe.spec.centered or recipe.spec.eps_outside:
+            orders = [order for order in orders if order != "rstd"]
         orders = {"all": ("once",), "hat": ("before_weight",)}.get(functional, orders)
         for rounding in orders:
             yield replace(recipe, spec=replace(recipe.spec, rounding=rounding))
@@ -214,6 +233,9 @@ class Fit(Trial):
 
     def _find_optional_gate(self, recipe: Recipe, exact: bool) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
+        without = replace(recipe, other_input=self.probe.gate)  # a call that gives it runs the module's own forward
+        if recipe.spec.rounding in ("rstd", "every_step") or recipe.spec.weight_first or self.group > TILE_MAX:
+            return without
         x = self.rows(1024, half=True)
         dtypes = ((torch.float32, torch.float32), *(() if recipe.only_float32 else SAME_DTYPES + MIXED_DTYPES))
         for kind in GATES:
@@ -224,47 +246,78 @@ class Fit(Trial):
                     return gated
             except Unusable:
                 break
-        return recipe  # a call that gives one runs the module's own forward
+        return without
+
+    def _check_gate_dtypes(self, recipe: Recipe, exact: bool) -> Recipe:
+        """Whether gates of another dtype than x's may be given too."""
+        if recipe.gate is None:
+            return recipe
+        x, half = self.rows(1024, half=True), torch.bfloat16
+        mixed = [(torch.float32, torch.float32, half)]
+        if not recipe.only_float32:
+            mixed += [(half, half, torch.float32), (half, half, torch.float16), (torch.float16, torch.float16, half)]
+        try:
+            same = all(self.agrees(recipe, x, *pair, exact, gate_dtype) for *pair, gate_dtype in mixed)
+        except Unusable:
+            same = False
+        return recipe if same else replace(recipe, one_gate_dtype=True)
 
     def _check_other_attributes(self, recipe: Recipe) -> Recipe:
-        """No other number or tensor may matter: only what the recipe names is read at run time, settings included."""
+        """Nothing else may matter: no mode, no gradients, no other tensor, and no attribute that is not watched."""
         x = self.rows()
         gate = self.gate_for(x, recipe)
         y = self.probe.run(x, gate)
-        trained = self._run_in_mode(True, x, gate)
-        self.probe.module.training = False
-        if not same_bits(trained, y):
-            raise NotInFamily("it computes something else in train mode")
+        if not self._same_in_every_mode(x, gate, y):
+            raise NotInFamily("it computes something else in train mode or with gradients")
         others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
         others |= {name: 2.0 * t.flatten() + 0.125 for name, t in own_tensors(self.probe.module)}
         for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
             if self._matters(name, others[name], x, gate, y):
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
-        changes = {bool: lambda v: not v, int: lambda v: v + 1, str: lambda v: "another " + v}
-        settings = tuple(
-            (name, value)
-            for name, value in plain_attributes(self.probe.module).items()
-            if type(value) in changes
-            and name not in (recipe.eps, "training")
-            and self._matters(name, changes[type(value)](value), x, gate, y)
-        )
-        return replace(recipe, settings=settings)
+        settings, fixed = [], recipe.hidden_size
+        own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
+        for name, value in plain_attributes(self.probe.module).items():
+            if name in (recipe.eps, "training") or isinstance(value, tuple):
+                continue
+            another = {bool: lambda v: not v, int: lambda v: v + 1, str: lambda v: "another " + v}.get(type(value))
+            matters = another is not None and self._matters(name, another(value), x, gate, y)
+            # What others set on every module begins with an underscore; the rest is the module's own to read, if its
+            # forward is not torch's.
+            if matters or (name in own and not name.startswith("_")):
+                settings.append((name, value))
+            if matters and type(value) is int:  # the length of the rows, perhaps, or how many groups they have
+                fixed = self.size
+        return replace(recipe, settings=tuple(settings), hidden_size=fixed)
 
     def _matters(self, name: str, value, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
-        """Whether another value of an attribute changes the result y of x, in train mode or not."""
+        """Whether another value of an attribute changes the result y of x, in any mode."""
         before = getattr(self.probe.module, name)
         self.probe.set(**{name: value})
         try:
-            return not all(same_bits(self._run_in_mode(training, x, gate), y) for training in (False, True))
+            return not self._same_in_every_mode(x, gate, y)
         except Unusable:
             return True
         finally:
-            self.probe.module.training = False
             self.probe.set(**{name: before})
 
-    def _run_in_mode(self, training: bool, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        self.probe.module.training = training
-        return self.probe.run_watched(x, gate)[0]
+    def _same_in_every_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
+        """Whether x gives y in train mode or not, with gradients or not."""
+        try:
+            for training, gradients in itertools.product((False, True), repeat=2):
+                self.probe.module.training = training
+                for parameter in self.probe.module._parameters.values():
+                    if parameter is not None and parameter.is_floating_point():
+                        parameter.requires_grad_(gradients)
+                with torch.set_grad_enabled(gradients):
+                    given = x.clone().requires_grad_(gradients)
+                    if not same_bits(self.probe.run_watched(given, gate)[0].detach(), y):
+                        return False
+            return True
+        finally:
+            self.probe.module.training = False
+            for parameter in self.probe.module._parameters.values():
+                if parameter is not None:
+                    parameter.requires_grad_(False)
 
 
 def _reads_as(reading: float, value: float) -> bool:

@@ -48,7 +48,7 @@ class Probe:
         numbers: value of each int or float attribute, by name.
         layout, dims: how rows are put to the module, as in `Recipe`.
         gate: name of the forward's second input, or None; gate_required: whether it must be given.
-        neutral: (value, factor): the gate given where a run names none, and what the output is multiplied by then.
+        neutral: (gate, factor of x, factor of the output) for runs that name no gate.
         faults: what the runs so far did that no norm formula does, in words.
 
     Raises:
@@ -77,7 +77,7 @@ class Probe:
 
     def require_gate(self) -> None:
         """Give every run a gate, wide open where none is named."""
-        self.gate_required, self.neutral = True, (64.0, 1.0)
+        self.gate_required, self.neutral = True, (64.0, 1.0, 1.0)
 
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
@@ -126,14 +126,21 @@ class Probe:
             return y, "all"
         return y, "hat" if any(call.plain for call in made) else None
 
+    def run_as_given(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """The module's own output for an input of the shape and strides that it is given."""
+        try:
+            return self._forward(self.module, x, **({} if gate is None else {self.gate: gate}))
+        except Exception as error:  # a user's forward may raise anything
+            raise Unusable(f"its forward fails on {tuple(x.shape)}: {type(error).__name__}: {error}") from error
+
     def _call(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        factor, extra = 1.0, {}
+        factor, extra, given = 1.0, {}, x
         if self.gate is not None and (gate is not None or self.neutral is not None):
             if gate is None:
-                value, factor = self.neutral
-                gate = torch.full_like(x, value)
+                value, before, factor = self.neutral
+                gate, given = torch.full_like(x, value), x if before == 1.0 else x * before
             extra[self.gate] = self._present(gate)
-        given = self._present(x)
+        given = self._present(given)
         try:
             y = self._forward(self.module, given, **extra)
         except Unusable:

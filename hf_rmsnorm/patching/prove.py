@@ -34,9 +34,41 @@ def prove(trial: Trial, recipe: Recipe, exact: bool) -> Recipe:
                 raise NotInFamily(f"on {x.dim()}-dimensional input its result is not that of {recipe.spec}")
         if not _same_under_autocast(trial, recipe, three, dtype, exact):
             recipe = replace(recipe, not_under_autocast=True)
+    if not _keeps_strides(trial, recipe):
+        recipe = replace(recipe, row_major=True)
     _check_strange_input(trial, recipe)
     _check_gradients(trial, recipe)
     return recipe
+
+
+def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
+    """Whether the output of a permuted input lies in memory as the formula's does; else it is contiguous."""
+    size, heads = trial.size, trial.probe.head_dim
+    if recipe.layout == "channels_first":
+        x = trial.normal(2, size, *(3, 5)[: recipe.dims[0] - 2])
+    elif recipe.layout == "heads":
+        x = trial.normal(3, 2, size // heads, heads).transpose(0, 1)
+    else:
+        row = (size,) if heads is None else (size // heads, heads)
+        if recipe.dims is not None and max(recipe.dims) < 2 + len(row):
+            return True
+        x = trial.normal(3, 2, *row).transpose(0, 1)
+    gate = trial.gate_for(x, recipe)
+    y = trial.probe.run_as_given(x, gate)
+    rows = recipe.rows_of(x)
+    parameters = [trial.tensors.get(name) for name in (recipe.weight, recipe.bias)]
+    spec = recipe.spec
+    if heads is not None and recipe.layout == "last":
+        parameters = [p if p is None else p.view(-1, heads) for p in parameters]
+        spec = replace(spec, group_size=None)
+    expected = reference_norm(rows, *parameters, spec, gate)
+    expected = expected.movedim(-1, 1) if recipe.layout == "channels_first" else expected
+    strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (y, expected)]
+    if strides[0] == strides[1]:
+        return True
+    if not y.is_contiguous():
+        raise NotInFamily("its output lies in memory in an order of its own")
+    return False
 
 
 def _check_strange_input(trial: Trial, recipe: Recipe) -> None:

@@ -26,7 +26,7 @@ from .probe import (
 from .trial import NotANorm, NotInFamily
 
 # A name only makes a module worth a line in the report when it is not swapped.
-NORM_NAME = re.compile(r"RMSNorm|LayerNorm")
+NORM_NAME = re.compile(r"(rms|layer|qk|head|add|gated)_?norm", re.IGNORECASE)
 # Code that normalises calls one of these, directly or in a helper; a module without any tensor is run only if it does.
 REDUCTIONS = {"mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "vector_norm", "normalize"}
 REDUCTIONS |= {"layer_norm", "rms_norm", "einsum", "matmul", "dot", "bmm"}
@@ -107,7 +107,8 @@ def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
     if any(True for _ in module.children()):
         # With parameters of its own beside its children it is a norm fused with something; else a block around norms.
         if module._parameters or not any(True for _ in module.parameters()):
-            return "it has submodules", "nothing: a norm among them is listed by itself"
+            inner = any(p is not None for child in module.children() for p in child.parameters())
+            return "it has submodules", "nothing: a norm among them is listed by itself" if inner else REWRITE
         return "", ""
     forward = cls.forward
     torch_norms = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
@@ -128,7 +129,7 @@ def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
     if not any(t.is_floating_point() for t in tensors) and not _reduces(forward, cls):
         return "its code calls no mean, sum or norm", NOTHING
     if inputs(cls) is None:
-        return "its forward must be given something besides one tensor and a gate", NOTHING
+        return "its forward takes something other than one tensor, and perhaps a gate", UNRUN
     return None
 
 

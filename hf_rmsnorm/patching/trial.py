@@ -56,9 +56,9 @@ class Trial:
         x[:, 10, self.size // 2] = 300.0
         return x.flatten(0, 1)
 
-    def gate_for(self, x: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
-        """Gates from closed to wide open, in x's dtype; None where the recipe has none."""
-        return None if recipe.gate is None else (3.0 * self.normal(*x.shape)).to(x.dtype)
+    def gate_for(self, x: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Gates from closed to wide open, in x's dtype if no other is named; None where the recipe has none."""
+        return None if recipe.gate is None else (3.0 * self.normal(*x.shape)).to(dtype or x.dtype)
 
     def randomise(self) -> None:
         for name, size in self.probe.sizes.items():
@@ -80,7 +80,7 @@ class Trial:
 
     def _find_layout(self) -> None:
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
-        if not sizes:
+        if not sizes or sizes == [1]:  # a weight of one element is a factor for rows of any length
             sizes = [*_hinted_sizes(self.probe), 64]
         if max(sizes) > MAX_HIDDEN_SIZE:
             raise Unusable(f"its hidden size is above {MAX_HIDDEN_SIZE}")
@@ -135,7 +135,7 @@ class Trial:
                     accepted.append(dims)
             except Unusable:
                 continue
-        self.probe.dims = None if {max(2, own), 3, 4} <= set(accepted) else tuple(accepted)
+        self.probe.dims = None if set(range(own, 6)) <= set(accepted) else tuple(accepted)
 
     def _check_normalises(self) -> None:
         """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
@@ -166,11 +166,11 @@ class Trial:
         strange = [f"{name} is {value}" for name, value in self.probe.numbers.items() if not 0 <= value < math.inf]
         return ": " + ", ".join(strange) if strange else ""
 
-    def agrees(self, recipe: Recipe, x, x_dtype, weight_dtype, exact: bool) -> bool:
+    def agrees(self, recipe: Recipe, x, x_dtype, weight_dtype, exact: bool, gate_dtype=None) -> bool:
         """Whether module and formula give the same on x."""
         x = x.to(x_dtype)
         values = {name: tensor.to(weight_dtype) for name, tensor in self.tensors.items()}
-        weight, bias, gate = values.get(recipe.weight), values.get(recipe.bias), self.gate_for(x, recipe)
+        weight, bias, gate = values.get(recipe.weight), values.get(recipe.bias), self.gate_for(x, recipe, gate_dtype)
         self.probe.set(**values)
         y = self.probe.run(x, gate)
         self.probe.set(**self.tensors)

@@ -105,8 +105,9 @@ def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | No
 def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
     spec = recipe.spec_of(module)
     if spec is None:
-        now = [f"{name} is now {getattr(module, name)}" for name in (recipe.eps, *dict(recipe.settings)) if name]
-        return Verdict(reason=f"it runs its own forward: {', '.join(now)}", cure="set it back, or patch again")
+        changed = recipe.changes(module) or [f"{recipe.eps} is now {getattr(module, recipe.eps)}"]
+        cure = "set it back, or unpatch the model and patch it again"
+        return Verdict(reason=f"it runs its own forward: {', '.join(changed)}", cure=cure)
     return Verdict(recipe=replace(recipe, spec=spec))
 
 
