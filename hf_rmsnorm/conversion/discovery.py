@@ -67,6 +67,11 @@ def discover(
     means = input_means(work, twin.inputs, norms)
     bad = [path for path in norms if means[path] > ZERO_MEAN]
     causes = _causes(work, twin, norms, bad, gauge, unsaved) if bad else {}
+    if any(not cause.source for cause in causes.values()) and _returns_stream(work, twin, norms):
+        raw = (
+            "the model returns rows of the stream that no LayerNorm has read, so that their mean is part of its output"
+        )
+        causes = {path: cause if cause.source else Cause("", False, raw) for path, cause in causes.items()}
     _refuse_if_hopeless(twin, norms, bad, causes)
     twin.widths = _widths(twin, hits)
     centred = [replace(c, block=twin.widths[c.block]) for c in keys.centre(hits)]
@@ -165,6 +170,16 @@ def _causes(work, twin: Twin, norms: dict[str, LayerNorm], bad: list[str], gauge
     with hooked(work, [path for path in modules if path], note):
         run(work, twin.inputs)
     return causes
+
+
+@torch.no_grad()
+def _returns_stream(work, twin: Twin, norms: dict[str, LayerNorm]) -> bool:
+    """Whether an output as wide as the rows of a norm is the output of none."""
+    normed: list[torch.Tensor] = []
+    with hooked(work, norms, lambda path, args, output: normed.append(output)):
+        outputs = run(work, twin.inputs)
+    wide = [o for o in outputs if o.ndim > 2 and o.shape[-1] in {y.shape[-1] for y in normed}]
+    return not all(any(o.shape == y.shape and torch.equal(o, y) for y in normed) for o in wide)
 
 
 def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:

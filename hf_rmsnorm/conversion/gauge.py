@@ -202,7 +202,8 @@ def _weight_axis(module: torch.nn.Module) -> int | None:
         except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or rows of the other length
             continue
         expected = x @ matrix
-        expected = expected if bias is None else expected + bias
+        if bias is not None and bias.shape == expected.shape[-1:]:
+            expected = expected + bias
         if torch.is_tensor(y) and y.shape == expected.shape and torch.allclose(y, expected):
             return axis
     return None
