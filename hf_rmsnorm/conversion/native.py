@@ -1,0 +1,399 @@
+"""`write_native`: a LayerNorm checkpoint written as one of an architecture that is RMSNorm by birth."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from .. import __version__
+from ..invariant import RECORD_KEY
+from .keys import saved_tensors
+from .native_target import NativeTarget, native_targets, refused
+from .native_tensors import Stored, Values, is_zero, largest_output
+from .native_write import Folder, Layout, write_other_files, write_shards
+from .plan import ConversionRefused
+from .prove import BOUND
+from .source import ConversionError, open_source
+from .staging import REPORT, already_exists, clear_errors, staging_for
+from .twin import Twin, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
+
+FORMAT = 1  # of the bytes that a target gives: a staging folder of another one is not taken up
+CARD_HEADING = "## Converted to an RMSNorm architecture"
+MAX_SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class NativeProof:
+    """The target of a small random model of the same classes, loaded by the target's class and run in float64.
+
+    Args:
+        difference: max |difference| of the logits over `scale`, the largest |logit|.
+    """
+
+    source_class: str
+    target_class: str
+    difference: float
+    scale: float
+
+    @property
+    def passed(self) -> bool:
+        """The difference is within 1e-12 of the scale."""
+        return self.difference <= BOUND
+
+    def __str__(self) -> str:
+        verdict = "proven" if self.passed else "NOT equal"
+        return (
+            f"{self.source_class} as {self.target_class}: {verdict}, float64 logits differ by {self.difference:.1e} "
+            "of their scale"
+        )
+
+
+@dataclass(frozen=True)
+class PlannedNative:
+    """A target and its proof."""
+
+    target: NativeTarget
+    proof: NativeProof
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        target, proof = self.target, self.proof
+        return {
+            "source_type": target.source_type,
+            "target_type": target.model_type,
+            "architecture": proof.target_class,
+            "tensors": {name: sorted(made.keys()) for name, made in target.tensors.items()},
+            "must_be_zero": list(target.zero),
+            "proof": {"passed": proof.passed, "difference": proof.difference, "scale": proof.scale},
+        }
+
+    def __str__(self) -> str:
+        return f"{self.proof}\n{self.target}"
+
+
+@dataclass(frozen=True)
+class NativeCheckpoint:
+    """What `write_native` did.
+
+    Args:
+        shards: for each file name, its SHA-256.
+        unused: tensors of the source that the target has no use for, such as stored rotary tables.
+        not_copied: files of the source with weights in other formats, which would be the old model.
+        resumed: how many shards a run before this one had written.
+        verification: a `Verification`, as `convert_checkpoint` gives it.
+    """
+
+    planned: PlannedNative
+    dst: Path
+    shards: dict[str, str]
+    tensors: int
+    bytes: int
+    unused: tuple[str, ...]
+    not_copied: tuple[str, ...]
+    resumed: int
+    verification: object = field(repr=False)
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        return {
+            **self.planned.to_dict(),
+            "dst": str(self.dst),
+            "tensors_written": self.tensors,
+            "bytes": self.bytes,
+            "unused": list(self.unused),
+            "not_copied": list(self.not_copied),
+            "shards_resumed": self.resumed,
+            "verification": self.verification.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        lines = [str(self.planned.proof), f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
+        if self.resumed:
+            lines.append(f"{self.resumed} of {len(self.shards)} shards were there from a run before this one")
+        if self.unused:
+            lines.append(f"tensors of no use to the target: {', '.join(self.unused)}")
+        if self.not_copied:
+            lines.append(f"not copied, as they hold the old weights: {', '.join(self.not_copied)}")
+        return "\n".join([*lines, str(self.verification)])
+
+
+class _Memory:
+    """Tensors in memory as `Values`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str]):
+        self.tensors = {**tensors, **{key: tensors[old] for key, old in aliases.items() if old in tensors}}
+
+    def shape(self, key):
+        return tuple(self.tensors[key].shape)
+
+    def rows(self, key, first, last):
+        return self.tensors[key][first:last].double().clone()
+
+
+def native_target(config: PretrainedConfig, values: Values | None = None) -> NativeTarget:
+    """The RMSNorm architecture that computes what a LayerNorm one does, and how its tensors are computed.
+
+    Args:
+        config: of the source.
+        values: the source's tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without
+            `values` that is taken for granted, and is said by the target's `zero` and `clips`.
+
+    Raises:
+        ConversionRefused: no such architecture; the message names the condition that fails.
+    """
+    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if cls is None or classes[:1] not in ([], [cls]):
+        name = (config.architectures or [type(config).__name__])[0]
+        raise ConversionRefused(
+            f"{name} has no native target: only causal language models have; convert it without --target native"
+        )
+    names = shapes_of(cls, config)
+    failed = None
+    for target in native_targets(config, names.__contains__):
+        reason = _reason_against(target, values) if values is not None else None
+        if reason is None:
+            return target
+        failed = failed or refused(target.source_type, target.model_type, reason)
+    raise failed
+
+
+def _reason_against(target: NativeTarget, values: Values) -> str | None:
+    for key in target.zero:
+        if not is_zero(Stored(key), values):
+            return f"{key}, the final norm's bias, is not 0 and the head of {target.model_type} has no bias to take it"
+    for clip in target.clips:
+        reached = largest_output(clip.weight, clip.gain, clip.bias, values)
+        if reached > clip.limit:
+            return (
+                f"{target.source_type} clips queries, keys and values at {clip.limit:g} (clip_qkv), and with "
+                f"{clip.weight.like} they may reach {reached:.3g}"
+            )
+    return None
+
+
+def plan_native(src: str | os.PathLike) -> PlannedNative:
+    """The native target of a model folder, and its proof; nothing is written.
+
+    Raises:
+        ConversionRefused: it has none, or the proof fails; the message says why.
+        ConversionError: this is no whole checkpoint folder.
+    """
+    with ExitStack() as stack:
+        target = _target_of(open_source(src, allow_pickle=True), stack)[0]
+    proof = prove_native(make_twin(src), target.model_type)
+    if not proof.passed:
+        raise ConversionRefused(f"{proof}: this model is not converted")
+    return PlannedNative(target, proof)
+
+
+def _target_of(source, stack: ExitStack) -> tuple[NativeTarget, Folder]:
+    try:
+        config = AutoConfig.from_pretrained(source.folder)
+    except (ValueError, OSError) as error:
+        raise ConversionRefused(f"{source.folder}: {one_line(error)}") from error
+    first = native_target(config)  # refuses by config alone, before any tensor is read
+    values = Folder(source, stack, first.aliases)
+    return native_target(config, values), values
+
+
+@torch.no_grad()
+def prove_native(twin: Twin, target_type: str | None = None) -> NativeProof:
+    """Convert a small random model in memory, load the result with the target's class, and compare in float64.
+
+    Args:
+        twin: of the source.
+        target_type: which target, where there are several; the first by default.
+
+    Raises:
+        ConversionRefused: it has no such target, or the target's class does not load its tensors.
+    """
+    cls = type(twin.model)
+    names = shapes_of(cls, twin.config)
+    targets = native_targets(twin.config, names.__contains__)
+    target = next(t for t in targets if target_type in (None, t.model_type))
+    with in_double():  # frequencies of rotation too
+        source = new_model(cls, twin.config)
+    give_weights(source, seed=3)
+    parameters = dict(source.named_parameters())
+    for name in target.zero:
+        parameters[name].zero_()
+    for clip in target.clips:  # as in the source, which `native_target` asks
+        reached = largest_output(clip.weight, clip.gain, clip.bias, _Memory(parameters, {}))
+        for made in filter(None, (clip.weight, clip.bias)):
+            parameters[made.like].mul_(min(1.0, clip.limit / reached))
+    values = _Memory(saved_tensors(source), target.aliases)
+    tensors = {name: torch.cat(list(made.pieces(values))) for name, made in target.tensors.items()}
+    result_class = getattr(transformers, target.config.architectures[0])
+    with quiet(), in_double():
+        result, info = result_class.from_pretrained(
+            None, config=target.config, state_dict=tensors, dtype=torch.float64, attn_implementation="eager",
+            experts_implementation="eager", output_loading_info=True,
+        )  # fmt: skip
+    wrong = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"])))
+    if wrong:
+        raise ConversionRefused(f"{result_class.__name__} does not load what was made for it: {wrong[0]}")
+    expected, got = (run(model.eval(), twin.inputs)[0] for model in (source, result))
+    scale = float(expected.abs().max())
+    return NativeProof(cls.__name__, result_class.__name__, float((expected - got).abs().max()) / scale, scale)
+
+
+def write_native(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    prompts: list[str] | None = None,
+    verify: bool = True,
+    allow_pickle: bool = False,
+    restart: bool = False,
+    planned: PlannedNative | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> NativeCheckpoint:
+    """Write a LayerNorm checkpoint as one of an architecture that is RMSNorm by birth, with the same logits.
+
+    Any server of that architecture runs the result. Tensors are computed one at a time in float64, in pieces, and
+    rounded once to the checkpoint's own dtype; staging, resuming and publication are as in `convert_checkpoint`.
+
+    Args:
+        src: a model folder with safetensors; it is only read.
+        dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
+        prompts: texts to verify on, where there is a tokenizer.
+        verify: run source and result after writing, and publish only what passes.
+        allow_pickle, restart, progress: as in `carry_out`.
+        planned: what `plan_native` returned for `src`, if it has been called.
+        max_shard_size: bytes, or "5GB" and the like, as in `save_pretrained`.
+
+    Raises:
+        ConversionRefused: there is no target that computes the same; the message names the condition that fails.
+        ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
+        VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
+    """
+    planned = planned or plan_native(src)
+    target, dst = planned.target, Path(os.path.abspath(dst))
+    metadata = {"format": "pt", RECORD_KEY: json.dumps(_record(src, planned), sort_keys=True)}
+    with ExitStack() as stack:
+        with clear_errors(Path(src)):
+            source = open_source(src, allow_pickle=allow_pickle)
+            inside = os.path.realpath(src)
+            if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
+                raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
+            layout = Layout(target.tensors, Folder(source, stack, target.aliases), max_shard_size)
+        text = json.dumps([FORMAT, target.config.to_json_string(), metadata, str(max_shard_size)], sort_keys=True)
+        identity = {"plan": hashlib.sha256(text.encode()).hexdigest(), "source": source.fingerprints}
+        with clear_errors(dst):
+            staging = stack.enter_context(staging_for(dst, identity, restart=restart))
+        from .verify import Verification
+
+        resumed: list[str] = []
+        if staging.published:
+            with clear_errors(dst):
+                staging.clean_up()
+            verification = Verification(True, "verified by the run that wrote it")
+        else:
+            tensors = at = 0
+            total = sum(layout.sizes.values())
+            with closing(write_shards(layout, staging, metadata, resumed)) as steps:
+                for more_tensors, more_bytes in steps:
+                    tensors, at = tensors + more_tensors, at + more_bytes
+                    if progress is not None:
+                        progress(tensors, at, total)
+            with clear_errors(staging.model):
+                write_other_files(layout, target.config, staging.model)
+                source.check_unchanged()
+            verification = _check(src, staging, planned, prompts, verify)
+            with clear_errors(dst):
+                if os.path.lexists(dst):
+                    raise already_exists(dst)
+                staging.publish()
+        used = set(target.aliases.values()).union(*(made.keys() for made in target.tensors.values()))
+        return NativeCheckpoint(
+            planned, dst, {name: done["sha256"] for name, done in staging.journal["shards"].items()},
+            len(target.tensors), sum(layout.sizes.values()), tuple(sorted(source.tensors.keys() - used)),
+            source.not_copied, len(resumed), verification,
+        )  # fmt: skip
+
+
+def _record(src, planned: PlannedNative) -> dict:
+    return {
+        "source": Path(src).name,
+        "source_type": planned.target.source_type,
+        "converted_by": f"hf-rmsnorm {__version__}",
+        "torch": torch.__version__,
+    }
+
+
+def _check(src, staging, planned: PlannedNative, prompts, run_both: bool):
+    """Verify the folder that is to become DST, and write the model card's section."""
+    from .convert import VerificationFailed
+
+    verification = verify_native(src, staging.model, prompts=prompts, run=run_both)
+    if not verification.passed:
+        text = f"{staging.dst}: not published, the result fails verification\n{verification}"
+        with clear_errors(staging.folder):
+            (staging.folder / REPORT).write_text(text + "\n", encoding="utf-8")
+        raise VerificationFailed(text, verification)
+    _write_card(staging.model, planned, verification)
+    return verification
+
+
+def verify_native(src, folder: Path, *, prompts: list[str] | None = None, run: bool = True):
+    """Run a checkpoint and its native form side by side, in the checkpoint's own dtype, as `verify_folder` does.
+
+    Returns:
+        A `Verification`.
+    """
+    from .twin import default_inputs
+    from .verify import Verification, _judge, _memory_needed, _prompts
+
+    if not run:
+        return Verification(True, "source and result were not run, as asked")
+    need, there = _memory_needed(Path(src)), psutil.virtual_memory().available
+    if need > 0.8 * there:
+        return Verification(
+            True,
+            f"too big to run here ({need / 1e9:.1f} GB in float64, {there / 1e9:.1f} GB free), so the proof is that of "
+            "the small random model",
+        )
+    with quiet():
+        source = AutoModelForCausalLM.from_pretrained(src, dtype="auto").eval()
+        result, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    wrong = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"])))
+    if wrong:
+        return Verification(False, f"{type(result).__name__} does not load what was made for it: {wrong[0]}")
+    if source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both classes
+        source, result = source.float(), result.float()
+    given = _prompts(src, source, prompts, False) or [default_inputs(source)]
+    figures = _judge(source, result.eval(), given)
+    name = f"{type(source).__name__} and {type(result).__name__} run side by side: {figures['verdict']}"
+    return Verification(figures["verdict"] == "PASS", name, {"as RMSNorm": figures})
+
+
+def _write_card(folder: Path, planned: PlannedNative, verification) -> None:
+    card = folder / "README.md"
+    before = card.read_text(encoding="utf-8") if card.exists() else ""
+    before = before.partition(f"\n{CARD_HEADING}\n")[0].rstrip()
+    section = f"""{CARD_HEADING}
+
+{planned.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream was centred, the
+norms' biases were folded into the linears that read them, and the result is a {planned.proof.target_class}, which
+gives the same logits: any program that runs {planned.target.model_type} runs it.
+
+```
+{planned.proof}
+{verification}
+```
+
+Made with hf-rmsnorm {__version__} and PyTorch {torch.__version__}.
+"""
+    card.write_text(f"{before}\n\n{section}" if before else section, encoding="utf-8")

@@ -1,0 +1,244 @@
+"""Which LayerNorm architecture computes the same as which RMSNorm one: the one file that names architectures.
+
+A source is described by where it keeps what (`Layout`), and a pair by its target and by what has to hold. All targets
+use the names of LLaMA; once the writers are centred, the norms' biases fold into the linears that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from .native_tensors import Centred, Expression, Rows, Stored, Transposed
+
+Linears = Iterator[tuple[str, str, bool]]
+
+
+def _gated(config, index: int) -> Linears:
+    yield from (("mlp.gate_proj", "mlp.gate_proj", False), ("mlp.up_proj", "mlp.up_proj", False))
+    yield "mlp.down_proj", "mlp.down_proj", True
+
+
+def _plain_mlp(up: str, down: str) -> Callable[[PretrainedConfig, int], Linears]:
+    return lambda config, index: iter((("mlp.up_proj", up, False), ("mlp.down_proj", down, True)))
+
+
+def _gated_or_sparse(config, index: int) -> Linears:
+    if config.mlp_layer_types[index] == "dense":
+        yield from _gated(config, index)
+        return
+    yield "mlp.gate", "mlp.gate", False
+    blocks = [f"mlp.experts.{number}." for number in range(config.num_experts)]
+    for block in [*blocks, *(["mlp.shared_experts."] if config.num_shared_experts else [])]:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield block + name, block + name, name == "down_proj"
+
+
+def _router(config, index: int) -> Linears:
+    yield "block_sparse_moe.gate", "ffn.router.layer", False
+
+
+def _stacked_experts(config, layer: str) -> dict[str, Expression]:
+    """Experts that lie one under another in three matrices, each of shape (experts * inner, hidden)."""
+    made: dict[str, Expression] = {}
+    inner = config.ffn_config.ffn_hidden_size
+    for number in range(config.ffn_config.moe_num_experts):
+        index = torch.arange(number * inner, (number + 1) * inner)
+        for new, old in (("w1", "w1"), ("w3", "v1"), ("w2", "w2")):
+            tensor: Expression = Rows(Stored(f"{layer}ffn.experts.mlp.{old}"), index)
+            if new == "w2":
+                tensor = Transposed(Centred(tensor, 1))
+            made[f"block_sparse_moe.experts.{number}.{new}.weight"] = tensor
+    return made
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a source architecture keeps its tensors, and what its norms and heads are like.
+
+    Args:
+        attention_norm, mlp_norm: one for each, or None for `mlp_norm` where both read the first.
+        projections: query, key and value; or one name, of a tensor that holds them by head or one after another.
+        mlp: (name in the target, name in the source, whether it writes to the stream) of each linear of a layer.
+        experts: further tensors of a layer, by name in the target.
+        weight_offset: what the norms add to their weight.
+        interleaved: neighbouring channels are rotated together, and not the halves of a head.
+        head: names that it may have in the checkpoint.
+        eps: of the norms: an attribute of the config, or the number.
+    """
+
+    eps: str | float
+    mlp: Callable[[PretrainedConfig, int], Linears] = _gated
+    experts: Callable[[PretrainedConfig, str], dict[str, Expression]] | None = None
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    fused_by_head: bool = False
+    output: str = "self_attn.o_proj"
+    final_norm: str = "model.norm"
+    head: tuple[str, ...] = ("lm_head",)
+    weight_offset: float = 0.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target for a layout.
+
+    Args:
+        target: its model type.
+        settings: keys of its config beyond what the source's config has under the same name.
+        refusals: reasons against a source of this config.
+        biases: the keys of the target's config that switch on biases of attention and MLP; () where it has none.
+        head_bias: the head has a bias with the others, so that the final norm's has somewhere to go.
+        interleaved: as in `Layout`, of the target.
+        clip: the number that queries, keys and values are clipped to, or None.
+        rotates_all: every layer rotates; else what rotates is told by settings that are carried over.
+    """
+
+    layout: Layout
+    target: str
+    settings: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+    refusals: tuple[tuple[str, Callable[[PretrainedConfig], Any]], ...] = ()
+    biases: tuple[str, ...] = ()
+    head_bias: bool = False
+    interleaved: bool = False
+    clip: Callable[[PretrainedConfig], float | None] = lambda config: None
+
+
+PARALLEL = (
+    "attention and MLP read the stream side by side, and no RMSNorm architecture does that with such an MLP",
+    lambda c: c.use_parallel_residual,
+)
+ARCEE = {"target": "arcee", "biases": ("attention_bias", "mlp_bias")}
+COHERE = {"target": "cohere2_moe", "biases": ("attention_bias",), "interleaved": True}
+STABLELM = Layout("layer_norm_eps")
+STABLELM_REFUSALS = (PARALLEL, ("its queries and keys have norms of their own", lambda c: c.qk_layernorm))
+
+
+def _dense_cohere(c, rotate_all: bool) -> dict[str, Any]:
+    return {
+        "head_dim": c.hidden_size // c.num_attention_heads,
+        "mlp_layer_types": ["dense"] * c.num_hidden_layers,
+        "prefix_dense_intermediate_size": c.intermediate_size,
+        "layer_types": ["full_attention"] * c.num_hidden_layers if rotate_all else c.layer_types,
+        # 1 makes layers of full attention rotate; any other number leaves that to those with a window.
+        "prefix_dense_sliding_window_pattern": 1 if rotate_all else 4,
+    }
+
+
+PAIRS: dict[str, tuple[Pair, ...]] = {
+    "olmo": (Pair(Layout(1e-5), "llama", biases=("attention_bias",), clip=lambda c: c.clip_qkv),),
+    "cohere": (
+        Pair(
+            Layout("layer_norm_eps", mlp_norm=None, interleaved=True),
+            settings=lambda c: _dense_cohere(c, rotate_all=True),
+            refusals=(("its queries and keys have norms of their own", lambda c: c.use_qk_norm),),
+            **COHERE,
+        ),
+    ),
+    "cohere2": (
+        Pair(
+            Layout("layer_norm_eps", mlp_norm=None, interleaved=True),
+            settings=lambda c: _dense_cohere(c, rotate_all=False),
+            **COHERE,
+        ),
+    ),
+    "cohere2_moe": (
+        Pair(
+            Layout("layer_norm_eps", _gated_or_sparse, mlp_norm=None, interleaved=True),
+            refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
+            **COHERE,
+        ),
+    ),
+    "dbrx": (
+        Pair(
+            Layout(
+                1e-5,
+                _router,
+                _stacked_experts,
+                embedding="transformer.wte",
+                layer="transformer.blocks.{}.",
+                attention_norm="norm_attn_norm.norm_1",
+                mlp_norm="norm_attn_norm.norm_2",
+                projections=("norm_attn_norm.attn.Wqkv",),
+                output="norm_attn_norm.attn.out_proj",
+                final_norm="transformer.norm_f",
+            ),
+            "mixtral",
+            settings=lambda c: {
+                "intermediate_size": c.ffn_config.ffn_hidden_size,
+                "num_local_experts": c.ffn_config.moe_num_experts,
+                "num_experts_per_tok": c.ffn_config.moe_top_k,
+                "hidden_act": c.ffn_config.ffn_act_fn.get("name", "silu"),
+                "attention_dropout": c.attn_config.attn_pdrop,
+                "router_aux_loss_coef": c.ffn_config.moe_loss_weight,
+                "sliding_window": None,
+            },
+            refusals=(
+                (
+                    "the weights of its experts do not sum to 1 (moe_normalize_expert_weights)",
+                    lambda c: c.ffn_config.moe_normalize_expert_weights != 1,
+                ),
+                (
+                    "attn_config names a rope_theta that Transformers does not run it with: set rope_parameters in "
+                    "config.json to the one that it was trained with",
+                    lambda c: (
+                        getattr(c.attn_config, "rope_theta", c.rope_parameters["rope_theta"])
+                        != c.rope_parameters["rope_theta"]
+                    ),
+                ),
+            ),
+            clip=lambda c: c.attn_config.clip_qkv,
+        ),
+    ),
+    "starcoder2": (
+        Pair(
+            Layout("norm_epsilon", _plain_mlp("mlp.c_fc", "mlp.c_proj")),
+            refusals=(
+                (
+                    "its attention has a window shorter than its context (sliding_window)",
+                    lambda c: c.sliding_window is not None and c.sliding_window < c.max_position_embeddings,
+                ),
+            ),
+            **ARCEE,
+        ),
+    ),
+    "jais2": (Pair(Layout("layer_norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj")), **ARCEE),),
+    "nemotron": (Pair(Layout("norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0), **ARCEE),),
+    "stablelm": (
+        Pair(STABLELM, "llama", refusals=STABLELM_REFUSALS, biases=("attention_bias", "mlp_bias")),
+        Pair(
+            STABLELM,
+            "ernie4_5_moe",
+            settings=lambda c: {"moe_layer_start_index": c.num_hidden_layers},  # dense throughout
+            refusals=STABLELM_REFUSALS,
+            biases=("use_bias",),
+            head_bias=True,
+            interleaved=True,
+        ),
+    ),
+    "gpt_neox": (
+        Pair(
+            Layout(
+                "layer_norm_eps",
+                _plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+                embedding="gpt_neox.embed_in",
+                layer="gpt_neox.layers.{}.",
+                projections=("attention.query_key_value",),
+                fused_by_head=True,
+                output="attention.dense",
+                final_norm="gpt_neox.final_layer_norm",
+                head=("lm_head", "embed_out"),
+            ),
+            refusals=(PARALLEL,),
+            **ARCEE,
+        ),
+    ),
+}

@@ -1,0 +1,235 @@
+"""Make the native target of a config: the config of its architecture, and how each of its tensors is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from .native_rules import PAIRS, Pair
+from .native_tensors import Centred, Expression, Filled, FoldedBias, Plus, Rows, Stored
+from .plan import ConversionRefused
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Query, key and value of a layer, and the number that the source clips them to."""
+
+    weight: Expression
+    gain: Expression | None
+    bias: Expression | None
+    limit: float
+
+
+@dataclass(frozen=True)
+class NativeTarget:
+    """A checkpoint of an RMSNorm architecture that computes what a LayerNorm one does.
+
+    Args:
+        config: of the target.
+        tensors: each tensor of the target, computed from those of the source.
+        zero: tensors of the source that have to be 0, as the target has nowhere to put them.
+        clips: what must never reach the number that it is clipped to.
+        aliases: other names of tensors of the source.
+    """
+
+    source_type: str
+    config: PretrainedConfig
+    tensors: dict[str, Expression] = field(repr=False)
+    zero: tuple[str, ...] = ()
+    clips: tuple[Clip, ...] = field(default=(), repr=False)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str:
+        """Of the target."""
+        return self.config.model_type
+
+    def __str__(self) -> str:
+        must = f"; {', '.join(self.zero)} must be 0" if self.zero else ""
+        return f"{self.source_type} as {self.config.architectures[0]}: {len(self.tensors)} tensors{must}"
+
+
+def native_targets(config: PretrainedConfig, present: Callable[[str], bool]) -> list[NativeTarget]:
+    """The targets of a config, the first one that fits is best.
+
+    Args:
+        config: of the source.
+        present: whether the source has a tensor of this name.
+
+    Raises:
+        ConversionRefused: there is none; the message says why.
+    """
+    if config.model_type not in PAIRS:
+        raise ConversionRefused(
+            f"no RMSNorm architecture is known that computes what {config.model_type} does: convert it without "
+            f"--target native; there are targets for {', '.join(sorted(PAIRS))}"
+        )
+    for pair in PAIRS[config.model_type]:
+        for reason, holds in pair.refusals:
+            if holds(config):
+                raise refused(config.model_type, pair.target, reason)
+    return [_Builder(config, pair, present).target() for pair in PAIRS[config.model_type]]
+
+
+def refused(source: str, target: str, reason: str) -> ConversionRefused:
+    return ConversionRefused(f"{source} does not become {target}: {reason}; convert it without --target native")
+
+
+class _Builder:
+    """Makes one target; `present` tells which biases the source has."""
+
+    def __init__(self, config, pair: Pair, present: Callable[[str], bool]):
+        self.config, self.pair, self.layout, self.present = config, pair, pair.layout, present
+        self.tensors: dict[str, Expression] = {}
+        self.clips: list[Clip] = []
+        self.heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.rope, self.moved = self._rotary()
+
+    def target(self) -> NativeTarget:
+        config, layout, pair = self.config, self.layout, self.pair
+        first = layout.layer.format(0)
+        affine = self.present(f"{first}{layout.attention_norm}.bias")
+        self.biased = bool(pair.biases) and (affine or self._has_biases(first))
+        tied = bool(config.tie_word_embeddings)
+        # Centring a table that is also the head changes the logits, unless the final norm has no weight: then what
+        # the head reads sums to 0.
+        keeps_tie = tied and not self.present(f"{layout.final_norm}.weight")
+        embedding = Stored(f"{layout.embedding}.weight")
+        self.tensors["model.embed_tokens.weight"] = Centred(embedding, 1)
+        for number in range(config.num_hidden_layers):
+            self._layer(f"model.layers.{number}.", layout.layer.format(number), number)
+        final_bias = self._norm("model.norm", layout.final_norm)
+        head = embedding if tied else Stored(f"{layout.head[0]}.weight")
+        if not keeps_tie:
+            self.tensors["lm_head.weight"] = head
+        zero: tuple[str, ...] = ()
+        if pair.head_bias:
+            self.tensors["lm_head.bias"] = FoldedBias(head, final_bias) if final_bias else Filled(head, 0.0)
+        elif final_bias is not None:
+            zero = (final_bias.like,)
+        made = CONFIG_MAPPING[pair.target](**self._settings(keeps_tie))
+        made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
+        made.dtype = config.dtype
+        aliases = {f"{layout.head[0]}.weight": f"{name}.weight" for name in layout.head[1:]}
+        return NativeTarget(config.model_type, made, self.tensors, zero, tuple(self.clips), aliases)
+
+    def _has_biases(self, first: str) -> bool:
+        names = (*self.layout.projections, self.layout.output, *(old for _, old, _ in self.layout.mlp(self.config, 0)))
+        return any(self.present(f"{first}{name}.bias") for name in names)
+
+    def _settings(self, keeps_tie: bool) -> dict[str, Any]:
+        """Keyword arguments of the target's config: what both know by one name, then what is particular."""
+        config, pair = self.config, self.pair
+        known = {f.name for f in fields(CONFIG_MAPPING[pair.target])} - {"architectures", "dtype"}
+        own = {name for name in known if name not in vars(PretrainedConfig) and hasattr(config, name)}
+        settings = {name: getattr(config, name) for name in sorted(own)}
+        eps = self.layout.eps
+        return {
+            **settings,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "rope_parameters": self.rope,
+            "rms_norm_eps": getattr(config, eps) if isinstance(eps, str) else eps,
+            "tie_word_embeddings": keeps_tie,
+            **dict.fromkeys(pair.biases, self.biased),
+            **pair.settings(config),
+        }
+
+    def _norm(self, new: str, old: str) -> Expression | None:
+        """The weight of a norm; its bias is returned, for what reads it."""
+        weight = f"{old}.weight"
+        if self.present(weight):
+            offset = self.layout.weight_offset
+            self.tensors[f"{new}.weight"] = Plus(Stored(weight), offset) if offset else Stored(weight)
+        else:
+            self.tensors[f"{new}.weight"] = Filled(Stored(f"{self.layout.embedding}.weight"), 1.0, 1)
+        return Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
+
+    def _linear(self, new: str, old: str, index=None, shift: Expression | None = None, writes: bool = False) -> None:
+        weight: Expression = Stored(f"{old}.weight")
+        bias: Expression | None = Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
+        if writes:
+            weight, bias = Centred(weight, 0), bias and Centred(bias, 0)
+        if index is not None:
+            weight, bias = Rows(weight, index), bias and Rows(bias, index)
+        self.tensors[f"{new}.weight"] = weight
+        if shift is not None:
+            bias = FoldedBias(weight, shift, bias)
+        if self.biased:
+            self.tensors[f"{new}.bias"] = bias or Filled(weight, 0.0)
+
+    def _layer(self, new: str, old: str, number: int) -> None:
+        layout = self.layout
+        shift = self._norm(f"{new}input_layernorm", old + layout.attention_norm)
+        for part, (name, index) in enumerate(self._projections()):
+            self._linear(f"{new}self_attn.{'qkv'[part]}_proj", old + name, index, shift)
+        limit = self.pair.clip(self.config)
+        if limit is not None:
+            gain = self.tensors[f"{new}input_layernorm.weight"]
+            for name in layout.projections:
+                bias = Stored(f"{old}{name}.bias") if self.present(f"{old}{name}.bias") else None
+                self.clips.append(Clip(Stored(f"{old}{name}.weight"), gain, bias, limit))
+        self._linear(f"{new}self_attn.o_proj", old + layout.output, writes=True)
+        if layout.mlp_norm is not None:
+            shift = self._norm(f"{new}post_attention_layernorm", old + layout.mlp_norm)
+        biased = self.biased
+        self.biased = biased and self.pair.biases[-1] != "attention_bias"  # else its MLP has none
+        for made, name, writes in layout.mlp(self.config, number):
+            self._linear(new + made, old + name, shift=None if writes else shift, writes=writes)
+        self.biased = biased
+        if layout.experts:
+            self.tensors |= {new + name: tensor for name, tensor in layout.experts(self.config, old).items()}
+
+    def _projections(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Name and rows of query, key and value."""
+        names = self.layout.projections
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        start = 0
+        for part, count in enumerate(counts):
+            index = torch.arange(count * self.head_dim).view(count, self.head_dim)
+            if self.layout.fused_by_head:
+                index = torch.arange(count * 3 * self.head_dim).view(count, 3, self.head_dim)[:, part]
+            elif len(names) == 1:
+                index = index + start
+            start += count * self.head_dim
+            if self.moved is not None and part < 2:
+                index = index[:, self.moved]
+            whole = len(names) > 1 and (self.moved is None or part == 2)
+            yield names[part if len(names) > 1 else 0], None if whole else index.flatten()
+
+    def _rotary(self) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """The target's rope_parameters, and the channel of a head in the source at each place in the target."""
+        rope = dict(self.config.rope_parameters)
+        share = rope.pop("partial_rotary_factor", None) or 1.0
+        rotated, channels = int(self.head_dim * share), self.head_dim
+        if rotated < channels:
+            if rope["rope_type"] != "default":
+                reason = f"a part of its channels is rotated, and scaled ({rope['rope_type']})"
+                raise refused(self.config.model_type, self.pair.target, reason)
+            theta = float(rope["rope_theta"]) ** (channels / rotated)
+            if theta > torch.finfo(torch.float32).max or rotated % 2 or channels % 2:
+                reason = f"{rotated} of {channels} channels are rotated, with theta {rope['rope_theta']}"
+                raise refused(self.config.model_type, self.pair.target, reason)
+            factor = rotated / channels
+            if int(factor * channels) != rotated:  # it rounded down, as the model will
+                factor = (rotated + 0.5) / channels
+            rope = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": factor}
+        old = _pairs(rotated, self.layout.interleaved)
+        if rotated < channels:
+            old = torch.cat([old, torch.arange(rotated, channels).view(-1, 2)])
+        moved = torch.empty(channels, dtype=torch.long)
+        moved[_pairs(channels, self.pair.interleaved)] = old
+        return rope, None if torch.equal(moved, torch.arange(channels)) else moved
+
+
+def _pairs(channels: int, interleaved: bool) -> torch.Tensor:
+    """The channels that are rotated together, in the order of their frequencies: shape (channels / 2, 2)."""
+    every = torch.arange(channels)
+    return every.view(-1, 2) if interleaved else every.view(2, -1).T

@@ -1,0 +1,292 @@
+"""Native targets: every pair written to disk and loaded by the target's class, and every refusal by its name."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_rmsnorm.conversion import native
+from hf_rmsnorm.conversion.native import native_target, plan_native, prove_native, write_native
+from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.source import ConversionError
+from hf_rmsnorm.conversion.twin import give_weights, in_double, make_twin
+
+SMALL = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+FULL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0)
+MOE = dict(ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2)
+
+
+def config_of(model_type, **changes):
+    if model_type == "dbrx":
+        base = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=96, max_seq_len=128, ffn_config=MOE, eos_token_id=2)
+        attention = dict(kv_n_heads=2, clip_qkv=1e4, rope_theta=10000.0)
+        return AutoConfig.for_model("dbrx", **{**base, "attn_config": attention, **changes})
+    return AutoConfig.for_model(model_type, **{**SMALL, **changes})
+
+
+# source, changes of its config, target, whether the final norm's bias has to be 0
+PAIRS = {
+    "olmo": ("olmo", dict(num_key_value_heads=2), "llama", False),
+    "olmo-tied": ("olmo", dict(tie_word_embeddings=True, attention_bias=True, clip_qkv=1e4), "llama", False),
+    "cohere": ("cohere", dict(num_key_value_heads=2), "cohere2_moe", False),
+    "cohere2": (
+        "cohere2",
+        dict(num_hidden_layers=4, sliding_window=8, tie_word_embeddings=False, attention_bias=True),
+        "cohere2_moe",
+        False,
+    ),
+    "cohere2_moe": (
+        "cohere2_moe",
+        dict(
+            head_dim=16, num_key_value_heads=2, prefix_dense_intermediate_size=40, num_experts=4, num_shared_experts=1,
+            mlp_layer_types=["dense", "sparse"], layer_types=["sliding_attention", "full_attention"], sliding_window=8,
+        ),
+        "cohere2_moe",
+        False,
+    ),
+    "dbrx": ("dbrx", {}, "mixtral", False),
+    "starcoder2": ("starcoder2", dict(num_key_value_heads=2), "arcee", True),
+    "starcoder2-no-bias": ("starcoder2", dict(use_bias=False, tie_word_embeddings=False), "arcee", True),
+    "jais2": ("jais2", {}, "arcee", True),
+    "nemotron": ("nemotron", dict(num_key_value_heads=2, head_dim=16), "arcee", True),
+    "stablelm-to-llama": ("stablelm", dict(num_key_value_heads=2, use_qkv_bias=True), "llama", True),
+    "stablelm-to-ernie": ("stablelm", dict(num_key_value_heads=2), "ernie4_5_moe", False),
+    "gpt_neox": ("gpt_neox", dict(use_parallel_residual=False), "arcee", True),
+    "gpt_neox-rotates-all": ("gpt_neox", dict(use_parallel_residual=False, rope_parameters=FULL), "arcee", True),
+}  # fmt: skip
+
+
+def write_source(folder, config, dtype=torch.float64, zero_final_bias=False, seed=5):
+    config.dtype = dtype
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config).double().eval()
+    give_weights(model, seed)
+    for name, p in model.named_parameters():
+        if zero_final_bias and name in ("model.norm.bias", "gpt_neox.final_layer_norm.bias"):
+            torch.nn.init.zeros_(p)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def load(folder, dtype):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+@torch.no_grad()
+def logits(folder, ids):
+    with in_double():  # hidden casts and the frequencies of rotation too
+        return load(folder, torch.float64)(input_ids=ids).logits
+
+
+def random_ids(rows=2, length=40):
+    return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tmp_path):
+    model_type, changes, target, zero = PAIRS[name]
+    for dtype, folder in ((torch.float64, tmp_path / "double"), (torch.float32, tmp_path / "single")):
+        write_source(folder / "src", config_of(model_type, **changes), dtype, zero)
+        done = write_native(folder / "src", folder / "dst", verify=False)
+        assert done.planned.proof.passed
+        assert json.loads((folder / "dst" / "config.json").read_text())["model_type"] == target
+    expected = logits(tmp_path / "double" / "src", random_ids())
+    got = logits(tmp_path / "double" / "dst", random_ids())
+    assert (expected - got).abs().max() <= 1e-12 * expected.abs().max()
+
+    source, result = (load(tmp_path / "single" / which, "auto") for which in ("src", "dst"))
+    assert result.dtype == torch.float32
+    assert not any("LayerNorm" in type(m).__name__ for m in result.modules())
+    how = dict(do_sample=False, min_new_tokens=30, max_new_tokens=30, pad_token_id=0)
+    assert torch.equal(source.generate(random_ids(1, 8), **how), result.generate(random_ids(1, 8), **how))
+
+
+def refusal(model_type, **changes):
+    with pytest.raises(ConversionRefused) as error:
+        native_target(config_of(model_type, **changes))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes, reason",
+    [
+        ("gpt2", {}, "no RMSNorm architecture is known that computes what gpt2 does"),
+        ("cohere", dict(use_qk_norm=True), "queries and keys have norms"),
+        ("cohere2_moe", dict(rms_norm_eps=1e-5), "RMSNorms already"),
+        ("stablelm", dict(use_parallel_residual=True), "side by side"),
+        ("stablelm", dict(qk_layernorm=True), "queries and keys have norms"),
+        ("gpt_neox", dict(use_parallel_residual=True), "side by side"),
+        ("starcoder2", dict(sliding_window=64), "window shorter than its context"),
+        ("dbrx", dict(ffn_config={**MOE, "moe_normalize_expert_weights": None}), "do not sum to 1"),
+        ("dbrx", dict(attn_config=dict(clip_qkv=1e4, rope_theta=5e5)), "rope_theta that Transformers does not run"),
+        ("gpt_neox", dict(use_parallel_residual=False, rope_parameters=dict(
+            rope_type="linear", factor=2.0, rope_theta=1e4, partial_rotary_factor=0.5)), "and scaled"),
+        ("stablelm", dict(rope_parameters=dict(
+            rope_type="default", rope_theta=1e30, partial_rotary_factor=0.5)), "theta"),
+    ],
+)  # fmt: skip
+def test_a_config_without_an_exact_target_is_refused_by_name(model_type, changes, reason):
+    message = refusal(model_type, **changes)
+    assert model_type in message and reason in message and "\n" not in message
+    assert "without --target native" in message
+
+
+def test_other_than_causal_models_are_refused():
+    config = config_of("stablelm", architectures=["StableLmForSequenceClassification"])
+    with pytest.raises(ConversionRefused, match="StableLmForSequenceClassification.*only causal"):
+        native_target(config)
+
+
+@pytest.mark.parametrize("name", ["starcoder2", "jais2", "nemotron", "gpt_neox"])
+def test_a_final_bias_with_nowhere_to_go_is_refused(name, tmp_path):
+    model_type, changes, _, _ = PAIRS[name]
+    write_source(tmp_path / "src", config_of(model_type, **changes))
+    with pytest.raises(ConversionRefused, match="final norm's bias, is not 0 and the head of arcee has no bias"):
+        write_native(tmp_path / "src", tmp_path / "dst")
+    assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("model_type, target", [("olmo", "llama"), ("dbrx", "mixtral")])
+def test_a_clip_that_may_be_reached_is_refused_with_the_bound(model_type, target, tmp_path):
+    changes = dict(clip_qkv=0.5) if model_type == "olmo" else dict(attn_config=dict(clip_qkv=0.5, rope_theta=1e4))
+    write_source(tmp_path / "src", config_of(model_type, **changes))
+    with pytest.raises(ConversionRefused, match=rf"does not become {target}: {model_type} clips .* at 0.5 .*may reach"):
+        plan_native(tmp_path / "src")
+
+
+def test_the_bound_of_a_clip_holds_and_is_close():
+    twin = make_twin(config_of("olmo", clip_qkv=1e4))
+    layer = twin.model.model.layers[0].self_attn
+    target = native_target(twin.config)
+    weight = layer.q_proj.weight.detach()
+    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, native._Memory(
+        {**dict(twin.model.named_parameters()), "model.layers.0.self_attn.q_proj.weight": weight}, {}))  # fmt: skip
+    row = weight[weight.norm(dim=1).argmax()]
+    worst = row / row.norm() * len(row) ** 0.5  # what a norm would have to put out
+    assert bound * (1 - 1e-12) <= float((weight @ worst).abs().max()) <= bound * (1 + 1e-12)
+
+
+def test_a_broken_pair_is_not_proven(monkeypatch):
+    """A bias left out, or heads whose channels stay where they were, show in the proof."""
+    from hf_rmsnorm.conversion import native_target as module
+
+    twin = make_twin(config_of("gpt_neox", use_parallel_residual=False))
+    assert prove_native(twin).passed
+    monkeypatch.setattr(module, "_pairs", lambda channels, interleaved: torch.arange(channels).view(-1, 2))
+    assert prove_native(twin).difference > 1e-4
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "FoldedBias", lambda weight, shift, bias: bias or module.Filled(weight, 0.0))
+    assert prove_native(twin).difference > 1e-4
+
+
+def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
+    src = write_source(tmp_path / "src", config_of("stablelm", num_key_value_heads=2), torch.bfloat16)
+    (src / "tokenizer.json").write_text("{}")
+    (src / "README.md").write_text("# The model\n")
+    (src / "pytorch_model.bin").write_bytes(b"old")
+    before = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
+    seen = []
+    done = write_native(src, tmp_path / "dst", max_shard_size=8000, verify=False, progress=lambda *a: seen.append(a))
+    assert before == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
+    index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(done.shards) > 2
+    assert max(p.stat().st_size for p in (tmp_path / "dst").glob("*.safetensors")) < 10000
+    assert seen[-1] == (done.tensors, done.bytes, done.bytes) and index["metadata"]["total_size"] == done.bytes
+    for shard in done.shards:
+        with safe_open(tmp_path / "dst" / shard, "pt") as file:
+            record = json.loads(file.metadata()["hf_rmsnorm"])
+            assert record["source"] == "src" and record["source_type"] == "stablelm"
+            assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
+    card = (tmp_path / "dst" / "README.md").read_text()
+    assert card.startswith("# The model\n") and native.CARD_HEADING in card and str(done.planned.proof) in card
+    assert done.not_copied == ("pytorch_model.bin",) and not (tmp_path / "dst" / "pytorch_model.bin").exists()
+    assert json.loads(json.dumps(done.to_dict()))["target_type"] == "ernie4_5_moe"
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+
+
+def test_verification_runs_both_and_publishes_only_what_passes(tmp_path, monkeypatch):
+    src = write_source(tmp_path / "src", config_of("starcoder2"), torch.float32, zero_final_bias=True)
+    done = write_native(src, tmp_path / "good")
+    assert done.verification.passed and done.verification.runs["as RMSNorm"]["greedy"] == "equal"
+    assert done.unused == ("model.norm.bias",)
+
+    planned = plan_native(src)
+    broken = planned.target.tensors["model.layers.0.self_attn.o_proj.weight"]
+    monkeypatch.setattr(broken, "rows", lambda values, first, last: 2 * broken.of.rows(values, first, last))
+    with pytest.raises(ConversionError, match="not published, the result fails verification"):
+        write_native(src, tmp_path / "bad", planned=planned)
+    assert not (tmp_path / "bad").exists()
+    assert "FAIL" in (tmp_path / "bad.converting" / "report.txt").read_text()
+
+
+def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
+    src = write_source(tmp_path / "src", config_of("olmo"), torch.bfloat16)
+    planned = plan_native(src)
+    how = dict(max_shard_size=5000, verify=False, planned=planned)
+    whole = write_native(src, tmp_path / "whole", **how)
+    assert len(whole.shards) > 4 and whole.resumed == 0
+
+    class Stop(Exception):
+        pass
+
+    def stop(tensors, done, total):
+        if done > total / 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        write_native(src, tmp_path / "again", progress=stop, **how)
+    assert not (tmp_path / "again").exists()
+    again = write_native(src, tmp_path / "again", **how)
+    assert again.resumed > 0 and again.shards == whole.shards
+    for path in Path(tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+    with pytest.raises(ConversionError, match="exists already"):
+        write_native(src, tmp_path / "again", **how)
+
+
+def test_memory_is_bounded_by_pieces_and_gives_the_same_tensors(tmp_path, monkeypatch):
+    """Pieces of a few rows make the bytes that pieces of whole tensors make."""
+    from hf_rmsnorm.conversion import native_tensors
+
+    src = write_source(tmp_path / "src", config_of("dbrx"), torch.float32)
+    planned = plan_native(src)
+    whole = write_native(src, tmp_path / "whole", verify=False, planned=planned)
+    largest = []
+    monkeypatch.setattr(native_tensors, "PIECE", 100)
+    rows = native_tensors.Stored.rows
+
+    def watched(self, values, first, last):
+        if len(values.shape(self.like)) == 2:
+            largest.append(last - first)
+        return rows(self, values, first, last)
+
+    monkeypatch.setattr(native_tensors.Stored, "rows", watched)
+    pieces = write_native(src, tmp_path / "pieces", verify=False, planned=plan_native(src))
+    assert max(largest) == 3  # of 32 channels
+    assert pieces.shards == whole.shards
+
+
+def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    src = write_source(tmp_path / "src", config_of("olmo"), torch.float32)
+    tensors = load_file(src / "model.safetensors")
+    key = "model.layers.1.mlp.up_proj.weight"
+    save_file({k: t for k, t in tensors.items() if k != key}, src / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match=f"no tensor {key}"):
+        write_native(src, tmp_path / "dst", verify=False)
+    save_file({**tensors, key: tensors[key].to(torch.int8)}, src / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match=f"{key} is I8: it is quantised"):
+        write_native(src, tmp_path / "dst", verify=False)
+    assert os.listdir(tmp_path) == ["src"]
