@@ -20,6 +20,9 @@ _HOMES = {
     "PatchReport": "patching",
     "verify_equivalence": "verification",
     "EquivalenceReport": "verification",
+    "inspect_norms": "verification",
+    "plan_conversion": "conversion",
+    "convert_checkpoint": "conversion",
 }
 __all__ = ["__version__", *_HOMES]
 

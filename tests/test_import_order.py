@@ -15,13 +15,14 @@ ALLOWED = {
     "formula": set(),
     "reference": {"formula"},
     "invariant": {"formula"},
+    "paths": set(),
     "kernels": {"formula"},
     "ops": {"formula", "reference", "kernels"},
     "layers": {"formula", "reference", "ops"},
-    "patching": {"formula", "reference", "ops", "layers", "invariant"},
+    "patching": {"formula", "reference", "ops", "layers", "invariant", "paths"},
     "integrations": CORE,
     "verification": {"formula", "reference", "invariant"},
-    "conversion": {"formula", "reference", "invariant", "verification"},
+    "conversion": {"formula", "reference", "invariant", "paths", "verification"},
     "demo": set(),
 }
 # These use what the package offers its users, from inside functions only: importing them loads nothing more.

@@ -13,7 +13,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from hf_rmsnorm import NormSpec, PatchReport, patch_model
-from hf_rmsnorm.patching.report import compact_paths
+from hf_rmsnorm.paths import compact_paths
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Sequence
 
 from .. import __version__
-from . import env, generate, inspect, report, verify
+from . import convert, env, generate, inspect, report, verify
 from .common import CliError, one_line
 
-COMMANDS = (report, verify, inspect, generate, env)
+COMMANDS = (report, verify, inspect, convert, generate, env)
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of the process by default.
 
     Returns:
-        0, or 1 where `verify` says FAIL, or 2 after an error, which is one line on stderr.
+        0; 1 where `verify` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert` wrote fails
+        its verification.
     """
     args = build_parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,0 +1,72 @@
+"""Convert the LayerNorm checkpoint SRC into one whose norms may run as RMSNorm, with the same logits.
+
+Which tensors write to the residual stream is found on a small random model of the same classes and proven there in
+float64; they are centred while the checkpoint streams through, and DST appears whole once it is verified. A run that
+was killed is taken up by the same command. Exits with 3 where the result fails verification.
+"""
+
+from __future__ import annotations
+
+from .common import CliError, Result
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("src", metavar="SRC", help="a local folder with safetensors, or demo:gpt2")
+    parser.add_argument("dst", metavar="DST", nargs="?", help="the folder to make; leave it out with --plan")
+    parser.add_argument("--plan", action="store_true", help="print what would be done, and write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="publish DST without running source and result")
+    parser.add_argument("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
+    parser.add_argument("--restart", action="store_true", help="drop an unfinished conversion of something else")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
+
+
+def run(args) -> Result:
+    from . import models
+
+    source = models.find(args.src, args.trust_remote_code)
+    if not source.is_local:
+        raise CliError(f"{args.src} is no folder: download it first, with hf download {args.src} --local-dir FOLDER")
+    if args.plan == (args.dst is not None):
+        raise CliError("pass DST, or --plan to see what would be done without one")
+    models.quieten()
+    from ..conversion import VerificationFailed, convert_checkpoint, plan_conversion
+
+    planned = plan_conversion(source.where, trust_remote_code=args.trust_remote_code)
+    if args.plan:
+        return Result({"src": args.src, **planned.to_dict()}, str(planned))
+    with _progress(args.json) as progress:
+        try:
+            done = convert_checkpoint(
+                source.where, args.dst, trust_remote_code=args.trust_remote_code, prompts=args.prompt,
+                verify=not args.no_verify, allow_pickle=args.allow_pickle, restart=args.restart, planned=planned,
+                progress=progress,
+            )  # fmt: skip
+        except VerificationFailed as error:
+            data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
+            return Result(data, str(error), 3)
+    return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))
+
+
+class _progress:
+    """A bar of tensors and bytes on stderr, where rich or tqdm would show one: a terminal."""
+
+    def __init__(self, silent: bool):
+        import sys
+
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(
+            unit="B", unit_scale=True, desc="converting", disable=silent or not sys.stderr.isatty(), leave=False
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._bar.close()
+
+    def __call__(self, tensors: int, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.set_postfix_str(f"{tensors} tensors", refresh=False)
+        self._bar.update(done - self._bar.n)

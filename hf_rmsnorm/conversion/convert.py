@@ -1,0 +1,214 @@
+"""`convert_checkpoint`: discover, prove, stream, verify, publish."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..invariant import RECORD_KEY
+from ..paths import compact_paths
+from .discovery import discover
+from .plan import ConversionPlan, ConversionRefused
+from .prove import ProofReport, prove
+from .source import ConversionError
+from .stream import Result, carry_out
+from .twin import make_twin
+from .verify import Verification, verify_folder
+
+CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
+
+
+class VerificationFailed(ConversionError):
+    """The written checkpoint does not compute what the source does; it was not published."""
+
+    def __init__(self, text: str, verification: Verification):
+        super().__init__(text)
+        self.verification = verification
+
+
+@dataclass(frozen=True)
+class PlannedConversion:
+    """A plan, and its proof in float64 on a small random model of the same classes."""
+
+    plan: ConversionPlan
+    proof: ProofReport
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        proof = self.proof
+        return {
+            "plan": json.loads(self.plan.to_json()),
+            "proof": {"passed": proof.passed, "stock": proof.stock, "rms": proof.rms, "norms": list(proof.norms)},
+        }
+
+    def __str__(self) -> str:
+        plan = self.plan
+        lines = [str(self.proof), f"tensors centred ({len(plan.centre)}):"]
+        groups: dict[str, list[str]] = {}
+        for c in plan.centre:
+            blocks = "" if c.blocks is None else f", blocks {', '.join(map(str, c.blocks))}"
+            groups.setdefault(f"along dimension {c.axis} in blocks of {c.block}{blocks}", []).append(c.key)
+        for how, keys in groups.items():
+            lines += [f"  {how}:", *(f"    {path}" for path in compact_paths(keys))]
+        for scale in plan.scale:
+            lines.append(f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones")
+        lines += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
+        becoming = [norm.path for norm in plan.norms if norm.becomes_rms]
+        lines += [f"norms that become RMSNorm ({len(becoming)}):", *(f"    {path}" for path in compact_paths(becoming))]
+        staying: dict[str, list[str]] = {}
+        for norm in plan.norms:
+            if not norm.becomes_rms:
+                staying.setdefault(norm.reason, []).append(norm.path)
+        for reason, paths in staying.items():
+            lines += [f"norms that stay LayerNorm: {reason}", *(f"    {path}" for path in compact_paths(paths))]
+        if plan.undetermined:
+            lines += ["tensors that nothing depends on, copied as they are:"]
+            lines += [f"    {key}" for key in compact_paths(plan.undetermined)]
+        return "\n".join([*lines, *plan.notes])
+
+
+@dataclass(frozen=True)
+class ConvertedCheckpoint:
+    """What `convert_checkpoint` did: the plan and its proof, what was written, and how it was verified."""
+
+    planned: PlannedConversion
+    result: Result
+    verification: Verification
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        result = self.result
+        return {
+            **self.planned.to_dict(),
+            "dst": str(result.dst),
+            "tensors": result.tensors,
+            "bytes": result.bytes,
+            "changed": list(result.changed),
+            "added": list(result.added),
+            "not_copied": list(result.not_copied),
+            "shards_resumed": result.resumed,
+            "verification": self.verification.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        result, proof = self.result, self.planned.proof
+        lines = [
+            str(proof),
+            f"{result.dst}: {result.tensors} tensors, {result.bytes / 1e6:,.1f} MB, {len(result.changed)} changed, "
+            f"{len(result.added)} added",
+        ]
+        if result.resumed:
+            lines.append(f"{result.resumed} of {len(result.shards)} shards were there from a run before this one")
+        if result.not_copied:
+            lines.append(f"not copied, as they hold the old weights: {', '.join(result.not_copied)}")
+        return "\n".join([*lines, str(self.verification)])
+
+
+def plan_conversion(
+    src: str | os.PathLike, *, trust_remote_code: bool = False, model_class=None, inputs=None
+) -> PlannedConversion:
+    """What converting `src` would do, and the proof that it is exact; nothing is written and no weight is read.
+
+    Args:
+        src: a model folder.
+        trust_remote_code: run the model code that comes with it.
+        model_class: the class to load it with, instead of the one its config names.
+        inputs: makes keyword arguments of the forward for a model, where it takes other than token ids and pixels.
+
+    Raises:
+        ConversionRefused: it cannot be converted exactly; the message says why.
+    """
+    twin = make_twin(src, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    plan = discover(twin)
+    proof = prove(plan, twin)
+    if not proof.passed:
+        raise ConversionRefused(f"{proof}: this model is not converted, as its plan is not exact")
+    return PlannedConversion(plan, proof)
+
+
+def convert_checkpoint(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    trust_remote_code: bool = False,
+    model_class=None,
+    inputs=None,
+    prompts: list[str] | None = None,
+    verify: bool = True,
+    allow_pickle: bool = False,
+    restart: bool = False,
+    planned: PlannedConversion | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> ConvertedCheckpoint:
+    """Convert a LayerNorm checkpoint into one whose LayerNorms may be RMSNorms, with the same logits.
+
+    LayerNorm of a vector of zero mean is RMSNorm of it (Jiang et al. 2023), so everything that writes to the residual
+    stream is centred. The result loads without this package and computes the same; `patch_model` runs its norms as
+    RMSNorm, as its config.json records.
+
+    Args:
+        src: a model folder with safetensors, in one file or in shards; it is only read.
+        dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
+        trust_remote_code, model_class, inputs: as in `plan_conversion`.
+        prompts: texts to verify on, where there is a tokenizer.
+        verify: run source and result after writing, and publish only what passes.
+        allow_pickle, restart, progress: as in `carry_out`.
+        planned: what `plan_conversion` returned for `src`, if it has been called.
+
+    Raises:
+        ConversionRefused: the model cannot be converted exactly.
+        ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
+        VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
+    """
+    if planned is None:
+        planned = plan_conversion(src, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    plan = planned.plan
+    record = {"source": Path(src).name, "converted_by": f"hf-rmsnorm {__version__}", "torch": torch.__version__}
+    record_config = {**plan.config[RECORD_KEY], **record, "proof": planned.to_dict()["proof"]}
+    plan = replace(plan, config={**plan.config, RECORD_KEY: record_config})
+    verdicts: list[Verification] = []
+
+    def check(folder: Path) -> None:
+        verdict = verify_folder(
+            src, folder, plan, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
+            prompts=prompts, run=verify,
+        )  # fmt: skip
+        verdicts.append(verdict)
+        if not verdict.passed:
+            raise VerificationFailed(f"{dst}: not published, the result fails verification\n{verdict}", verdict)
+        _write_card(folder, planned, verdict)
+
+    result = carry_out(
+        plan, src, dst, metadata={RECORD_KEY: json.dumps(record, sort_keys=True)}, progress=progress,
+        allow_pickle=allow_pickle, check=check, restart=restart,
+    )  # fmt: skip
+    if not verdicts:  # published by a run before this one, which was killed while it cleaned up
+        verdicts.append(Verification(True, "verified by the run that wrote it"))
+    return ConvertedCheckpoint(planned, result, verdicts[0])
+
+
+def _write_card(folder: Path, planned: PlannedConversion, verification: Verification) -> None:
+    """Add a section to the model card, and the plan beside it."""
+    (folder / "conversion_plan.json").write_text(planned.plan.to_json() + "\n", encoding="utf-8")
+    card = folder / "README.md"
+    before = card.read_text(encoding="utf-8") if card.exists() else ""
+    before = before.partition(f"\n{CARD_HEADING}\n")[0].rstrip()
+    becoming = sum(norm.becomes_rms for norm in planned.plan.norms)
+    section = f"""{CARD_HEADING}
+
+Everything that writes to the residual stream was centred, so that LayerNorm and RMSNorm compute the same:
+{becoming} of {len(planned.plan.norms)} norms may run as RMSNorm. It loads like any checkpoint of its architecture and
+gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What was done is in `conversion_plan.json`.
+
+```
+{planned.proof}
+{verification}
+```
+"""
+    card.write_text(f"{before}\n\n{section}" if before else section, encoding="utf-8")

@@ -1,0 +1,46 @@
+"""Module paths and tensor names for people: those that differ in their numbers written as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+
+def compact_paths(paths: Sequence[str]) -> list[str]:
+    """Paths that differ in their numbers written as one, ``model.layers.[0-31].input_layernorm``.
+
+    Args:
+        paths: module paths; the model itself, whose path is empty, is written ``(the model itself)``.
+    """
+    families: dict[str, list[tuple[int, ...]]] = {}
+    for path in dict.fromkeys(paths):
+        template = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "{}", path.replace("{", "{{").replace("}", "}}"))
+        numbers = tuple(int(part) for part in path.split(".") if part.isdecimal())
+        families.setdefault(template, []).append(numbers)
+    written = []
+    for template, tuples in families.items():
+        written += [template.format(*axes) or "(the model itself)" for axes in _boxes(tuples)]
+    return written
+
+
+def _boxes(tuples: list[tuple[int, ...]]) -> list[list[str]]:
+    """Cover tuples of numbers by products of ranges, each written out per position."""
+    axes = [sorted(set(axis)) for axis in zip(*tuples, strict=True)]
+    size = 1
+    for axis in axes:
+        size *= len(axis)
+    if size == len(set(tuples)):
+        return [[_ranges(axis) for axis in axes]]
+    split = next(i for i, axis in enumerate(axes) if len(axis) > 1)
+    return [box for value in axes[split] for box in _boxes([t for t in tuples if t[split] == value])]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    return texts[0] if texts == [f"{runs[0][0]}"] else f"[{','.join(texts)}]"

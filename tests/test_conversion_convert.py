@@ -1,0 +1,176 @@
+"""`convert_checkpoint` and `hf-rmsnorm convert` from end to end."""
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+
+from hf_rmsnorm import patch_model, use_backend
+from hf_rmsnorm.cli.main import main
+from hf_rmsnorm.conversion import (
+    ConversionRefused,
+    PlannedConversion,
+    VerificationFailed,
+    convert_checkpoint,
+    plan_conversion,
+)
+from hf_rmsnorm.demo import demo_path
+from hf_rmsnorm.verification import inspect_norms
+
+GPT2 = demo_path("gpt2")
+
+
+def digest(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out") / "gpt2-rms"
+    before = digest(GPT2)
+    done = convert_checkpoint(GPT2, folder)
+    assert digest(GPT2) == before, "the source is only read"
+    return folder, done
+
+
+def text_ids(limit):
+    from pydoc_data.topics import topics
+
+    tokenizer = AutoTokenizer.from_pretrained(GPT2)
+    text = "\n".join(topics[name] for name in sorted(topics))[: 40 * limit]
+    return tokenizer(text, return_tensors="pt").input_ids[:, :limit]
+
+
+def test_it_loads_without_this_package_and_says_the_same(converted):
+    folder, _ = converted
+    source, result = (AutoModelForCausalLM.from_pretrained(where).eval() for where in (GPT2, folder))
+    ids = text_ids(256)
+    with torch.no_grad():
+        expected, logits = source(ids).logits, result(ids).logits
+        exact = source.double()(ids).logits
+    assert type(result) is type(source) and not result.config.tie_word_embeddings
+    assert (logits - exact).abs().max() <= 1.5 * (expected - exact).abs().max()
+    source.float()
+    for model in (source, result):
+        model.generation_config.pad_token_id = 0
+    prompt = ids[:, :16]
+    written = [model.generate(prompt, max_new_tokens=48, do_sample=False).tolist() for model in (source, result)]
+    assert written[0] == written[1]
+
+
+def test_perplexity_is_equal_to_six_digits_and_a_naive_swap_is_not(converted):
+    folder, _ = converted
+    ids = text_ids(512)
+    source, result = (inspect_norms(AutoModelForCausalLM.from_pretrained(where), ids) for where in (GPT2, folder))
+    assert f"{source.perplexity:.6g}" == f"{result.perplexity:.6g}"
+    assert source.naive.perplexity > 1.02 * source.perplexity
+    assert f"{result.naive.perplexity:.6g}" == f"{source.perplexity:.6g}", "after the conversion the swap is exact"
+    assert max(norm.largest for norm in result.norms) < 1e-6 < min(norm.median for norm in source.norms)
+
+
+def test_patched_it_runs_as_rms_norm(converted):
+    folder, _ = converted
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    report = patch_model(model)
+    assert len(report.swapped) == 11 and all(r.converted and not r.formula.centered for r in report.swapped)
+    source = AutoModelForCausalLM.from_pretrained(GPT2).eval()
+    ids = text_ids(24)
+    with torch.no_grad(), use_backend("triton"):
+        torch.testing.assert_close(model(ids).logits, source(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_done_is_recorded(converted):
+    folder, done = converted
+    config = json.loads((folder / "config.json").read_text())
+    assert config["hf_rmsnorm"]["computes"] == "layer_norm" and config["hf_rmsnorm"]["proof"]["passed"]
+    plan = json.loads((folder / "conversion_plan.json").read_text())
+    assert len(plan["centre"]) == 22
+    card = (folder / "README.md").read_text()
+    assert "11 of 11 norms may run as RMSNorm" in card and "verdict PASS" in card
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert "hf-rmsnorm" in json.loads(file.metadata()["hf_rmsnorm"])["converted_by"]
+        assert "lm_head.weight" in file.keys()
+    assert done.verification.passed and set(done.verification.runs) == {"as LayerNorm", "as RMSNorm"}
+    assert (folder / "tokenizer.json").read_bytes() == (GPT2 / "tokenizer.json").read_bytes()
+
+
+def test_the_same_conversion_gives_the_same_bytes(converted, tmp_path):
+    folder, _ = converted
+    convert_checkpoint(GPT2, tmp_path / "again")
+    assert digest(tmp_path / "again") == digest(folder)
+
+
+def test_the_plan_is_printed_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "demo:gpt2", "--plan"]) == 0
+    text = capsys.readouterr().out
+    assert "proven, 11 of 11 norms as RMSNorm" in text
+    assert "transformer.h.[0-4].mlp.c_proj.weight" in text and "lm_head.weight, a copy of" in text
+    assert not list(tmp_path.iterdir())
+    assert main(["convert", "demo:gpt2", "--plan", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["proof"]["passed"]
+
+
+def test_a_result_that_fails_is_not_published(tmp_path, monkeypatch, capsys):
+    from hf_rmsnorm.conversion import convert
+
+    def damaged(*args, **kwargs):
+        planned = plan_conversion(*args, **kwargs)
+        return PlannedConversion(replace(planned.plan, centre=planned.plan.centre[1:]), planned.proof)
+
+    with pytest.raises(VerificationFailed, match="as RMSNorm: verdict FAIL"):
+        convert_checkpoint(GPT2, tmp_path / "out", planned=damaged(GPT2))
+    assert not (tmp_path / "out").exists()
+    assert "FAIL" in next(tmp_path.rglob("report.txt")).read_text()
+    monkeypatch.setattr("hf_rmsnorm.conversion.plan_conversion", damaged)
+    assert convert.plan_conversion is plan_conversion
+    assert main(["convert", "demo:gpt2", str(tmp_path / "other"), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["published"] is False
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(ConversionRefused, match="computes no LayerNorm"):
+        plan_conversion(demo_path("llama"))
+    bert = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                intermediate_size=24))  # fmt: skip
+    bert.save_pretrained(tmp_path / "bert")
+    with pytest.raises(ConversionRefused, match="post-norm"):
+        plan_conversion(tmp_path / "bert")
+    config = json.loads((tmp_path / "bert" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConversionRefused, match="then quantise"):
+        plan_conversion(tmp_path / "bert")
+    assert main(["convert", "demo:gpt2"]) == 2
+    assert "pass DST, or --plan" in capsys.readouterr().err
+    assert main(["convert", "demo:gpt2", str(tmp_path / "bert")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_mean", [0.0, 0.05])
+def test_deep_models_in_bfloat16_are_as_good_as_before(weight_mean, tmp_path):
+    torch.manual_seed(0)
+    model = tiny_models.build("gpt2", n_layer=48).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.add_(weight_mean * torch.randn(()))
+            elif "ln" in name:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    model.bfloat16().save_pretrained(tmp_path / "src")
+    done = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    for run in done.verification.runs.values():
+        assert run["verdict"] == "PASS" and math.isfinite(run["KL"])
