@@ -20,22 +20,31 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def make_record(
-    writers: Mapping[str, dict], norms: Mapping[str, dict], parameters: Iterable[str], paths: Iterable[str]
+    writers: Mapping[str, dict],
+    norms: Mapping[str, dict],
+    parameters: Iterable[str],
+    paths: Iterable[str],
+    neurons: Mapping[str, dict] | None = None,
 ):
     """The record: JSON data for config.json.
 
     Args:
-        writers: parameter -> ``{"axis", "block", "blocks"}`` as in a plan, `block` in the checkpoint's own size.
+        writers: parameter -> ``{"axis", "block", "blocks"}`` as in a plan, `block` in the checkpoint's own size; and,
+            where slices of it were added that have a mean on purpose, ``"but": {"axis", "first"}``, the first of them.
         norms: module path -> ``{"eps", "hidden_size"}`` of each LayerNorm whose input has zero mean.
         parameters: all parameters of the model.
         paths: all LayerNorms of the model.
+        neurons: parameter -> ``{"axis", "first", "values"}``: its slices along `axis`, from `first` to the last, hold
+            one value each; they are neurons that cancel the mean of what is added to them.
     """
-    return {
+    parameters = list(parameters)
+    record = {
         "version": VERSION,
         "computes": "layer_norm",
         "writers": _shorten(writers, parameters),
         "rms_norms": _shorten(norms, paths),
     }
+    return {**record, "neurons": _shorten(neurons, parameters)} if neurons else record
 
 
 def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
@@ -44,7 +53,8 @@ def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
 
 
 def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]:
-    """Names of recorded writers that are missing, have another shape or have lost their zero mean; none if all is well.
+    """Names of recorded writers and neurons that are missing, have another shape, have lost their zero mean or are no
+    longer what they were; none if all is well.
 
     Args:
         tensors: by parameter name, as ``dict(model.named_parameters())`` or ``model.state_dict()``; of any dtype, on
@@ -56,15 +66,30 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
     """
     if record.get("version") != VERSION:
         raise ValueError(f"the record has version {record.get('version')!r}, this package knows {VERSION}")
+    neurons = record.get("neurons", {})
     wrong = [
         text
-        for text in record["writers"]
+        for text in dict.fromkeys((*record["writers"], *neurons))
         if text not in tensors and not any(_pattern(text).fullmatch(name) for name in tensors)
     ]
     for name, how in _matching(record["writers"], tensors).items():
-        if not _centred(tensors[name], how["axis"], how["block"], how["blocks"]):
+        tensor, but = tensors[name], how.get("but")
+        if but is not None and tensor.ndim > but["axis"] and tensor.shape[but["axis"]] > but["first"]:
+            tensor = tensor.narrow(but["axis"], 0, but["first"])
+        if not _centred(tensor, how["axis"], how["block"], how["blocks"]):
+            wrong.append(name)
+    for name, how in _matching(neurons, tensors).items():
+        if name not in wrong and not _constant(tensors[name], how["axis"], how["first"], how["values"]):
             wrong.append(name)
     return wrong
+
+
+@torch.no_grad()
+def _constant(tensor: torch.Tensor, axis: int, first: int, values: list[float]) -> bool:
+    if tensor.ndim <= axis or tensor.shape[axis] != first + len(values):
+        return False
+    slices = tensor.movedim(axis, -1)[..., first:]
+    return bool((slices == torch.tensor(values, dtype=torch.float64).to(slices)).all())
 
 
 @torch.no_grad()

@@ -1,0 +1,157 @@
+"""A post-norm model taken apart on its twin, and put together again with centred writers and two neurons an FFN."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from .discovery import ZERO_MEAN
+from .gauge import centre, centred, gauge_test, input_means
+from .keys import Hit, KeyMap
+from .norms import LayerNorm, find_layer_norms
+from .plan import ConversionRefused
+from .postnorm_trace import FFN, Sum, find_ffns, find_sums, grow_config
+from .twin import Twin, make_twin, new_model, plain
+
+NEURONS = 2
+
+
+@dataclass
+class Structure:
+    """What was found on the twin. `hits` and `zero`: all writers, and the norms that centring those serves."""
+
+    twin: Twin
+    norms: dict[str, LayerNorm]
+    silent: list[str]
+    sums: list[Sum]
+    ffns: list[FFN]
+    unfit: list[str]
+    grown: dict[str, int] | None
+    hits: list[Hit]
+    undetermined: set[str]
+    zero: set[str]
+
+
+def look(model: PreTrainedModel) -> Structure:
+    twin = make_twin(model.config, model_class=type(model))
+    norms, silent = find_layer_norms(twin.model, twin.inputs)
+    if not norms:
+        raise ConversionRefused(f"{twin.name} computes no LayerNorm: there is nothing to convert")
+    sums = find_sums(twin.model, twin.inputs, norms)
+    ffns, unfit = find_ffns(twin.model, twin.inputs, sums)
+    hits, undetermined = hits_of(twin, norms)
+    work = copy.deepcopy(twin.model)
+    centre(work, hits)
+    means = input_means(work, twin.inputs, norms)
+    zero = {path for path in norms if means[path] <= ZERO_MEAN}
+    if len(zero) == len(norms):
+        raise ConversionRefused(f"{twin.name} is no post-norm model: centring its writers makes every norm an RMSNorm")
+    ffns = [f for f in ffns if f.norm not in zero]
+    grown = grow_config(type(model), plain(model.config), ffns, NEURONS) if ffns else None
+    return Structure(twin, norms, silent, sums, ffns, unfit, grown, hits, undetermined, zero)
+
+
+def hits_of(twin: Twin, norms: dict[str, LayerNorm]) -> tuple[list[Hit], set[str]]:
+    gauge = gauge_test(twin.model, twin.inputs, norms)
+    unsaved = KeyMap(twin.model).unsaved()
+    return [h for h in gauge.hits if h.parameter not in unsaved], set(gauge.undetermined)
+
+
+def refuse_without_neurons(found: Structure) -> None:
+    if not found.ffns:
+        why = found.unfit[0] if found.unfit else "no linear, activation, linear is added to its own input before a norm"
+        raise ConversionRefused(f"{found.twin.name} has no FFN that two neurons serve: {why}; --post-norm fit remains")
+    if found.grown is None:
+        raise ConversionRefused(
+            f"{found.twin.name}: no config key widens {found.ffns[0].first} by {NEURONS} and leaves all else its "
+            "shape; --post-norm fit remains"
+        )
+
+
+def changed(config, changes: dict):
+    config = copy.deepcopy(config)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
+
+def as_double(model: PreTrainedModel) -> PreTrainedModel:
+    result = new_model(type(model), plain(model.config))
+    result.load_state_dict(model.state_dict())
+    return result
+
+
+def tie_changes(model: PreTrainedModel, hits: list[Hit], undetermined: set[str]) -> dict:
+    """Untie where a writer is tied to something that is not centred in the same way."""
+    groups: dict[int, set[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(p), set()).add(name)
+    ways = {h.parameter: (h.axis, h.blocks) for h in hits}
+    for names in groups.values():
+        found = {ways.get(name) for name in names - undetermined} if len(names) > 1 else set()
+        if len(found) > 1:
+            return {"tie_word_embeddings": False}
+    return {}
+
+
+def real_hit(twin: Twin, hit: Hit) -> Hit:
+    """The same blocks in the checkpoint's own size."""
+    here, there = twin.model.get_parameter(hit.parameter).shape[hit.axis], twin.shapes[hit.parameter][hit.axis]
+    return Hit(hit.parameter, hit.axis, there * hit.block // here, hit.blocks)
+
+
+@torch.no_grad()
+def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: dict) -> PreTrainedModel:
+    """The model in float64, its writers centred, with the neurons where the config is to grow."""
+    config = changed(plain(model.config), {**grown, **tie_changes(model, hits, found.undetermined)})
+    result = new_model(type(model), config)
+    state, old = result.state_dict(), model.state_dict()
+    for key, tensor in state.items():
+        if key not in old:
+            raise ConversionRefused(f"{type(model).__name__}: {key!r} of the converted model is not in the original")
+        if tensor.shape == old[key].shape:
+            tensor.copy_(old[key])
+        else:
+            tensor.zero_()[tuple(slice(n) for n in old[key].shape)] = old[key].to(tensor.dtype)
+    result.load_state_dict(state)
+    parameters = dict(result.named_parameters(remove_duplicate=False))
+    for hit in (real_hit(found.twin, h) for h in hits):
+        p = parameters[hit.parameter]
+        p.copy_(centred(p, hit.axis, hit.block, hit.blocks))
+    if grown:
+        put_neurons(result, found.ffns)
+    return result
+
+
+def _pair(size: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Weights (c, o) of a dtype with ``c o size`` nearest to 1: one over a size is seldom exact in a narrow one."""
+    step = max(torch.finfo(dtype).eps, 2.0**-10)
+    candidates = []
+    for i in range(int(1 / step)):
+        c = (1 + i * step) * 2.0 ** -math.ceil(math.log2(size))
+        o = float(torch.tensor(1 / (c * size), dtype=torch.float64).to(dtype))
+        candidates.append((abs(c * o * size - 1), i, c, o))
+    return min(candidates)[2:]
+
+
+@torch.no_grad()
+def put_neurons(model: torch.nn.Module, ffns: list[FFN]) -> dict[str, dict]:
+    """Set the last two neurons of each FFN; parameter -> ``{"axis", "first", "values"}`` as in the record."""
+    put = {}
+    for f in ffns:
+        first = model.get_submodule(f.first)
+        c, o = _pair(first.weight.shape[1 - f.first_axis], first.weight.dtype)
+        values = {f"{f.first}.weight": (f.first_axis, [c, -c]), f"{f.second}.weight": (f.second_axis, [-o, o])}
+        if first.bias is not None:
+            values[f"{f.first}.bias"] = 0, [0.0, 0.0]
+        for name, (axis, pair) in values.items():
+            p = model.get_parameter(name)
+            start = p.shape[axis] - NEURONS
+            for i, value in enumerate(pair):
+                p.select(axis, start + i).fill_(value)
+            put[name] = {"axis": axis, "first": start, "values": pair}
+    return put

@@ -1,0 +1,116 @@
+"""Least squares for post-norm models: the mean that a norm removes, as a linear function of what its writer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .gauge import _weight_axis
+from .norms import LayerNorm, hooked
+from .postnorm_trace import Sum
+from .twin import run
+
+RIDGE = 1e-6  # of the mean diagonal of the normal equations
+
+
+def _masked(x: torch.Tensor, inputs: dict) -> torch.Tensor:
+    """The rows of x, without those that an attention mask among the inputs marks as padding."""
+    rows = x.flatten(0, -2)
+    masks = [v for k, v in inputs.items() if k.endswith("attention_mask") and torch.is_tensor(v) and v.ndim == 2]
+    masks = [m for m in masks if m.numel() == len(rows) and (x.ndim == 2 or m.shape == x.shape[:-1])]
+    if x.ndim == 3 and inputs.get("decoder_input_ids") is not None and len(masks) != 1:
+        return rows  # which of the two stacks it belongs to is not known
+    return rows[masks[0].flatten().bool()] if masks else rows
+
+
+@torch.no_grad()
+def fit_means(model, batches: Iterable[dict], sums: list[Sum], norms) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Norm -> (w, a) with mean(input of the norm) = w . (input of its writer) + a, as near as may be.
+
+    Rows count by the inverse of their variance: that is how the norm scales what is left of the mean.
+
+    Args:
+        model: in float64, its writers centred.
+        batches: keyword arguments of its forward; rows that an attention mask excludes do not count.
+        sums: which writer each norm reads.
+    """
+    by_path = {s.norm: s for s in sums}
+    last: dict[str, torch.Tensor] = {}
+    grams: dict[str, torch.Tensor] = {}
+    inputs: dict = {}
+
+    def note(path, args, output):
+        if path not in by_path:
+            last[path] = args[0]
+            return
+        x = args[0]
+        h = last[by_path[path].writer].reshape(*x.shape[:-1], -1)
+        rows = torch.cat([h, torch.ones_like(x[..., :1]), x.mean(-1, keepdim=True)], -1)
+        rows = _masked(rows * (x.var(-1, unbiased=False, keepdim=True) + norms[path].eps).rsqrt(), inputs)
+        gram = rows.T @ rows
+        grams[path] = grams[path] + gram if path in grams else gram
+
+    with hooked(model, [*by_path, *{s.writer for s in sums}], note):
+        for inputs in batches:
+            run(model, inputs)
+    found = {}
+    for path, gram in grams.items():
+        a, b = gram[:-1, :-1], gram[:-1, -1]
+        damping = torch.diag(a).mean() * RIDGE * torch.eye(len(a), dtype=a.dtype)
+        damping[-1, -1] = 0.0  # the average is taken off whole
+        w = torch.linalg.solve(a + damping, b)
+        found[path] = w[:-1], w[-1]
+    return found
+
+
+class Loss:
+    """How far outputs are from the original's, over rows that no attention mask excludes."""
+
+    def __init__(self):
+        self.cosines: list[torch.Tensor] = []
+        self.error = self.size = 0.0
+
+    def add(self, expected: list[torch.Tensor], outputs: list[torch.Tensor], inputs: dict) -> None:
+        for e, o in zip(expected, outputs, strict=True):
+            if e.ndim < 2 or not e.numel():
+                continue
+            e, o = _masked(e, inputs), _masked(o, inputs)
+            self.cosines.append(torch.cosine_similarity(e, o, dim=-1))
+            self.error += float((e - o).square().sum())
+            self.size += float(e.square().sum())
+
+    def to_dict(self) -> dict:
+        """``rows``, ``cosine_mean``, ``cosine_min`` of rows, and ``relative_rms``, the error over the original."""
+        rows = torch.cat(self.cosines)
+        return {
+            "rows": rows.numel(),
+            "cosine_mean": float(rows.mean()),
+            "cosine_min": float(rows.min()),
+            "relative_rms": (self.error / max(self.size, 1e-300)) ** 0.5,
+        }
+
+
+def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm], chosen) -> list[torch.Tensor]:
+    """The outputs in float64 with the chosen norms as RMSNorms."""
+    with torch.no_grad(), hooked(model, chosen, lambda path, args, _: norms[path](args[0], centred=False)):
+        return run(model, inputs)
+
+
+@torch.no_grad()
+def subtract(model: torch.nn.Module, fits: dict[Sum, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Take ``w . h + a`` off every feature that a writer gives, in place."""
+    for s, (w, a) in fits.items():
+        writer = model.get_submodule(s.writer)
+        reads = 1 - _weight_axis(writer)
+        writer.weight -= w if reads else w[:, None]
+        if writer.bias is not None:
+            writer.bias -= a
+
+
+def measure(model, batches, expected, norms: dict[str, LayerNorm]) -> dict:
+    """The `Loss` of a model with these norms as RMSNorms, as a dict."""
+    loss = Loss()
+    for inputs, outputs in zip(batches, expected, strict=True):
+        loss.add(outputs, run_as_rms(model, inputs, norms, norms), inputs)
+    return loss.to_dict()
