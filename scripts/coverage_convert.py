@@ -59,7 +59,7 @@ def examine(model_type: str, mapping: str) -> dict:
         return {**result, "error": line(error)}
     result["model_class"] = cls.__name__
     for features in (False, True):
-        made = _tiny(cls, config, features, started + TIME_LIMIT / 3 * (1 + features))
+        made = _tiny(cls, config, features, started + TIME_LIMIT / 4 * (1 + features))
         if isinstance(made, str):
             result["error"] = result["error"] or made
             if not result["variants"] and not features:
@@ -92,7 +92,7 @@ def _tiny(cls, config, features: bool, deadline: float):
                 if not shrinker.repair(line(error)):
                     break
                 continue
-            arguments, error = find_inputs(model, torch.float32, budget=4)
+            arguments, error = find_inputs(model, torch.float32, budget=2)
             if arguments is not None:
                 return model, arguments, sorted(shrinker.switched)
             first = first or f"{style}: {error}"
@@ -222,13 +222,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="the JSON; the table goes beside it as .txt")
     parser.add_argument("--update", type=Path, help="a JSON made earlier, whose results stay where they are not redone")
+    parser.add_argument("--rest", action="store_true", help="only what --update does not have")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     found: dict[tuple[str, str], dict] = {}
     if options.update:
         found = {(r["type"], r["mapping"]): r for r in json.loads(options.update.read_text())["types"]}
     jobs = jobs_of(set(options.only.split(",")) if options.only else None)
-    jobs = [job for job in jobs if options.mapping in ("all", job[1])]
+    jobs = [job for job in jobs if options.mapping in ("all", job[1]) and not (options.rest and job in found)]
     count = 0
 
     def tell(result: dict) -> None:

@@ -288,6 +288,19 @@ def test_experts_that_no_token_reaches_are_not_guessed(tmp_path):
         discover(tmp_path, trust_remote_code=True, inputs=lambda model: {"input_ids": torch.tensor([[5, 7, 8]])})
 
 
+def test_a_part_of_the_model_that_no_input_reaches_is_not_guessed():
+    """Without encoder states to attend to, what cross-attention writes to the stream stays unknown."""
+    config = config_of("gpt2")
+    config.add_cross_attention = True
+
+    def only_ids(model):
+        model.forward = lambda input_ids, use_cache=False: type(model).forward(model, input_ids)
+        return {"input_ids": torch.arange(3, 13)[None]}
+
+    with pytest.raises(ConversionRefused, match=r"reached 5 of 7 LayerNorms and not transformer.h.0.ln_cross_attn"):
+        discover(config, inputs=only_ids)
+
+
 def spoil(plan, **changes):
     return dataclasses.replace(plan, **changes)
 
@@ -321,6 +334,7 @@ def test_layer_norms_are_known_by_what_they_compute():
             self.c, self.d = torch.nn.LayerNorm(8, elementwise_affine=False), torch.nn.Linear(8, 8)
             self.e, self.f = torch.nn.GroupNorm(2, 8), torch.nn.LayerNorm(8)
             self.g = torch.nn.LayerNorm(8, bias=False)
+            self.h, self.i = torch.nn.LayerNorm(6, elementwise_affine=False), torch.nn.RMSNorm(8)
 
         def forward(self, x):
             x = self.g(self.d(self.c(self.b(self.a(x) + 0.3) + 0.2) + x))
@@ -332,7 +346,7 @@ def test_layer_norms_are_known_by_what_they_compute():
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype))
     found, silent = find_layer_norms(model, {"x": torch.randn(3, 4, 8, dtype=torch.float64)})
     assert {path: norm.eps for path, norm in found.items()} == {"a": 1e-3, "c": 1e-5, "g": 1e-5}
-    assert silent == ["f"] and found["g"].bias is None and found["c"].gain is None
+    assert silent == ["f", "h"] and found["g"].bias is None and found["c"].gain is None
     assert torch.equal(found["a"].gain, model.a.weight) and torch.equal(found["a"].bias, model.a.bias)
 
 

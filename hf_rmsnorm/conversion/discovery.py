@@ -54,6 +54,12 @@ def discover(
         norms, silent = find_layer_norms(twin.model, twin.inputs)
     if not norms:
         raise ConversionRefused(f"{twin.name} computes no LayerNorm: there is nothing to convert")
+    if silent:
+        raise ConversionRefused(
+            f"{twin.name}: the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms and not "
+            f"{silent[0]}, so what that part of the model writes to the residual stream is unknown: pass inputs that "
+            "reach all of them"
+        )
     keys = KeyMap(twin.model)
     work = copy.deepcopy(twin.model)
     folds = fold_layer_scales(work, twin.inputs)
@@ -77,10 +83,6 @@ def discover(
     centred = [replace(c, block=twin.widths[c.block]) for c in keys.centre(hits)]
     copies = _untie(twin, keys, hits)
     records = [_record(twin, path, norm, causes.get(path)) for path, norm in norms.items()]
-    records += [
-        NormRecord(path, _size_of(twin, path), 0.0, False, "no input reached it, so nothing is known of it")
-        for path in silent
-    ]
     notes = list(NOTES)
     if copies:
         names = ", ".join(c.key for c in copies)
@@ -96,7 +98,7 @@ def discover(
         scale=tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by)),
         copy=copies,
         norms=tuple(records),
-        config=_config(twin, hits, norms, bad, silent, copies),
+        config=_config(twin, hits, norms, bad, copies),
         undetermined=undetermined,
         margins=gauge.margins,
         notes=tuple(notes),
@@ -261,12 +263,7 @@ def _record(twin: Twin, path: str, norm: LayerNorm, cause: Cause | None) -> Norm
     return NormRecord(path, size, norm.eps, cause is None, "" if cause is None else cause.reason)
 
 
-def _size_of(twin: Twin, path: str) -> int:
-    sizes = [shape[-1] for name, shape in twin.shapes.items() if name.rpartition(".")[0] == path]
-    return sizes[0] if sizes else 0
-
-
-def _config(twin: Twin, hits: list[Hit], norms, bad, silent, copies) -> dict:
+def _config(twin: Twin, hits: list[Hit], norms, bad, copies) -> dict:
     writers: dict[str, dict] = {}
     for hit in hits:
         block = twin.widths[hit.block]
@@ -277,7 +274,7 @@ def _config(twin: Twin, hits: list[Hit], norms, bad, silent, copies) -> dict:
         for path, norm in norms.items()
         if path not in bad
     }
-    record = invariant.make_record(writers, rms, twin.shapes, [*norms, *silent])
+    record = invariant.make_record(writers, rms, twin.shapes, norms)
     config: dict = {invariant.RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     if copies:
         config["tie_word_embeddings"] = False

@@ -60,10 +60,10 @@ def hooked(model: torch.nn.Module, paths, hook):
 
 @torch.no_grad()
 def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[dict[str, LayerNorm], list[str]]:
-    """(path -> norm, in the order they run; paths of modules that may be norms and were not called).
+    """(path -> norm, in the order they run; paths of norms that were not called).
 
     Every module without children whose output has the shape of its input is given new rows of several sizes and means
-    and compared with the formula. One that was not called is suspected where its class is that of a norm.
+    and compared with the formula; one that was not called, with rows of the length of its parameters.
     """
     leaves = [path for path, m in model.named_modules() if path and next(m.children(), None) is None]
     seen: dict[str, tuple[int, tuple]] = {}
@@ -80,9 +80,17 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[dict[str, La
         norm = _recognise(model.get_submodule(path), args, calls)
         if norm is not None:
             found[path] = norm
-    classes = {type(model.get_submodule(path)) for path in found}
-    silent = [path for path in leaves if path not in seen and type(model.get_submodule(path)) in classes]
+    silent = [path for path in leaves if path not in seen and _is_layer_norm(model.get_submodule(path))]
     return found, silent
+
+
+def _is_layer_norm(module: torch.nn.Module) -> bool:
+    """Whether a module that was not called computes a LayerNorm of rows as long as its parameters, or its shape."""
+    own = {p.shape for p in module.parameters(recurse=False)}
+    shape = getattr(module, "normalized_shape", None)
+    own |= {torch.Size(shape)} if isinstance(shape, (tuple, list)) else set()
+    rows = (torch.zeros(2, 3, *shape, dtype=torch.float64) for shape in own if 0 < len(shape) < 3)
+    return any(_recognise(module, (x,), 0) is not None for x in rows)
 
 
 def _recognise(module: torch.nn.Module, args: tuple, calls: int) -> LayerNorm | None:

@@ -14,7 +14,9 @@ POSITIONS = 96
 IMAGE_PATCHES = 3  # along each side
 INNER = 24  # width inside an MLP: nothing of the structure hangs on it
 
-_NO_WIDTH = re.compile(r"^(num|max|n)_(?!embd|inner)|layers?$|heads?$|embeddings$|ratio|factor|dropout|act|size_per")
+_NO_WIDTH = re.compile(
+    r"^(num|max|n)_(?!embd|inner)|layers?$|(?<!^d_)heads?$|embeddings$|ratio|factor|dropout|act|size_per"
+)
 _INNER = re.compile(r"intermediate|ffn|d_?ff$|inner|mlp|feed_?forward")
 _WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary")
 _POSITIONS = re.compile(r"max_position|n_positions|n_ctx|max_seq|seq_len|block_size$")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -34,6 +35,7 @@ MISFITS = (
     LookupError,
     NotImplementedError,
     RuntimeError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )
@@ -201,6 +203,8 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
 
 
 def _build(cls, narrow, config, shapes, factor, inputs, seed) -> Twin:
+    if hasattr(narrow, "validate"):
+        narrow.validate()
     model = new_model(cls, plain(narrow, tied=False), seed)
     give_weights(model, seed)
     twin = Twin(model, plain(narrow), {}, shapes, factor, config)
