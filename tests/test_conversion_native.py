@@ -169,7 +169,7 @@ def test_the_bound_of_a_clip_holds_and_is_close():
     layer = twin.model.model.layers[0].self_attn
     target = native_target(twin.config)
     weight = layer.q_proj.weight.detach()
-    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, native._Memory(
+    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, native.Memory(
         {**dict(twin.model.named_parameters()), "model.layers.0.self_attn.q_proj.weight": weight}, {}))  # fmt: skip
     row = weight[weight.norm(dim=1).argmax()]
     worst = row / row.norm() * len(row) ** 0.5  # what a norm would have to put out
@@ -199,10 +199,13 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
     done = write_native(src, tmp_path / "dst", max_shard_size=8000, verify=False, progress=lambda *a: seen.append(a))
     assert before == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
     index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) == len(done.shards) > 2
+    assert len(set(index["weight_map"].values())) == len(done.written.shards) > 2
     assert max(p.stat().st_size for p in (tmp_path / "dst").glob("*.safetensors")) < 10000
-    assert seen[-1] == (done.tensors, done.bytes, done.bytes) and index["metadata"]["total_size"] == done.bytes
-    for shard in done.shards:
+    assert (
+        seen[-1] == (done.written.tensors, done.written.bytes, done.written.bytes)
+        and index["metadata"]["total_size"] == done.written.bytes
+    )
+    for shard in done.written.shards:
         with safe_open(tmp_path / "dst" / shard, "pt") as file:
             record = json.loads(file.metadata()["hf_rmsnorm"])
             assert record["source"] == "src" and record["source_type"] == "stablelm"
@@ -210,7 +213,7 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
     card = (tmp_path / "dst" / "README.md").read_text()
     assert card.startswith("# The model\n") and native.CARD_HEADING in card and str(done.planned.proof) in card
-    assert done.not_copied == ("pytorch_model.bin",) and not (tmp_path / "dst" / "pytorch_model.bin").exists()
+    assert done.written.not_copied == ("pytorch_model.bin",) and not (tmp_path / "dst" / "pytorch_model.bin").exists()
     assert json.loads(json.dumps(done.to_dict()))["target_type"] == "ernie4_5_moe"
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
 
@@ -218,8 +221,8 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
 def test_verification_runs_both_and_publishes_only_what_passes(tmp_path, monkeypatch):
     src = write_source(tmp_path / "src", config_of("starcoder2"), torch.float32, zero_final_bias=True)
     done = write_native(src, tmp_path / "good")
-    assert done.verification.passed and done.verification.runs["as RMSNorm"]["greedy"] == "equal"
-    assert done.unused == ("model.norm.bias",)
+    assert done.verification.passed and done.verification.runs["result"]["greedy"] == "equal"
+    assert done.written.unused == ("model.norm.bias",)
 
     planned = plan_native(src)
     broken = planned.target.tensors["model.layers.0.self_attn.o_proj.weight"]
@@ -235,7 +238,7 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
     planned = plan_native(src)
     how = dict(max_shard_size=5000, verify=False, planned=planned)
     whole = write_native(src, tmp_path / "whole", **how)
-    assert len(whole.shards) > 4 and whole.resumed == 0
+    assert len(whole.written.shards) > 4 and whole.written.resumed == 0
 
     class Stop(Exception):
         pass
@@ -248,7 +251,7 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
         write_native(src, tmp_path / "again", progress=stop, **how)
     assert not (tmp_path / "again").exists()
     again = write_native(src, tmp_path / "again", **how)
-    assert again.resumed > 0 and again.shards == whole.shards
+    assert again.written.resumed > 0 and again.written.shards == whole.written.shards
     for path in Path(tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
     with pytest.raises(ConversionError, match="exists already"):
@@ -274,7 +277,7 @@ def test_memory_is_bounded_by_pieces_and_gives_the_same_tensors(tmp_path, monkey
     monkeypatch.setattr(native_tensors.Stored, "rows", watched)
     pieces = write_native(src, tmp_path / "pieces", verify=False, planned=plan_native(src))
     assert max(largest) == 3  # of 32 channels
-    assert pieces.shards == whole.shards
+    assert pieces.written.shards == whole.written.shards
 
 
 def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):

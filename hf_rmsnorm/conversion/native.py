@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,19 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .. import __version__
 from ..invariant import RECORD_KEY
+from .convert import VerificationFailed
 from .keys import saved_tensors
 from .native_target import NativeTarget, native_targets, refused
 from .native_tensors import Stored, Values, is_zero, largest_output
-from .native_write import Folder, Layout, write_other_files, write_shards
+from .native_write import MAX_SHARD_SIZE, Folder, Written, write_computed
 from .plan import ConversionRefused
 from .prove import BOUND
-from .source import ConversionError, open_source
-from .staging import REPORT, already_exists, clear_errors, staging_for
-from .twin import Twin, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
+from .source import Source, open_source
+from .twin import Twin, default_inputs, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
+from .verify import Verification, _judge, _memory_needed, _prompts
 
-FORMAT = 1  # of the bytes that a target gives: a staging folder of another one is not taken up
 CARD_HEADING = "## Converted to an RMSNorm architecture"
-MAX_SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True)
@@ -83,52 +81,22 @@ class PlannedNative:
 
 @dataclass(frozen=True)
 class NativeCheckpoint:
-    """What `write_native` did.
-
-    Args:
-        shards: for each file name, its SHA-256.
-        unused: tensors of the source that the target has no use for, such as stored rotary tables.
-        not_copied: files of the source with weights in other formats, which would be the old model.
-        resumed: how many shards a run before this one had written.
-        verification: a `Verification`, as `convert_checkpoint` gives it.
-    """
+    """What `write_native` did: the target and its proof, what was written, and how it was verified."""
 
     planned: PlannedNative
-    dst: Path
-    shards: dict[str, str]
-    tensors: int
-    bytes: int
-    unused: tuple[str, ...]
-    not_copied: tuple[str, ...]
-    resumed: int
-    verification: object = field(repr=False)
+    written: Written
+    verification: Verification
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {
-            **self.planned.to_dict(),
-            "dst": str(self.dst),
-            "tensors_written": self.tensors,
-            "bytes": self.bytes,
-            "unused": list(self.unused),
-            "not_copied": list(self.not_copied),
-            "shards_resumed": self.resumed,
-            "verification": self.verification.to_dict(),
-        }
+        return {**self.planned.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
 
     def __str__(self) -> str:
-        lines = [str(self.planned.proof), f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
-        if self.resumed:
-            lines.append(f"{self.resumed} of {len(self.shards)} shards were there from a run before this one")
-        if self.unused:
-            lines.append(f"tensors of no use to the target: {', '.join(self.unused)}")
-        if self.not_copied:
-            lines.append(f"not copied, as they hold the old weights: {', '.join(self.not_copied)}")
-        return "\n".join([*lines, str(self.verification)])
+        return f"{self.planned.proof}\n{self.written}\n{self.verification}"
 
 
-class _Memory:
-    """Tensors in memory as `Values`."""
+class Memory:
+    """Tensors in memory as `Values`; `aliases` are other names that they may have."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str]):
         self.tensors = {**tensors, **{key: tensors[old] for key, old in aliases.items() if old in tensors}}
@@ -190,21 +158,24 @@ def plan_native(src: str | os.PathLike) -> PlannedNative:
         ConversionError: this is no whole checkpoint folder.
     """
     with ExitStack() as stack:
-        target = _target_of(open_source(src, allow_pickle=True), stack)[0]
+        target = _target_of(open_source(src, allow_pickle=True), stack)
     proof = prove_native(make_twin(src), target.model_type)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
     return PlannedNative(target, proof)
 
 
-def _target_of(source, stack: ExitStack) -> tuple[NativeTarget, Folder]:
+def _target_of(source: Source, stack: ExitStack) -> NativeTarget:
     try:
         config = AutoConfig.from_pretrained(source.folder)
     except (ValueError, OSError) as error:
         raise ConversionRefused(f"{source.folder}: {one_line(error)}") from error
     first = native_target(config)  # refuses by config alone, before any tensor is read
     values = Folder(source, stack, first.aliases)
-    return native_target(config, values), values
+    target = native_target(config, values)
+    for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
+        values.floating(key)
+    return target
 
 
 @torch.no_grad()
@@ -229,10 +200,10 @@ def prove_native(twin: Twin, target_type: str | None = None) -> NativeProof:
     for name in target.zero:
         parameters[name].zero_()
     for clip in target.clips:  # as in the source, which `native_target` asks
-        reached = largest_output(clip.weight, clip.gain, clip.bias, _Memory(parameters, {}))
+        reached = largest_output(clip.weight, clip.gain, clip.bias, Memory(parameters, {}))
         for made in filter(None, (clip.weight, clip.bias)):
             parameters[made.like].mul_(min(1.0, clip.limit / reached))
-    values = _Memory(saved_tensors(source), target.aliases)
+    values = Memory(saved_tensors(source), target.aliases)
     tensors = {name: torch.cat(list(made.pieces(values))) for name, made in target.tensors.items()}
     result_class = getattr(transformers, target.config.architectures[0])
     with quiet(), in_double():
@@ -280,82 +251,40 @@ def write_native(
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
     planned = planned or plan_native(src)
-    target, dst = planned.target, Path(os.path.abspath(dst))
-    metadata = {"format": "pt", RECORD_KEY: json.dumps(_record(src, planned), sort_keys=True)}
-    with ExitStack() as stack:
-        with clear_errors(Path(src)):
-            source = open_source(src, allow_pickle=allow_pickle)
-            inside = os.path.realpath(src)
-            if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
-                raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
-            layout = Layout(target.tensors, Folder(source, stack, target.aliases), max_shard_size)
-        text = json.dumps([FORMAT, target.config.to_json_string(), metadata, str(max_shard_size)], sort_keys=True)
-        identity = {"plan": hashlib.sha256(text.encode()).hexdigest(), "source": source.fingerprints}
-        with clear_errors(dst):
-            staging = stack.enter_context(staging_for(dst, identity, restart=restart))
-        from .verify import Verification
-
-        resumed: list[str] = []
-        if staging.published:
-            with clear_errors(dst):
-                staging.clean_up()
-            verification = Verification(True, "verified by the run that wrote it")
-        else:
-            tensors = at = 0
-            total = sum(layout.sizes.values())
-            with closing(write_shards(layout, staging, metadata, resumed)) as steps:
-                for more_tensors, more_bytes in steps:
-                    tensors, at = tensors + more_tensors, at + more_bytes
-                    if progress is not None:
-                        progress(tensors, at, total)
-            with clear_errors(staging.model):
-                write_other_files(layout, target.config, staging.model)
-                source.check_unchanged()
-            verification = _check(src, staging, planned, prompts, verify)
-            with clear_errors(dst):
-                if os.path.lexists(dst):
-                    raise already_exists(dst)
-                staging.publish()
-        used = set(target.aliases.values()).union(*(made.keys() for made in target.tensors.values()))
-        return NativeCheckpoint(
-            planned, dst, {name: done["sha256"] for name, done in staging.journal["shards"].items()},
-            len(target.tensors), sum(layout.sizes.values()), tuple(sorted(source.tensors.keys() - used)),
-            source.not_copied, len(resumed), verification,
-        )  # fmt: skip
-
-
-def _record(src, planned: PlannedNative) -> dict:
-    return {
+    target, verdicts = planned.target, []
+    record = {
         "source": Path(src).name,
-        "source_type": planned.target.source_type,
+        "source_type": target.source_type,
         "converted_by": f"hf-rmsnorm {__version__}",
         "torch": torch.__version__,
     }
 
+    def check(folder: Path) -> None:
+        verdicts.append(verify_native(src, folder, prompts=prompts, run=verify))
+        if not verdicts[0].passed:
+            text = f"{dst}: not published, the result fails verification\n{verdicts[0]}"
+            raise VerificationFailed(text, verdicts[0])
+        _write_card(folder, planned, verdicts[0])
 
-def _check(src, staging, planned: PlannedNative, prompts, run_both: bool):
-    """Verify the folder that is to become DST, and write the model card's section."""
-    from .convert import VerificationFailed
-
-    verification = verify_native(src, staging.model, prompts=prompts, run=run_both)
-    if not verification.passed:
-        text = f"{staging.dst}: not published, the result fails verification\n{verification}"
-        with clear_errors(staging.folder):
-            (staging.folder / REPORT).write_text(text + "\n", encoding="utf-8")
-        raise VerificationFailed(text, verification)
-    _write_card(staging.model, planned, verification)
-    return verification
+    written = write_computed(
+        src, dst, target.tensors, target.config.to_json_string(), aliases=target.aliases, check=check,
+        metadata={"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}, allow_pickle=allow_pickle,
+        restart=restart, progress=progress, max_shard_size=max_shard_size,
+    )  # fmt: skip
+    if not verdicts:  # published by a run before this one, which was killed while it cleaned up
+        verdicts.append(Verification(True, "verified by the run that wrote it"))
+    return NativeCheckpoint(planned, written, verdicts[0])
 
 
-def verify_native(src, folder: Path, *, prompts: list[str] | None = None, run: bool = True):
-    """Run a checkpoint and its native form side by side, in the checkpoint's own dtype, as `verify_folder` does.
+def verify_native(src, folder: Path, *, prompts: list[str] | None = None, run: bool = True) -> Verification:
+    """Run a checkpoint and its native form side by side, in the checkpoint's own dtype, as `verify_folder` does."""
+    return judge_folders(src, folder, AutoModelForCausalLM, prompts=prompts, run=run)
 
-    Returns:
-        A `Verification`.
-    """
-    from .twin import default_inputs
-    from .verify import Verification, _judge, _memory_needed, _prompts
 
+def judge_folders(
+    src, folder: Path, loader, *, prompts=None, inputs=None, run: bool = True, trust_remote_code: bool = False
+) -> Verification:
+    """Load two checkpoints with `loader` and judge the second by the noise floor of the first."""
     if not run:
         return Verification(True, "source and result were not run, as asked")
     need, there = _memory_needed(Path(src)), psutil.virtual_memory().available
@@ -365,18 +294,19 @@ def verify_native(src, folder: Path, *, prompts: list[str] | None = None, run: b
             f"too big to run here ({need / 1e9:.1f} GB in float64, {there / 1e9:.1f} GB free), so the proof is that of "
             "the small random model",
         )
+    how = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
     with quiet():
-        source = AutoModelForCausalLM.from_pretrained(src, dtype="auto").eval()
-        result, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    wrong = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"])))
+        source, _ = loader.from_pretrained(src, **how)
+        result, info = loader.from_pretrained(folder, **how)
+    wrong = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
     if wrong:
         return Verification(False, f"{type(result).__name__} does not load what was made for it: {wrong[0]}")
     if source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both classes
         source, result = source.float(), result.float()
-    given = _prompts(src, source, prompts, False) or [default_inputs(source)]
-    figures = _judge(source, result.eval(), given)
+    given = [inputs(source)] if inputs else _prompts(src, source, prompts, trust_remote_code)
+    figures = _judge(source.eval(), result.eval(), given or [default_inputs(source)])
     name = f"{type(source).__name__} and {type(result).__name__} run side by side: {figures['verdict']}"
-    return Verification(figures["verdict"] == "PASS", name, {"as RMSNorm": figures})
+    return Verification(figures["verdict"] == "PASS", name, {"result": figures})
 
 
 def _write_card(folder: Path, planned: PlannedNative, verification) -> None:

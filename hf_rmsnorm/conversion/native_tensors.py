@@ -143,6 +143,23 @@ class Plus(_Of):
 
 
 @dataclass(eq=False)
+class Scaled(_Of):
+    """Times a vector along an axis."""
+
+    by: Expression
+    axis: int
+
+    def keys(self):
+        return self.of.keys() | self.by.keys()
+
+    def rows(self, values, first, last):
+        x = self.of.rows(values, first, last)
+        by = torch.cat(list(self.by.pieces(values)))
+        by = by if self.axis else by[first:last]
+        return x * by.view([-1 if axis == self.axis else 1 for axis in range(x.ndim)])
+
+
+@dataclass(eq=False)
 class Filled(_Of):
     """A vector of one number, as long as `of` has rows or, with `axis` 1, columns."""
 

@@ -7,20 +7,126 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from transformers import PretrainedConfig
 
 from .arithmetic import as_bytes
-from .native_tensors import Expression
+from .native_tensors import Expression, Stored
 from .shards import sha256_of
-from .source import FLOATS, INDEX, ConversionError, Source
-from .staging import Staging, clear_errors, durable_file, write_all
+from .source import COPIED, FLOATS, INDEX, ConversionError, Source, open_source
+from .staging import Staging, already_exists, clear_errors, durable_file, staging_for, write_all
+from .stream import _run_check
+
+MAX_SHARD_SIZE = "5GB"
+FORMAT = 1  # of the bytes that expressions give: a staging folder of another one is not taken up
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write_computed` wrote.
+
+    Args:
+        shards: for each file name, its SHA-256.
+        unused: tensors of the source that nothing is computed from.
+        not_copied: files of the source with weights in other formats, which would be the old model.
+        resumed: how many shards a run before this one had written.
+    """
+
+    dst: Path
+    shards: dict[str, str]
+    tensors: int
+    bytes: int
+    unused: tuple[str, ...]
+    not_copied: tuple[str, ...]
+    resumed: int
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        lists = {"unused": list(self.unused), "not_copied": list(self.not_copied)}
+        sizes = {"tensors_written": self.tensors, "bytes": self.bytes, "shards_resumed": self.resumed}
+        return {"dst": str(self.dst), **sizes, **lists}
+
+    def __str__(self) -> str:
+        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
+        if self.resumed:
+            lines.append(f"{self.resumed} of {len(self.shards)} shards were there from a run before this one")
+        if self.unused:
+            lines.append(f"tensors of no use to the result: {', '.join(self.unused)}")
+        if self.not_copied:
+            lines.append(f"not copied, as they hold the old weights: {', '.join(self.not_copied)}")
+        return "\n".join(lines)
+
+
+def write_computed(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    tensors: dict[str, Expression],
+    config: str | None,
+    *,
+    metadata: dict[str, str],
+    aliases: dict[str, str],
+    check: Callable[[Path], None],
+    allow_pickle: bool = False,
+    restart: bool = False,
+    progress: Callable[[int, int, int], None] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> Written:
+    """Write a checkpoint whose tensors are computed from those of another, as `carry_out` does with a plan.
+
+    Args:
+        tensors: those of the result; equal texts of `config` and `metadata` have to mean equal tensors, as a run that
+            stopped is taken up by them.
+        config: text of config.json; None for the source's own.
+        metadata: ``__metadata__`` of every shard.
+        aliases: other names of tensors of the source.
+        check, allow_pickle, restart, progress: as in `carry_out`; `check` is not called where DST had just appeared.
+
+    Raises:
+        ConversionError: as in `carry_out`.
+    """
+    dst = Path(os.path.abspath(dst))
+    with ExitStack() as stack:
+        with clear_errors(Path(src)):
+            source = open_source(src, allow_pickle=allow_pickle)
+            inside = os.path.realpath(src)
+            if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
+                raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
+            layout = Layout(tensors, Folder(source, stack, aliases), max_shard_size)
+            config = (source.folder / "config.json").read_text(encoding="utf-8") if config is None else config
+        text = json.dumps([FORMAT, config, metadata, sorted(tensors), str(max_shard_size)], sort_keys=True)
+        identity = {"plan": hashlib.sha256(text.encode()).hexdigest(), "source": source.fingerprints}
+        with clear_errors(dst):
+            staging = stack.enter_context(staging_for(dst, identity, restart=restart))
+        resumed: list[str] = []
+        if staging.published:
+            with clear_errors(dst):
+                staging.clean_up()
+        else:
+            done = at = 0
+            with closing(write_shards(layout, staging, metadata, resumed)) as steps:
+                for more_tensors, more_bytes in steps:
+                    done, at = done + more_tensors, at + more_bytes
+                    if progress is not None:
+                        progress(done, at, sum(layout.sizes.values()))
+            with clear_errors(staging.model):
+                write_other_files(layout, config, staging.model)
+                source.check_unchanged()
+            _run_check(check, staging)
+            with clear_errors(dst):
+                if os.path.lexists(dst):
+                    raise already_exists(dst)
+                staging.publish()
+        used = set(aliases.values()).union(*(made.keys() for made in tensors.values()))
+        return Written(
+            dst, {name: done["sha256"] for name, done in staging.journal["shards"].items()}, len(tensors),
+            sum(layout.sizes.values()), tuple(sorted(source.tensors.keys() - used)), source.not_copied, len(resumed),
+        )  # fmt: skip
 
 
 class Folder:
@@ -41,19 +147,33 @@ class Folder:
             raise ConversionError(
                 f"{self.source.folder}: no tensor {key}: the checkpoint is not whole, download it again"
             )
-        shard, tensor = self.source.tensors[name]
+        return self.source.tensors[name]
+
+    def floating(self, key: str):
+        """As `stored`, for a tensor that is to be computed with.
+
+        Raises:
+            ConversionError: it is quantised.
+        """
+        shard, tensor = self.stored(key)
         if tensor.dtype not in FLOATS:
             raise ConversionError(
-                f"{shard.path}: {name} is {tensor.dtype}: it is quantised; convert the unquantised model, "
-                "then quantise it"
+                f"{shard.path}: {key} is {tensor.dtype}: it is quantised; convert the unquantised model, then quantise "
+                "it"
             )
         return shard, tensor
+
+    def raw(self, key: str) -> Iterator[bytearray]:
+        """The bytes of a tensor, in pieces."""
+        shard, tensor = self.stored(key)
+        for first in range(0, tensor.nbytes, COPIED):
+            yield self._reads[shard.name](tensor, first, min(tensor.nbytes, first + COPIED))
 
     def shape(self, key):
         return self.stored(key)[1].shape
 
     def rows(self, key, first, last):
-        shard, tensor = self.stored(key)
+        shard, tensor = self.floating(key)
         dtype, size = FLOATS[tensor.dtype], prod(tensor.shape[1:])
         width = size * dtype.itemsize
         raw = self._reads[shard.name](tensor, first * width, last * width)
@@ -61,13 +181,21 @@ class Folder:
 
 
 class Layout:
-    """Which tensor lies in which shard: dtypes, shapes and names of files, known before a byte is written."""
+    """Which tensor lies in which shard: dtypes, shapes and names of files, known before a byte is written.
+
+    A tensor that is `Stored` as it is keeps its bytes.
+    """
 
     def __init__(self, tensors: dict[str, Expression], values: Folder, max_shard_size: int | str):
         self.tensors, self.values = tensors, values
         self.dtypes = {name: values.stored(made.like)[1].dtype for name, made in tensors.items()}
         self.shapes = {name: made.shape(values) for name, made in tensors.items()}
-        self.sizes = {name: prod(self.shapes[name]) * FLOATS[self.dtypes[name]].itemsize for name in tensors}
+        self.sizes = {
+            name: values.stored(made.like)[1].nbytes
+            if isinstance(made, Stored)
+            else prod(self.shapes[name]) * FLOATS[values.floating(made.like)[1].dtype].itemsize
+            for name, made in tensors.items()
+        }
         split = split_state_dict_into_shards_factory(
             self.sizes,
             get_storage_size=lambda size: size,
@@ -125,9 +253,7 @@ def _write_shard(
         write_all(file, header)
         sha.update(header)
         for name in layout.shards[shard]:
-            dtype = FLOATS[layout.dtypes[name]]
-            for piece in layout.tensors[name].pieces(layout.values):
-                data = as_bytes(piece.reshape(-1), dtype)
+            for data in _bytes(layout, name):
                 write_all(file, data)
                 sha.update(data)
                 yield 0, len(data)
@@ -136,7 +262,16 @@ def _write_shard(
     return sha.hexdigest()
 
 
-def write_other_files(layout: Layout, config: PretrainedConfig, folder: Path) -> None:
+def _bytes(layout: Layout, name: str) -> Iterator[bytearray | memoryview]:
+    made, values = layout.tensors[name], layout.values
+    if isinstance(made, Stored):
+        yield from values.raw(made.like)
+    else:
+        for piece in made.pieces(values):
+            yield as_bytes(piece.reshape(-1), FLOATS[layout.dtypes[name]])
+
+
+def write_other_files(layout: Layout, config: str, folder: Path) -> None:
     """Put everything but the shards in place, and remove what a run that did not end left there."""
     source = layout.values.source
     sharded = len(layout.shards) > 1
@@ -152,4 +287,4 @@ def write_other_files(layout: Layout, config: PretrainedConfig, folder: Path) ->
         shutil.copyfile(source.folder / name, target)
     if sharded:
         (folder / INDEX).write_text(json.dumps(layout.index(), indent=2) + "\n", encoding="utf-8")
-    (folder / "config.json").write_text(config.to_json_string(), encoding="utf-8")
+    (folder / "config.json").write_text(config, encoding="utf-8")

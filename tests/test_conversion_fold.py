@@ -1,0 +1,151 @@
+"""Norms folded into what reads them: found without names, exact, and refused where something else reads them too."""
+
+import json
+import os
+
+import pytest
+import torch
+from checkpoints import load
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from hf_rmsnorm import patch_model
+from hf_rmsnorm.conversion import convert_checkpoint
+from hf_rmsnorm.conversion.fold import fold_of, folded, plan_fold, write_folded
+from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.twin import give_weights, in_double, make_twin
+
+SMALL = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+GPT2 = dict(n_embd=32, n_head=4, n_layer=2, vocab_size=96, n_positions=64, bos_token_id=1, eos_token_id=2)
+SPARSE = dict(
+    tie_word_embeddings=False, head_dim=8, num_key_value_heads=2, prefix_dense_intermediate_size=40, num_experts=4,
+    num_shared_experts=1, mlp_layer_types=["dense", "sparse"], layer_types=["sliding_attention", "full_attention"],
+    sliding_window=8,
+)  # fmt: skip
+
+
+# type, config, (norms folded, norms), why the rest stays
+@pytest.mark.parametrize(
+    "model_type, config, count, reason",
+    [
+        ("gpt2", GPT2, (4, 5), "something else"),  # the tied table
+        ("gpt2", {**GPT2, "tie_word_embeddings": False}, (4, 5), "has no bias to take the norm's"),
+        ("gpt_neox", SMALL, (4, 5), "has no bias"),
+        ("cohere", {**SMALL, "tie_word_embeddings": False}, (3, 3), None),
+        ("phi", SMALL, (3, 3), None),  # a head with a bias
+        ("cohere2_moe", {**SMALL, **SPARSE}, (3, 3), None),  # experts, of which each token meets two
+        ("bert", SMALL, (1, 6), "something else"),  # post-norm: the skip reads the norms
+    ],
+)
+def test_readers_are_found_and_the_fold_is_exact(model_type, config, count, reason):
+    plan = plan_fold(AutoConfig.for_model(model_type, **config))
+    assert plan.passed and plan.difference <= 1e-13
+    assert (len(plan.folds), len(plan.folds) + len(plan.kept)) == count
+    assert all(reason in text for text in plan.kept.values())
+    assert json.loads(json.dumps(plan.to_dict()))["passed"]
+
+
+@pytest.mark.parametrize(
+    "model_type, config, reason",
+    [
+        ("olmo", SMALL, "neither weight nor bias"),
+        ("stablelm", {**SMALL, "num_key_value_heads": 2}, "q_proj.weight, which reads it, has no bias"),
+        ("nemotron", {**SMALL, "num_key_value_heads": 2}, "its weight is not stored as it is applied"),
+        ("llama", SMALL, "it has no LayerNorm"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused_by_name(model_type, config, reason):
+    with pytest.raises(ConversionRefused, match=reason):
+        plan_fold(AutoConfig.for_model(model_type, **config))
+
+
+def test_a_second_reader_keeps_its_norm(monkeypatch):
+    """A skip that starts behind the norm reads it as well: nothing may be folded there."""
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x)
+    plan = plan_fold(AutoConfig.for_model("gpt2", **GPT2))
+    assert {fold.path.rpartition(".")[2] for fold in plan.folds} == {"ln_1"}
+    assert "something else" in plan.kept["transformer.h.0.ln_2"]
+
+
+def test_an_incomplete_fold_does_not_pass(monkeypatch):
+    from hf_rmsnorm.conversion import fold as module
+
+    def without_biases(folds, names):
+        made = folded(folds, names)
+        return {key: module.Stored(key) if isinstance(new, module.FoldedBias) else new for key, new in made.items()}
+
+    monkeypatch.setattr(module, "folded", without_biases)
+    with pytest.raises(ConversionRefused, match="nothing is folded"):
+        fold_of(make_twin(AutoConfig.for_model("gpt2", **GPT2)))
+
+
+def write_source(folder, model_type, config, dtype, auto=AutoModelForCausalLM):
+    with torch.random.fork_rng(devices=[]):
+        model = auto.from_config(AutoConfig.for_model(model_type, **config)).double().eval()
+    give_weights(model, seed=5)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits(folder, **inputs):
+    with in_double():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()(**inputs).logits
+
+
+def test_written_checkpoint_has_ones_zeros_and_the_logits_of_the_source(tmp_path):
+    src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32)
+    done = write_folded(src, tmp_path / "dst", max_shard_size=20000)
+    assert done.verification.passed and len(done.written.shards) > 1
+    ids = torch.randint(3, 96, (2, 30), generator=torch.Generator().manual_seed(1))
+    expected, got = (logits(tmp_path / which, input_ids=ids) for which in ("src", "dst"))
+    assert (expected - got).abs().max() <= 1e-6 * expected.abs().max()  # rounded to float32
+    before, after = load(src), load(tmp_path / "dst")
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    readers = {
+        f"transformer.h.{i}.{n}.{p}" for i in (0, 1) for n in ("attn.c_attn", "mlp.c_fc") for p in ("weight", "bias")
+    }
+    norms = {f"transformer.h.{i}.{n}.{p}" for i in (0, 1) for n in ("ln_1", "ln_2") for p in ("weight", "bias")}
+    assert changed == readers | norms
+    assert all(bool((after[key] == (1 if key.endswith("weight") else 0)).all()) for key in norms)
+    assert (tmp_path / "dst" / "config.json").read_bytes() == (src / "config.json").read_bytes()
+
+
+def test_a_converted_checkpoint_stays_converted(tmp_path):
+    """The record of the conversion is kept and still holds: the norms run as RMSNorm."""
+    src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32)
+    convert_checkpoint(src, tmp_path / "rms", verify=False)
+    done = write_folded(tmp_path / "rms", tmp_path / "dst")
+    assert done.verification.passed
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").eval()
+    report = patch_model(model)
+    assert sum(record.converted is not None and bool(record.converted) for record in report.swapped) == 5
+
+
+def test_tensors_of_other_dtypes_keep_their_bytes(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    src = write_source(tmp_path / "src", "gpt2", GPT2, torch.bfloat16)
+    tensors = load_file(src / "model.safetensors")
+    extra = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()}
+    save_file({**tensors, **extra}, src / "model.safetensors", {"format": "pt"})
+    write_folded(src, tmp_path / "dst", verify=False)
+    after = load(tmp_path / "dst")
+    assert torch.equal(after["transformer.h.0.attn.bias"], extra["transformer.h.0.attn.bias"])
+    assert after["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
+
+
+def test_a_model_of_pixels(tmp_path):
+    config = dict(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    src = write_source(tmp_path / "src", "vit", config, torch.float32, AutoModel)
+    done = write_folded(src, tmp_path / "dst")
+    assert done.verification.passed and len(done.plan.folds) == 4
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
