@@ -5,8 +5,9 @@ import json
 import postnorm_models
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForMaskedLM
 
-from hf_rmsnorm import patch_model
+from hf_rmsnorm import patch_model, unpatch_model
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.postnorm import exact_post_norm, fit_post_norm
 from hf_rmsnorm.invariant import recorded_norms, uncentred
@@ -99,6 +100,21 @@ def test_a_neuron_or_a_writer_that_has_moved_keeps_layer_norm(converted):
     report = patch_model(loaded)
     assert not any(s.converted for s in report.swapped)
     assert all(grown[0] in s.notes for s in report.swapped if s.path in recorded_norms(record, [s.path]))
+
+
+@pytest.mark.parametrize(("kind", "auto"), [("bert", AutoModelForMaskedLM), ("roberta", AutoModel)])
+def test_the_record_is_followed_with_another_head(kind, auto, tmp_path):
+    """BERT was saved without one, RoBERTa with one."""
+    model = postnorm_models.build(kind)
+    conversion = exact_post_norm(model)
+    conversion.build(model).save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    report = patch_model(loaded)
+    swapped = {s.path.removeprefix(f"{kind}.") for s in report.swapped if s.converted}
+    assert swapped == {n.path.removeprefix(f"{kind}.") for n in conversion.report.norms if n.becomes_rms}
+    next(p for n, p in loaded.named_parameters() if "word_embeddings" in n).data[0, 0] += 1e-6
+    unpatch_model(loaded)
+    assert not any(s.converted for s in patch_model(loaded).swapped)
 
 
 def test_the_original_is_not_changed():

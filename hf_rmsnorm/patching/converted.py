@@ -42,17 +42,20 @@ def conversion_of(model: torch.nn.Module) -> Conversion | None:
     for prefix, module in model.named_modules():
         record = getattr(getattr(module, "config", None), RECORD_KEY, None)
         if isinstance(record, dict) and "rms_norms" in record:
-            return _read(module, prefix, record)
+            paths = [path for path, _ in module.named_modules()]
+            # A checkpoint saved with a head may be loaded without, and the names then lack what the head puts before.
+            for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
+                if norms := recorded_norms(record, [head + path for path in paths]):
+                    return _read(module, prefix, head, norms, record)
     return None
 
 
-def _read(model: torch.nn.Module, prefix: str, record: dict) -> Conversion:
+def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict], record: dict) -> Conversion:
     inside = f"{prefix}." if prefix else ""
-    paths = [path for path, _ in model.named_modules()]
-    norms = {inside + path: how["eps"] for path, how in recorded_norms(record, paths).items()}
+    norms = {inside + path[len(head) :]: how["eps"] for path, how in found.items()}
     if record.get("computes") == TRAINED_AS_RMS:
         return Conversion(norms)
-    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {head + name: t for name, t in model.named_parameters(remove_duplicate=False)}
     hidden = [name for name, t in tensors.items() if t.is_meta or type(t) not in PLAIN_TYPES or t.numel() == 0]
     if hidden:
         return Conversion(norms, f"{hidden[0]} is not here to be looked at; patch once the weights are loaded, whole")
