@@ -171,17 +171,20 @@ def test_narrow_dtypes_stay_within_their_own_noise(kind, dtype):
         assert error <= 1.5 * (own - expected).square().mean().sqrt()
 
 
-def test_neurons_of_a_narrow_dtype_still_add_up_to_one_mean():
-    """1/48 is off by a thousandth in bfloat16; two weights are chosen whose product is not."""
-    conversion = exact_post_norm(postnorm_models.build("bert", torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_neurons_add_up_to_one_mean_in_every_dtype(dtype):
+    """1/48 is off by a thousandth in bfloat16; two weights are chosen whose product is not, there and in their own."""
+    conversion = exact_post_norm(postnorm_models.build("bert", dtype))
     record = conversion.config["hf_rmsnorm"]["neurons"]
     c, minus_c = record["encoder.layer.*.intermediate.dense.weight"]["values"]
     minus_o, o = record["encoder.layer.*.output.dense.weight"]["values"]
     assert (minus_c, minus_o) == (-c, -o)
-    assert abs(c * o * 48 - 1) < 1e-4 < abs(float(torch.tensor(1 / 48).bfloat16()) * 48 - 1)
     assert torch.equal(
-        conversion.tensors["encoder.layer.1.intermediate.dense.weight"][72], torch.full((48,), c).bfloat16()
+        conversion.tensors["encoder.layer.1.intermediate.dense.weight"][72], torch.full((48,), c).to(dtype)
     )
+    assert abs(c * o * 48 - 1) <= max(torch.finfo(dtype).eps, 1e-4 if dtype.itemsize == 2 else 0)
+    narrow = [float(torch.tensor(x, dtype=torch.float64).bfloat16()) for x in (c, o, 1 / 48)]
+    assert abs(narrow[0] * narrow[1] * 48 - 1) < 1e-4 < abs(narrow[2] * 48 - 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -128,14 +128,14 @@ def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: 
 
 
 def _pair(size: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Weights (c, o) of a dtype with ``c o size`` nearest to 1: one over a size is seldom exact in a narrow one."""
-    step = max(torch.finfo(dtype).eps, 2.0**-10)
-    candidates = []
-    for i in range(int(1 / step)):
-        c = (1 + i * step) * 2.0 ** -math.ceil(math.log2(size))
-        o = float(torch.tensor(1 / (c * size), dtype=torch.float64).to(dtype))
-        candidates.append((abs(c * o * size - 1), i, c, o))
-    return min(candidates)[2:]
+    """Weights (c, o) of a dtype with ``c o size`` next to 1, even once a checkpoint is loaded in bfloat16.
+
+    One over a size is seldom exact in eight bits, but among the products of two numbers of eight bits one is near.
+    """
+    first = torch.arange(128, 256, dtype=torch.float64) * 2.0 ** -(math.ceil(math.log2(size)) + 7)
+    second = 1 / (first * size)
+    best = int((first * second.bfloat16().double() * size - 1).abs().argmin())
+    return float(first[best]), float(second[best].to(dtype))
 
 
 @torch.no_grad()
