@@ -16,6 +16,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--plan", action="store_true", help="print what would be done, and write nothing")
     parser.add_argument("--no-verify", action="store_true", help="publish DST without running source and result")
     parser.add_argument("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
+    parser.add_argument(
+        "--post-norm", choices=["exact", "fit", "refuse"], default="refuse",
+        help="for models like BERT. exact: two neurons more in every FFN, so that its norm and the embeddings' become "
+        "RMSNorm; fit: all norms, approximately, by least squares on text (default refuse)",
+    )  # fmt: skip
     parser.add_argument("--restart", action="store_true", help="drop an unfinished conversion of something else")
     parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
@@ -30,8 +35,16 @@ def run(args) -> Result:
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
     models.quieten()
-    from ..conversion import VerificationFailed, convert_checkpoint, plan_conversion
+    from ..conversion import VerificationFailed, convert_checkpoint, convert_post_norm, plan_conversion
 
+    if args.post_norm != "refuse":
+        if args.plan:
+            raise CliError("--post-norm has no --plan: it converts the model in memory, and says what it did")
+        made = convert_post_norm(
+            source.where, args.dst, args.post_norm, trust_remote_code=args.trust_remote_code, texts=args.prompt,
+            allow_pickle=args.allow_pickle, restart=args.restart,
+        )  # fmt: skip
+        return Result({"src": args.src, "published": True, **made.to_dict()}, str(made))
     planned = plan_conversion(source.where, trust_remote_code=args.trust_remote_code)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, str(planned))

@@ -2,6 +2,7 @@
 
 from .convert import ConvertedCheckpoint, PlannedConversion, VerificationFailed, convert_checkpoint, plan_conversion
 from .plan import ConversionPlan, ConversionRefused
+from .postnorm_write import PostNormCheckpoint, convert_post_norm
 from .source import ConversionError
 
 __all__ = [
@@ -10,7 +11,9 @@ __all__ = [
     "ConversionRefused",
     "ConvertedCheckpoint",
     "PlannedConversion",
+    "PostNormCheckpoint",
     "VerificationFailed",
     "convert_checkpoint",
+    "convert_post_norm",
     "plan_conversion",
 ]

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from ..invariant import _centred as is_centred
 from .plan import Centre, ConversionPlan
+from .twin import _resolve, _tensors, default_inputs, quiet
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -69,7 +70,7 @@ def verify_folder(
             f"{tensors}; too big to run here ({need / 1e9:.1f} GB in float64, {there / 1e9:.1f} GB free), so the proof "
             "is that of the plan, on a small random model of the same classes",
         )
-    runs = _run_both(src, folder, trust_remote_code, model_class, inputs, prompts)
+    runs = run_both(src, folder, trust_remote_code, model_class, inputs, prompts)
     passed = all(figures["verdict"] == "PASS" for figures in runs.values())
     return Verification(passed, f"{tensors}; source and result run side by side: {'PASS' if passed else 'FAIL'}", runs)
 
@@ -92,17 +93,20 @@ def _memory_needed(src: Path) -> float:
     return size * (2 + 4)
 
 
-def _run_both(src, folder: Path, trust_remote_code: bool, model_class, inputs, prompts) -> dict:
+def run_both(
+    src, folder: Path, trust_remote_code: bool, model_class, inputs, prompts, given: list[dict] | None = None
+) -> dict:
+    """Figures of the result as LayerNorm and as RMSNorm, against the source; `given` are batches to run on."""
     from .. import patched
-    from .twin import _resolve, default_inputs, quiet
 
-    _, cls = _resolve(src, trust_remote_code, model_class)
+    cls = model_class_of(src, trust_remote_code, model_class)
     with quiet():
         source, result = (
             cls.from_pretrained(where, dtype="auto", trust_remote_code=trust_remote_code).eval()
             for where in (src, folder)
         )
-    given = _prompts(src, source, prompts, trust_remote_code) if inputs is None else [inputs(source)]
+    if not given:
+        given = _prompts(src, source, prompts, trust_remote_code) if inputs is None else [inputs(source)]
     given = given or [default_inputs(source)]
     given = [
         {k: v.to(source.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
@@ -120,8 +124,6 @@ def _run_both(src, folder: Path, trust_remote_code: bool, model_class, inputs, p
 def _judge(source, result, given: list[dict]) -> dict:
     from ..verification import verify_equivalence
     from ..verification.compare import compare_logits
-    from .twin import _tensors
-
     generates = source.can_generate() and not source.config.is_encoder_decoder
     if generates and all("input_ids" in inputs for inputs in given):
         report = verify_equivalence(source, result, given, norms=False, max_new_tokens=16, backend="reference")
@@ -149,6 +151,11 @@ def _judge(source, result, given: list[dict]) -> dict:
         "KL": difference.kl_mean,
         **extra,
     }
+
+
+def model_class_of(src, trust_remote_code: bool = False, model_class=None):
+    """The class to load a folder with: the one its config names, where none is given."""
+    return _resolve(src, trust_remote_code, model_class)[1]
 
 
 def _prompts(src, model, prompts, trust_remote_code: bool) -> list[dict]:
