@@ -6,14 +6,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from hf_rmsnorm.conversion.twin import give_weights
 
 _SIZES = {"vocab_size": 128, "max_position_embeddings": 64}
-_BERT = {
+BERT = {
     **_SIZES,
     "hidden_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 72,
 }
-_BART = {
+BART = {
     **_SIZES,
     "d_model": 48,
     "encoder_layers": 2,
@@ -34,8 +34,8 @@ _OPT = {
 }
 # name -> (auto class, model_type, config, norms that `exact` makes RMSNorms, norms, keys of the FFN width)
 KINDS = {
-    "bert": (AutoModel, "bert", _BERT, 3, 5, ["intermediate_size"]),
-    "roberta": (AutoModelForMaskedLM, "roberta", _BERT, 3, 6, ["intermediate_size"]),
+    "bert": (AutoModel, "bert", BERT, 3, 5, ["intermediate_size"]),
+    "roberta": (AutoModelForMaskedLM, "roberta", BERT, 3, 6, ["intermediate_size"]),
     "distilbert": (
         AutoModel,
         "distilbert",
@@ -44,9 +44,9 @@ KINDS = {
         5,
         ["hidden_dim"],
     ),
-    "bart": (AutoModelForSeq2SeqLM, "bart", _BART, 6, 12, ["decoder_ffn_dim", "encoder_ffn_dim"]),
+    "bart": (AutoModelForSeq2SeqLM, "bart", BART, 6, 12, ["decoder_ffn_dim", "encoder_ffn_dim"]),
     "opt-350m": (AutoModelForCausalLM, "opt", _OPT, 2, 4, ["ffn_dim"]),
-    "albert": (AutoModel, "albert", {**_BERT, "embedding_size": 24}, 2, 3, ["intermediate_size"]),
+    "albert": (AutoModel, "albert", {**BERT, "embedding_size": 24}, 2, 3, ["intermediate_size"]),
 }
 
 

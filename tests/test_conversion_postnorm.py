@@ -5,11 +5,12 @@ import json
 import postnorm_models
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from hf_rmsnorm import patch_model, unpatch_model
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.postnorm import exact_post_norm, fit_post_norm
+from hf_rmsnorm.conversion.twin import give_weights
 from hf_rmsnorm.invariant import recorded_norms, uncentred
 
 KINDS = list(postnorm_models.KINDS)
@@ -126,6 +127,31 @@ def test_the_original_is_not_changed():
     fit_post_norm(model, batches)
     assert model.config.to_dict() == config and not model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "norms"),
+    [
+        ("electra", {**postnorm_models.BERT, "embedding_size": 24}, (3, 5)),
+        ("deberta-v2", {**postnorm_models.BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, (3, 5)),
+        ("marian", {**postnorm_models.BART, "pad_token_id": 1}, (4, 10)),  # its position tables are computed
+        ("xlnet", {"vocab_size": 128, "d_model": 48, "n_layer": 2, "n_head": 4, "d_inner": 72}, (2, 4)),
+    ],
+)
+def test_architectures_that_nobody_named(model_type, config, norms):
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.float64).eval()
+    give_weights(model, seed=1)
+    report = exact_post_norm(model).report
+    assert (sum(n.becomes_rms for n in report.norms), len(report.norms)) == norms
+    assert report.neurons >= 2 and max(report.stock, report.rms) <= 1e-12
+
+
+def test_a_width_that_is_no_key_of_the_config_is_refused_by_name():
+    config = AutoConfig.for_model("xlm", vocab_size=128, emb_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64)
+    model = AutoModel.from_config(config, dtype=torch.float64).eval()
+    give_weights(model, seed=1)
+    with pytest.raises(ConversionRefused, match=r"no config key widens ffns\.0\.lin1 by 2"):
+        exact_post_norm(model)
 
 
 @pytest.mark.parametrize("act", ["relu", "silu", "gelu_new", "quick_gelu"])

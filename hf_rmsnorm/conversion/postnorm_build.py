@@ -49,7 +49,10 @@ def look(model: PreTrainedModel) -> Structure:
     means = input_means(work, twin.inputs, norms)
     zero = {path for path in norms if means[path] <= ZERO_MEAN}
     if len(zero) == len(norms):
-        raise ConversionRefused(f"{twin.name} is no post-norm model: centring its writers makes every norm an RMSNorm")
+        raise ConversionRefused(
+            f"{twin.name} is no post-norm model: centring what writes to the stream already serves every LayerNorm "
+            f"that was found ({len(norms)}); convert it without --post-norm"
+        )
     ffns = [f for f in ffns if f.norm not in zero]
     grown = grow_config(type(model), plain(model.config), ffns, NEURONS) if ffns else None
     return Structure(twin, norms, silent, sums, ffns, unfit, grown, hits, undetermined, zero)
