@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_rmsnorm.conversion import native
+from hf_rmsnorm.conversion import native, native_tensors
 from hf_rmsnorm.conversion.native import native_target, plan_native, prove_native, write_native
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.source import ConversionError
@@ -109,6 +109,17 @@ def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tm
     assert not any("LayerNorm" in type(m).__name__ for m in result.modules())
     how = dict(do_sample=False, min_new_tokens=30, max_new_tokens=30, pad_token_id=0)
     assert torch.equal(source.generate(random_ids(1, 8), **how), result.generate(random_ids(1, 8), **how))
+
+
+@pytest.mark.parametrize("name", ["cohere2_moe", "dbrx", "nemotron", "stablelm-to-ernie", "gpt_neox", "olmo-tied"])
+def test_weights_of_norms_fold_too(name):
+    model_type, changes, target_type, _ = PAIRS[name]
+    twin = make_twin(config_of(model_type, **changes))
+    proof = prove_native(twin, target_type, fold_affine=True)
+    assert proof.passed
+    target = native_target(twin.config, fold_affine=True)
+    norms = [made for key, made in target.tensors.items() if "norm" in key]
+    assert norms and all(isinstance(made, native_tensors.Filled) and made.number == 1 for made in norms)
 
 
 def refusal(model_type, **changes):
@@ -260,8 +271,6 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
 
 def test_memory_is_bounded_by_pieces_and_gives_the_same_tensors(tmp_path, monkeypatch):
     """Pieces of a few rows make the bytes that pieces of whole tensors make."""
-    from hf_rmsnorm.conversion import native_tensors
-
     src = write_source(tmp_path / "src", config_of("dbrx"), torch.float32)
     planned = plan_native(src)
     whole = write_native(src, tmp_path / "whole", verify=False, planned=planned)

@@ -108,13 +108,14 @@ class Memory:
         return self.tensors[key][first:last].double().clone()
 
 
-def native_target(config: PretrainedConfig, values: Values | None = None) -> NativeTarget:
+def native_target(config: PretrainedConfig, values: Values | None = None, *, fold_affine: bool = False) -> NativeTarget:
     """The RMSNorm architecture that computes what a LayerNorm one does, and how its tensors are computed.
 
     Args:
         config: of the source.
         values: the source's tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without
             `values` that is taken for granted, and is said by the target's `zero` and `clips`.
+        fold_affine: fold the norms' weights too into the linears that read them, so that they are ones.
 
     Raises:
         ConversionRefused: no such architecture; the message names the condition that fails.
@@ -128,7 +129,7 @@ def native_target(config: PretrainedConfig, values: Values | None = None) -> Nat
         )
     names = shapes_of(cls, config)
     failed = None
-    for target in native_targets(config, names.__contains__):
+    for target in native_targets(config, names.__contains__, fold_affine):
         reason = _reason_against(target, values) if values is not None else None
         if reason is None:
             return target
@@ -150,7 +151,7 @@ def _reason_against(target: NativeTarget, values: Values) -> str | None:
     return None
 
 
-def plan_native(src: str | os.PathLike) -> PlannedNative:
+def plan_native(src: str | os.PathLike, *, fold_affine: bool = False) -> PlannedNative:
     """The native target of a model folder, and its proof; nothing is written.
 
     Raises:
@@ -158,40 +159,41 @@ def plan_native(src: str | os.PathLike) -> PlannedNative:
         ConversionError: this is no whole checkpoint folder.
     """
     with ExitStack() as stack:
-        target = _target_of(open_source(src, allow_pickle=True), stack)
-    proof = prove_native(make_twin(src), target.model_type)
+        target = _target_of(open_source(src, allow_pickle=True), stack, fold_affine)
+    proof = prove_native(make_twin(src), target.model_type, fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
     return PlannedNative(target, proof)
 
 
-def _target_of(source: Source, stack: ExitStack) -> NativeTarget:
+def _target_of(source: Source, stack: ExitStack, fold_affine: bool) -> NativeTarget:
     try:
         config = AutoConfig.from_pretrained(source.folder)
     except (ValueError, OSError) as error:
         raise ConversionRefused(f"{source.folder}: {one_line(error)}") from error
     first = native_target(config)  # refuses by config alone, before any tensor is read
     values = Folder(source, stack, first.aliases)
-    target = native_target(config, values)
+    target = native_target(config, values, fold_affine=fold_affine)
     for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
         values.floating(key)
     return target
 
 
 @torch.no_grad()
-def prove_native(twin: Twin, target_type: str | None = None) -> NativeProof:
+def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: bool = False) -> NativeProof:
     """Convert a small random model in memory, load the result with the target's class, and compare in float64.
 
     Args:
         twin: of the source.
         target_type: which target, where there are several; the first by default.
+        fold_affine: as in `native_target`.
 
     Raises:
         ConversionRefused: it has no such target, or the target's class does not load its tensors.
     """
     cls = type(twin.model)
     names = shapes_of(cls, twin.config)
-    targets = native_targets(twin.config, names.__contains__)
+    targets = native_targets(twin.config, names.__contains__, fold_affine)
     target = next(t for t in targets if target_type in (None, t.model_type))
     with in_double():  # frequencies of rotation too
         source = new_model(cls, twin.config)
@@ -228,6 +230,7 @@ def write_native(
     allow_pickle: bool = False,
     restart: bool = False,
     planned: PlannedNative | None = None,
+    fold_affine: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> NativeCheckpoint:
@@ -242,7 +245,8 @@ def write_native(
         prompts: texts to verify on, where there is a tokenizer.
         verify: run source and result after writing, and publish only what passes.
         allow_pickle, restart, progress: as in `carry_out`.
-        planned: what `plan_native` returned for `src`, if it has been called.
+        planned: what `plan_native` returned for `src`, if it has been called; it knows of `fold_affine`.
+        fold_affine: as in `native_target`.
         max_shard_size: bytes, or "5GB" and the like, as in `save_pretrained`.
 
     Raises:
@@ -250,13 +254,14 @@ def write_native(
         ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
-    planned = planned or plan_native(src)
+    planned = planned or plan_native(src, fold_affine=fold_affine)
     target, verdicts = planned.target, []
     record = {
         "source": Path(src).name,
         "source_type": target.source_type,
         "converted_by": f"hf-rmsnorm {__version__}",
         "torch": torch.__version__,
+        "fold_affine": target.fold_affine,
     }
 
     def check(folder: Path) -> None:

@@ -42,9 +42,9 @@ def _router(config, index: int) -> Linears:
     yield "block_sparse_moe.gate", "ffn.router.layer", False
 
 
-def _stacked_experts(config, layer: str) -> dict[str, Expression]:
+def _stacked_experts(config, layer: str) -> dict[str, tuple[Expression, bool]]:
     """Experts that lie one under another in three matrices, each of shape (experts * inner, hidden)."""
-    made: dict[str, Expression] = {}
+    made: dict[str, tuple[Expression, bool]] = {}
     inner = config.ffn_config.ffn_hidden_size
     for number in range(config.ffn_config.moe_num_experts):
         index = torch.arange(number * inner, (number + 1) * inner)
@@ -52,7 +52,7 @@ def _stacked_experts(config, layer: str) -> dict[str, Expression]:
             tensor: Expression = Rows(Stored(f"{layer}ffn.experts.mlp.{old}"), index)
             if new == "w2":
                 tensor = Transposed(Centred(tensor, 1))
-            made[f"block_sparse_moe.experts.{number}.{new}.weight"] = tensor
+            made[f"block_sparse_moe.experts.{number}.{new}.weight"] = tensor, new == "w2"
     return made
 
 
@@ -64,7 +64,7 @@ class Layout:
         attention_norm, mlp_norm: one for each, or None for `mlp_norm` where both read the first.
         projections: query, key and value; or one name, of a tensor that holds them by head or one after another.
         mlp: (name in the target, name in the source, whether it writes to the stream) of each linear of a layer.
-        experts: further tensors of a layer, by name in the target.
+        experts: further weights of a layer by name in the target, and whether they write to the stream.
         weight_offset: what the norms add to their weight.
         interleaved: neighbouring channels are rotated together, and not the halves of a head.
         head: names that it may have in the checkpoint.
@@ -73,7 +73,7 @@ class Layout:
 
     eps: str | float
     mlp: Callable[[PretrainedConfig, int], Linears] = _gated
-    experts: Callable[[PretrainedConfig, str], dict[str, Expression]] | None = None
+    experts: Callable[[PretrainedConfig, str], dict[str, tuple[Expression, bool]]] | None = None
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
     attention_norm: str = "input_layernorm"

@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from .native_rules import PAIRS, Pair
-from .native_tensors import Centred, Expression, Filled, FoldedBias, Plus, Rows, Stored
+from .native_tensors import Centred, Expression, Filled, FoldedBias, Plus, Rows, Scaled, Stored
 from .plan import ConversionRefused
 
 
@@ -34,6 +34,7 @@ class NativeTarget:
         zero: tensors of the source that have to be 0, as the target has nowhere to put them.
         clips: what must never reach the number that it is clipped to.
         aliases: other names of tensors of the source.
+        fold_affine: the norms' weights are folded into what reads them.
     """
 
     source_type: str
@@ -42,6 +43,7 @@ class NativeTarget:
     zero: tuple[str, ...] = ()
     clips: tuple[Clip, ...] = field(default=(), repr=False)
     aliases: dict[str, str] = field(default_factory=dict)
+    fold_affine: bool = False
 
     @property
     def model_type(self) -> str:
@@ -53,12 +55,15 @@ class NativeTarget:
         return f"{self.source_type} as {self.config.architectures[0]}: {len(self.tensors)} tensors{must}"
 
 
-def native_targets(config: PretrainedConfig, present: Callable[[str], bool]) -> list[NativeTarget]:
+def native_targets(
+    config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool = False
+) -> list[NativeTarget]:
     """The targets of a config, the first one that fits is best.
 
     Args:
         config: of the source.
         present: whether the source has a tensor of this name.
+        fold_affine: fold the norms' weights too into the linears that read them, so that they are ones.
 
     Raises:
         ConversionRefused: there is none; the message says why.
@@ -72,7 +77,7 @@ def native_targets(config: PretrainedConfig, present: Callable[[str], bool]) -> 
         for reason, holds in pair.refusals:
             if holds(config):
                 raise refused(config.model_type, pair.target, reason)
-    return [_Builder(config, pair, present).target() for pair in PAIRS[config.model_type]]
+    return [_Builder(config, pair, present, fold_affine).target() for pair in PAIRS[config.model_type]]
 
 
 def refused(source: str, target: str, reason: str) -> ConversionRefused:
@@ -82,8 +87,9 @@ def refused(source: str, target: str, reason: str) -> ConversionRefused:
 class _Builder:
     """Makes one target; `present` tells which biases the source has."""
 
-    def __init__(self, config, pair: Pair, present: Callable[[str], bool]):
+    def __init__(self, config, pair: Pair, present: Callable[[str], bool], fold_affine: bool):
         self.config, self.pair, self.layout, self.present = config, pair, pair.layout, present
+        self.fold_affine = fold_affine
         self.tensors: dict[str, Expression] = {}
         self.clips: list[Clip] = []
         self.heads = config.num_attention_heads
@@ -104,10 +110,10 @@ class _Builder:
         self.tensors["model.embed_tokens.weight"] = Centred(embedding, 1)
         for number in range(config.num_hidden_layers):
             self._layer(f"model.layers.{number}.", layout.layer.format(number), number)
-        final_bias = self._norm("model.norm", layout.final_norm)
+        gain, final_bias = self._norm("model.norm", layout.final_norm)
         head = embedding if tied else Stored(f"{layout.head[0]}.weight")
         if not keeps_tie:
-            self.tensors["lm_head.weight"] = head
+            self.tensors["lm_head.weight"] = self._scaled(head, gain)
         zero: tuple[str, ...] = ()
         if pair.head_bias:
             self.tensors["lm_head.bias"] = FoldedBias(head, final_bias) if final_bias else Filled(head, 0.0)
@@ -117,7 +123,7 @@ class _Builder:
         made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
         made.dtype = config.dtype
         aliases = {f"{layout.head[0]}.weight": f"{name}.weight" for name in layout.head[1:]}
-        return NativeTarget(config.model_type, made, self.tensors, zero, tuple(self.clips), aliases)
+        return NativeTarget(config.model_type, made, self.tensors, zero, tuple(self.clips), aliases, self.fold_affine)
 
     def _has_biases(self, first: str) -> bool:
         names = (*self.layout.projections, self.layout.output, *(old for _, old, _ in self.layout.mlp(self.config, 0)))
@@ -142,24 +148,31 @@ class _Builder:
             **pair.settings(config),
         }
 
-    def _norm(self, new: str, old: str) -> Expression | None:
-        """The weight of a norm; its bias is returned, for what reads it."""
-        weight = f"{old}.weight"
+    def _norm(self, new: str, old: str) -> tuple[Expression | None, Expression | None]:
+        """Make the weight of a norm; the source's weight and bias are returned, for what reads it."""
+        weight, gain = f"{old}.weight", None
         if self.present(weight):
             offset = self.layout.weight_offset
-            self.tensors[f"{new}.weight"] = Plus(Stored(weight), offset) if offset else Stored(weight)
-        else:
+            gain = Plus(Stored(weight), offset) if offset else Stored(weight)
+        if gain is None or self.fold_affine:
             self.tensors[f"{new}.weight"] = Filled(Stored(f"{self.layout.embedding}.weight"), 1.0, 1)
-        return Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
+        else:
+            self.tensors[f"{new}.weight"] = gain
+        return gain, Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
 
-    def _linear(self, new: str, old: str, index=None, shift: Expression | None = None, writes: bool = False) -> None:
+    def _scaled(self, weight: Expression, gain: Expression | None) -> Expression:
+        return Scaled(weight, gain, 1) if gain is not None and self.fold_affine else weight
+
+    def _linear(self, new: str, old: str, index=None, reads=(None, None), writes: bool = False) -> None:
+        """Make a linear; `reads` are weight and bias of the norm that it reads."""
+        gain, shift = reads
         weight: Expression = Stored(f"{old}.weight")
         bias: Expression | None = Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
         if writes:
             weight, bias = Centred(weight, 0), bias and Centred(bias, 0)
         if index is not None:
             weight, bias = Rows(weight, index), bias and Rows(bias, index)
-        self.tensors[f"{new}.weight"] = weight
+        self.tensors[f"{new}.weight"] = self._scaled(weight, gain)
         if shift is not None:
             bias = FoldedBias(weight, shift, bias)
         if self.biased:
@@ -167,25 +180,25 @@ class _Builder:
 
     def _layer(self, new: str, old: str, number: int) -> None:
         layout = self.layout
-        shift = self._norm(f"{new}input_layernorm", old + layout.attention_norm)
+        reads = self._norm(f"{new}input_layernorm", old + layout.attention_norm)
         for part, (name, index) in enumerate(self._projections()):
-            self._linear(f"{new}self_attn.{'qkv'[part]}_proj", old + name, index, shift)
+            self._linear(f"{new}self_attn.{'qkv'[part]}_proj", old + name, index, reads)
         limit = self.pair.clip(self.config)
         if limit is not None:
-            gain = self.tensors[f"{new}input_layernorm.weight"]
             for name in layout.projections:
                 bias = Stored(f"{old}{name}.bias") if self.present(f"{old}{name}.bias") else None
-                self.clips.append(Clip(Stored(f"{old}{name}.weight"), gain, bias, limit))
+                self.clips.append(Clip(Stored(f"{old}{name}.weight"), reads[0], bias, limit))
         self._linear(f"{new}self_attn.o_proj", old + layout.output, writes=True)
         if layout.mlp_norm is not None:
-            shift = self._norm(f"{new}post_attention_layernorm", old + layout.mlp_norm)
+            reads = self._norm(f"{new}post_attention_layernorm", old + layout.mlp_norm)
         biased = self.biased
         self.biased = biased and self.pair.biases[-1] != "attention_bias"  # else its MLP has none
         for made, name, writes in layout.mlp(self.config, number):
-            self._linear(new + made, old + name, shift=None if writes else shift, writes=writes)
+            self._linear(new + made, old + name, reads=(None, None) if writes else reads, writes=writes)
         self.biased = biased
         if layout.experts:
-            self.tensors |= {new + name: tensor for name, tensor in layout.experts(self.config, old).items()}
+            for name, (tensor, writes) in layout.experts(self.config, old).items():
+                self.tensors[new + name] = tensor if writes else self._scaled(tensor, reads[0])
 
     def _projections(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Name and rows of query, key and value."""

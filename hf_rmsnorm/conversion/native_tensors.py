@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-PIECE = 1 << 20
-"""Elements that an expression has in float64 at a time, where a row has fewer."""
+PIECE = 1 << 17
+"""Elements that an expression has in float64 at a time, where a row has fewer: 1 MiB, which allocators use again."""
 
 
 class Values(Protocol):
