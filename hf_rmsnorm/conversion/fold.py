@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -163,8 +163,11 @@ def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
         columns = [(name, axis) for name, p in parameters.items() if p.ndim > 1
                    for axis in range(p.ndim) if p.shape[axis] == width]  # fmt: skip
         paths = [path for path, norm in norms.items() if norm.hidden_size == width]
-        probes = _probes(outputs, parameters, 2 + 3 * len(columns) // width)
-        sums = torch.stack([torch.cat([_sum(parameters[n] * g[n], a) for g in probes]) for n, a in columns], 1)
+        probes, rows = [], []
+        for g in _probes(outputs, parameters, 2 + 3 * len(columns) // width):
+            rows.append(torch.stack([_sum(parameters[n] * g[n], a) for n, a in columns], 1))
+            probes.append({name: t for name, t in g.items() if t.ndim == 1})  # the rest is large
+        sums = torch.cat(rows)
         silent = [name for (name, _), column in zip(columns, sums.T, strict=True) if not column.any()]
         lengths = sums.norm(dim=0).clamp_min(1e-300)
         for path in paths:
@@ -193,18 +196,16 @@ class _Stays(Exception):
     """Why a norm is not folded."""
 
 
-def _probes(outputs, parameters, count: int) -> list[dict[str, torch.Tensor]]:
+def _probes(outputs, parameters, count: int) -> Iterator[dict[str, torch.Tensor]]:
     """Gradients of `count` random losses; zeros where nothing depends on a parameter."""
     generator = torch.Generator().manual_seed(2)
-    made = []
     for _ in range(count):
         loss = sum((torch.randn(o.shape, generator=generator, dtype=o.dtype) * o).sum() for o in outputs)
         grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-        made.append({
+        yield {
             name: torch.zeros_like(p) if g is None else g
             for (name, p), g in zip(parameters.items(), grads, strict=True)
-        })  # fmt: skip
-    return made
+        }  # fmt: skip
 
 
 def _sum(product: torch.Tensor, axis: int) -> torch.Tensor:
