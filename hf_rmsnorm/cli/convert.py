@@ -17,6 +17,15 @@ def add_arguments(parser) -> None:
     parser.add_argument("--no-verify", action="store_true", help="publish DST without running source and result")
     parser.add_argument("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
     parser.add_argument(
+        "--target", choices=["same", "native"], default="same",
+        help="native: write a checkpoint of an architecture that is RMSNorm by birth, where one computes the same "
+        "(default same: the source's own architecture)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fold-affine", action="store_true",
+        help="with --target native: fold the norms' weights into the linears that read them",
+    )  # fmt: skip
+    parser.add_argument(
         "--post-norm", choices=["exact", "fit", "refuse"], default="refuse",
         help="for models like BERT. exact: two neurons more in every FFN, so that its norm and the embeddings' become "
         "RMSNorm; fit: all norms, approximately, by least squares on text (default refuse)",
@@ -35,8 +44,19 @@ def run(args) -> Result:
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
     models.quieten()
-    from ..conversion import VerificationFailed, convert_checkpoint, convert_post_norm, plan_conversion
+    from ..conversion import (
+        VerificationFailed,
+        convert_checkpoint,
+        convert_post_norm,
+        plan_conversion,
+        plan_native,
+        write_native,
+    )
 
+    if args.target == "native" and args.post_norm != "refuse":
+        raise CliError("--target native and --post-norm are two ways: choose one")
+    if args.fold_affine and args.target != "native":
+        raise CliError("--fold-affine goes with --target native; from Python, conversion.fold does it alone")
     if args.post_norm != "refuse":
         if args.plan:
             raise CliError("--post-norm has no --plan: it converts the model in memory, and says what it did")
@@ -45,16 +65,23 @@ def run(args) -> Result:
             allow_pickle=args.allow_pickle, restart=args.restart,
         )  # fmt: skip
         return Result({"src": args.src, "published": True, **made.to_dict()}, str(made))
-    planned = plan_conversion(source.where, trust_remote_code=args.trust_remote_code)
+    native = args.target == "native"
+    if native:
+        planned = plan_native(source.where, fold_affine=args.fold_affine)
+    else:
+        planned = plan_conversion(source.where, trust_remote_code=args.trust_remote_code)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, str(planned))
     with _progress(args.json) as progress:
+        how = {
+            "prompts": args.prompt, "verify": not args.no_verify, "allow_pickle": args.allow_pickle,
+            "restart": args.restart, "planned": planned, "progress": progress,
+        }  # fmt: skip
         try:
-            done = convert_checkpoint(
-                source.where, args.dst, trust_remote_code=args.trust_remote_code, prompts=args.prompt,
-                verify=not args.no_verify, allow_pickle=args.allow_pickle, restart=args.restart, planned=planned,
-                progress=progress,
-            )  # fmt: skip
+            if native:
+                done = write_native(source.where, args.dst, **how)
+            else:
+                done = convert_checkpoint(source.where, args.dst, trust_remote_code=args.trust_remote_code, **how)
         except VerificationFailed as error:
             data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
             return Result(data, str(error), 3)

@@ -1,6 +1,7 @@
 """LayerNorm checkpoints become RMSNorm checkpoints with the same logits."""
 
 from .convert import ConvertedCheckpoint, PlannedConversion, VerificationFailed, convert_checkpoint, plan_conversion
+from .native import plan_native, write_native
 from .plan import ConversionPlan, ConversionRefused
 from .postnorm_write import PostNormCheckpoint, convert_post_norm
 from .source import ConversionError
@@ -16,4 +17,6 @@ __all__ = [
     "convert_checkpoint",
     "convert_post_norm",
     "plan_conversion",
+    "plan_native",
+    "write_native",
 ]
