@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
 from hf_rmsnorm.conversion.discovery import discover
-from hf_rmsnorm.conversion.prove import carry_out
+from hf_rmsnorm.conversion.prove import convert_tensors
 
 IDS = torch.arange(3, 35).view(2, 16)
 
@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
             parameter.add_(0.1 + 0.1 * torch.randn(parameter.shape))
     model.save_pretrained(source)
     plan = discover(source)
-    tensors = carry_out(plan, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+    tensors = convert_tensors(plan, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
     config = copy.deepcopy(model.config)
     for key, value in plan.config.items():
         setattr(config, key, value)
