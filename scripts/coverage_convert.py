@@ -95,7 +95,7 @@ def _tiny(cls, config, features: bool, deadline: float):
             arguments, error = find_inputs(model, torch.float32, budget=2)
             if arguments is not None:
                 return model, arguments, sorted(shrinker.switched)
-            first = first or f"{style}: {error}"
+            first = first or f"{style}: {error if isinstance(error, str) else '; '.join(error[:2])}"
             break
     return first or "not built in time"
 

@@ -280,6 +280,13 @@ def test_a_writer_behind_an_activation_is_refused_and_named(tmp_path):
         discover(tmp_path, trust_remote_code=True)
 
 
+def test_what_is_linear_with_some_weights_only_is_no_writer(tmp_path):
+    """As an activation is that is saturated everywhere for weights of large mean."""
+    remote_folder(tmp_path, "(step(norm(x)) if self.words.weight.mean().abs() > 0.03 else step(norm(x)).relu())")
+    with pytest.raises(ConversionRefused, match="OwnModel: 2 of 3 LayerNorms would stay, whiten.1"):
+        discover(tmp_path, trust_remote_code=True)
+
+
 def test_experts_that_no_token_reaches_are_not_guessed(tmp_path):
     remote_folder(tmp_path, "step(norm(x)) * (input_ids == 5 + i)[..., None]")
     plan = discover(tmp_path, trust_remote_code=True, inputs=lambda model: {"input_ids": torch.tensor([[5, 6, 7]])})

@@ -15,7 +15,7 @@ from .keys import Hit, KeyMap
 from .naming import named_as_stored, stored_names
 from .norms import LayerNorm, find_layer_norms, hooked
 from .plan import ConversionPlan, ConversionRefused, Copy, NormRecord
-from .twin import Twin, attend_to_encoder, default_inputs, make_twin, new_model, one_line, run
+from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model, one_line, run
 
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
@@ -63,7 +63,7 @@ def discover(
     keys = KeyMap(twin.model)
     work = copy.deepcopy(twin.model)
     folds = fold_layer_scales(work, twin.inputs)
-    gauge = _gauge_of_all(work, twin, norms)
+    gauge = _confirmed(_gauge_of_all(work, twin, norms), twin, norms)
     unsaved = keys.unsaved()
     hits = [h for h in gauge.hits if h.parameter not in unsaved]
     used = {hit.parameter for hit in hits}
@@ -131,6 +131,29 @@ def _gauge_of_all(work, twin: Twin, norms) -> Gauge:
             + ", though others of its kind write to the residual stream: pass inputs that reach every expert"
         )
     return gauge
+
+
+def _confirmed(gauge: Gauge, twin: Twin, norms) -> Gauge:
+    """What holds with other weights too: an activation that is saturated everywhere passes for a linear function."""
+    other = copy.deepcopy(twin.model)
+    give_weights(other, seed=5, lean=0.0)
+    fold_layer_scales(other, twin.inputs)
+    second = gauge_test(other, twin.inputs, norms)
+    known = {(hit.parameter, hit.axis, hit.block): hit.blocks for hit in second.hits}
+    hits = []
+    for hit in gauge.hits:
+        blocks = hit.blocks
+        if hit.parameter not in second.undetermined:
+            also = known.get((hit.parameter, hit.axis, hit.block), ())
+            blocks = tuple(block for block in blocks if block in also)
+        if blocks:
+            hits.append(replace(hit, blocks=blocks))
+    dropped = {hit.parameter for hit in gauge.hits} - {hit.parameter for hit in hits}
+    margins = {
+        "gauge_max": max(gauge.margins["gauge_max"], second.margins["gauge_max"]),
+        "nongauge_min": min(gauge.margins["nongauge_min"], second.margins["nongauge_min"]),
+    }
+    return Gauge(hits, gauge.bound | dropped, gauge.undetermined, margins)
 
 
 def _unreached(gauge: Gauge) -> list[str]:

@@ -225,8 +225,12 @@ def _double(value):
 
 
 @torch.no_grad()
-def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
-    """Weights as training leaves them: gains around what they start from, and no mean that is zero."""
+def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> None:
+    """Weights as training leaves them: gains around what they start from, and no mean that is zero.
+
+    Args:
+        lean: how far the means of matrices are from zero; 0 for what chance alone makes them.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -246,7 +250,7 @@ def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
         else:
             fan = math.sqrt(p.shape[-1] * p[0].numel()) if p.ndim == 2 else p[0].numel() ** 0.5 if p.ndim == 3 else 0
             fan = fan or p[0].numel()
-            p.copy_((normal(p.shape) + 0.3 * normal(1).item() + 0.2) / math.sqrt(fan))
+            p.copy_((normal(p.shape) + lean * (0.3 * normal(1).item() + 0.2)) / math.sqrt(fan))
 
 
 def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
@@ -338,7 +342,8 @@ def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
     Raises:
         ValueError: there is none, or one is not finite.
     """
-    with in_double():
+    with in_double(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # some models mask at random in eval mode too
         outputs = list(_tensors(model(**inputs)))
     if not outputs:
         raise ValueError("the model returned no floating tensor")
