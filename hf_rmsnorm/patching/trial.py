@@ -80,7 +80,7 @@ class Trial:
 
     def _find_layout(self) -> None:
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
-        if not sizes or sizes == [1]:  # a weight of one element is a factor for rows of any length
+        if not sizes:
             sizes = [*_hinted_sizes(self.probe), 64]
         if max(sizes) > MAX_HIDDEN_SIZE:
             raise Unusable(f"its hidden size is above {MAX_HIDDEN_SIZE}")
