@@ -49,7 +49,7 @@ CONFIGS = {
         "stablelm",
         {**_LLAMA_LIKE, "num_key_value_heads": 2, "hidden_size": 64, "use_parallel_residual": True},
     ),
-    "nemotron": ("nemotron", _LLAMA_LIKE),
+    "nemotron": ("nemotron", {**_LLAMA_LIKE, "num_key_value_heads": 2, "head_dim": 8}),
     "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "num_key_value_heads": 2}),
     "falcon_7b": ("falcon", {**_LLAMA_LIKE, "multi_query": True, "parallel_attn": True}),
     "falcon_40b": ("falcon", {**_LLAMA_LIKE, "new_decoder_architecture": True, "num_kv_heads": 2}),
