@@ -76,7 +76,7 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
         tensor, but = tensors[name], how.get("but")
         if but is not None and tensor.ndim > but["axis"] and tensor.shape[but["axis"]] > but["first"]:
             tensor = tensor.narrow(but["axis"], 0, but["first"])
-        if not _centred(tensor, how["axis"], how["block"], how["blocks"]):
+        if not is_centred(tensor, how["axis"], how["block"], how["blocks"]):
             wrong.append(name)
     for name, how in _matching(neurons, tensors).items():
         if name not in wrong and not _constant(tensors[name], how["axis"], how["first"], how["values"]):
@@ -93,7 +93,8 @@ def _constant(tensor: torch.Tensor, axis: int, first: int, values: list[float]) 
 
 
 @torch.no_grad()
-def _centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
+def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
+    """Whether each block along the axis (`Centre` says which) has zero mean, but for the rounding of its elements."""
     if not tensor.is_floating_point() or tensor.ndim <= axis or tensor.shape[axis] % block:
         return False
     moved = tensor.movedim(axis, -1)

@@ -30,7 +30,7 @@ from .plan import ConversionRefused, Scale
 from .prove import BOUND, _difference, _load
 from .source import open_source
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
-from .verify import Verification
+from .verify import Verification, model_class_of
 
 TOLERANCE = 1e-8  # of the left side, for what the readers add up to
 
@@ -295,8 +295,6 @@ def write_folded(
         ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
-    from .twin import _resolve
-
     how = {"trust_remote_code": trust_remote_code, "inputs": inputs}
     planned = planned or plan_fold(src, model_class=model_class, **how)
     source = open_source(src, allow_pickle=allow_pickle)
@@ -304,7 +302,7 @@ def write_folded(
     verdicts: list[Verification] = []
 
     def check(folder: Path) -> None:
-        cls = _resolve(src, trust_remote_code, model_class)[1]
+        cls = model_class_of(src, trust_remote_code, model_class)
         verdicts.append(judge_folders(src, folder, cls, prompts=prompts, run=verify, **how))
         if not verdicts[0].passed:
             text = f"{dst}: not published, the result fails verification\n{verdicts[0]}"

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from .recipe import Job
-from .source import INDEX
+from .source import INDEX, Source
 
 
 def write_other_files(job: Job, folder: Path) -> None:
@@ -21,6 +21,18 @@ def write_other_files(job: Job, folder: Path) -> None:
     expected = {*(shard.name for shard in source.shards), *source.others, "config.json"}
     if source.index is not None:
         expected.add(INDEX)
+    copy_others(source, folder, expected)
+    if source.index is not None:
+        _write_index(job, folder / INDEX)
+    if job.plan.config:
+        config = merged(source.config, job.plan.config)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    else:
+        shutil.copyfile(source.folder / "config.json", folder / "config.json")
+
+
+def copy_others(source: Source, folder: Path, expected: set[str]) -> None:
+    """Copy what is neither weights nor config as it is, and remove what is not expected in the folder."""
     for parent, _, names in os.walk(folder):
         for name in names:
             path = Path(parent, name)
@@ -30,13 +42,6 @@ def write_other_files(job: Job, folder: Path) -> None:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, target)
-    if source.index is not None:
-        _write_index(job, folder / INDEX)
-    if job.plan.config:
-        config = merged(source.config, job.plan.config)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    else:
-        shutil.copyfile(source.folder / "config.json", folder / "config.json")
 
 
 def merged(config: dict, changes: dict) -> dict:

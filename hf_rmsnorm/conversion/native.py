@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -25,7 +24,7 @@ from .plan import ConversionRefused
 from .prove import BOUND
 from .source import Source, open_source
 from .twin import Twin, default_inputs, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
-from .verify import Verification, _judge, _memory_needed, _prompts
+from .verify import Verification, _judge, _prompts, too_big_to_run
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -292,13 +291,8 @@ def judge_folders(
     """Load two checkpoints with `loader` and judge the second by the noise floor of the first."""
     if not run:
         return Verification(True, "source and result were not run, as asked")
-    need, there = _memory_needed(Path(src)), psutil.virtual_memory().available
-    if need > 0.8 * there:
-        return Verification(
-            True,
-            f"too big to run here ({need / 1e9:.1f} GB in float64, {there / 1e9:.1f} GB free), so the proof is that of "
-            "the small random model",
-        )
+    if too_big := too_big_to_run(Path(src)):
+        return Verification(True, f"{too_big}, so the proof is that of the small random model")
     how = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
     with quiet():
         source, _ = loader.from_pretrained(src, **how)

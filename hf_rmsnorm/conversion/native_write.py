@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
@@ -17,6 +16,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from .arithmetic import as_bytes
+from .folder import copy_others
 from .native_tensors import Expression, Stored
 from .shards import sha256_of
 from .source import COPIED, FLOATS, INDEX, ConversionError, Source, open_source
@@ -276,15 +276,7 @@ def write_other_files(layout: Layout, config: str, folder: Path) -> None:
     source = layout.values.source
     sharded = len(layout.shards) > 1
     expected = {*layout.shards, *source.others, "config.json", *([INDEX] if sharded else [])}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            if os.path.relpath(path, folder) not in expected:
-                path.unlink()
-    for name in source.others:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.folder / name, target)
+    copy_others(source, folder, expected)
     if sharded:
         (folder / INDEX).write_text(json.dumps(layout.index(), indent=2) + "\n", encoding="utf-8")
     (folder / "config.json").write_text(config, encoding="utf-8")

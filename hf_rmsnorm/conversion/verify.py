@@ -10,7 +10,7 @@ import psutil
 import torch
 from safetensors import safe_open
 
-from ..invariant import _centred as is_centred
+from ..invariant import is_centred
 from .plan import Centre, ConversionPlan
 from .twin import _resolve, _tensors, default_inputs, quiet
 
@@ -63,13 +63,9 @@ def verify_folder(
     tensors = f"{len(plan.centre)} centred tensors read again"
     if not run:
         return Verification(True, f"{tensors}; source and result were not run, as asked")
-    need, there = _memory_needed(Path(src)), psutil.virtual_memory().available
-    if need > 0.8 * there:
-        return Verification(
-            True,
-            f"{tensors}; too big to run here ({need / 1e9:.1f} GB in float64, {there / 1e9:.1f} GB free), so the proof "
-            "is that of the plan, on a small random model of the same classes",
-        )
+    if too_big := too_big_to_run(Path(src)):
+        proof = "is that of the plan, on a small random model of the same classes"
+        return Verification(True, f"{tensors}; {too_big}, so the proof {proof}")
     runs = run_both(src, folder, trust_remote_code, model_class, inputs, prompts)
     passed = all(figures["verdict"] == "PASS" for figures in runs.values())
     return Verification(passed, f"{tensors}; source and result run side by side: {'PASS' if passed else 'FAIL'}", runs)
@@ -87,10 +83,13 @@ def _not_centred(folder: Path, plan: ConversionPlan) -> list[str]:
     return sorted(wrong)
 
 
-def _memory_needed(src: Path) -> float:
-    """Bytes that two models and a float64 copy of one take, roughly."""
+def too_big_to_run(src: Path) -> str:
+    """Why two models and a float64 copy of one do not fit into memory, roughly; "" where they do."""
     size = sum(os.path.getsize(f) for f in (*src.glob("*.safetensors"), *src.glob("*.bin")))
-    return size * (2 + 4)
+    need, there = size * (2 + 4), psutil.virtual_memory().available
+    if need <= 0.8 * there:
+        return ""
+    return f"too big to run here ({need / 1e9:.1f} GB in float64, {there / 1e9:.1f} GB free)"
 
 
 def run_both(
