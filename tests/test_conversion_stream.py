@@ -144,7 +144,7 @@ def test_every_file_of_the_checkpoint(tmp_path):
     assert result.added == ("lm_head.weight",) and result.resumed == 0
     assert set(result.changed) == {"h.0.scale", *(centre.key for centre in plan.centre)}
     for name, shard in result.shards.items():
-        assert shard.sha256 == contents(dst)[name] and shard.source_sha256 == before[name]
+        assert shard.sha256 == contents(dst)[name]
         assert shard.size == (dst / name).stat().st_size
     assert seen[-1] == (result.tensors, result.bytes, result.bytes) and seen == sorted(seen)
     assert result.tensors == len(load(dst)) and result.bytes == sum(t.nbytes for t in load(dst).values())
@@ -216,7 +216,6 @@ def test_allowed_pickles_become_safetensors(tmp_path, sharded, zipped):
     result = carry_out(plan, src, tmp_path / "dst", allow_pickle=True)
     tensors = {key: tensor for shard in shards for key, tensor in shard.items()}
     assert_same(load(tmp_path / "dst"), in_memory(plan, tensors))
-    assert {shard.source_sha256 for shard in result.shards.values()} == {before[name] for name in names}
     assert contents(src) == before and not list((tmp_path / "dst").glob("*.bin*"))
     if sharded:
         index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())

@@ -17,8 +17,8 @@ CHUNK = 1 << 20
 
 def changed_bytes(
     read: Read, tensor: StoredTensor, recipe: Recipe, factors: dict[str, torch.Tensor]
-) -> Iterator[tuple[bytearray, memoryview]]:
-    """Yield the bytes of a tensor and what they become, piece by piece in the order of storage.
+) -> Iterator[memoryview]:
+    """Yield the bytes that a tensor becomes, piece by piece in the order of storage.
 
     Args:
         read: reads bytes of the shard.
@@ -29,13 +29,13 @@ def changed_bytes(
     dtype = FLOATS[tensor.dtype]
     work = torch.empty(min(CHUNK, prod(tensor.shape)), dtype=torch.float64)
 
-    def load(first: int, count: int) -> tuple[bytearray, torch.Tensor]:
+    def load(first: int, count: int) -> torch.Tensor:
         raw = read(tensor, first * dtype.itemsize, (first + count) * dtype.itemsize)
         x = work[:count].copy_(torch.frombuffer(raw, dtype=dtype))
         for scale in recipe.scale:
             inner = prod(tensor.shape[scale.axis + 1 :])
             x *= factors[scale.by][torch.arange(first, first + count) // inner % tensor.shape[scale.axis]]
-        return raw, x
+        return x
 
     size = prod(tensor.shape)
     if recipe.centre:
@@ -49,7 +49,7 @@ def changed_bytes(
     # A slab is the whole axis: a piece of whole slabs holds the blocks whole.
     step = CHUNK // max(1, length * inner) * length * inner
     for first in range(0, size, step or 1):
-        raw, x = load(first, min(step, size - first))
+        x = load(first, min(step, size - first))
         for centre in recipe.centre:
             blocks = x.view(-1, length // centre.block, centre.block, inner)
             if centre.blocks is None:
@@ -57,10 +57,10 @@ def changed_bytes(
             else:
                 chosen = list(centre.blocks)
                 blocks[:, chosen] -= blocks[:, chosen].mean(2, keepdim=True)
-        yield raw, as_bytes(torch.ones_like(x) if recipe.ones else x, dtype)
+        yield as_bytes(torch.ones_like(x) if recipe.ones else x, dtype)
 
 
-def _two_passes(load, size, length, inner, recipe, dtype) -> Iterator[tuple[bytearray, memoryview]]:
+def _two_passes(load, size, length, inner, recipe, dtype) -> Iterator[memoryview]:
     """A slab larger than a piece is read twice: for the means of its blocks, and to subtract them."""
     block_of_row = torch.full((length,), -1)
     lengths = []
@@ -81,12 +81,11 @@ def _two_passes(load, size, length, inner, recipe, dtype) -> Iterator[tuple[byte
         def at(piece, slab=slab):
             row, column = piece
             shape = (row.stop - row.start, column.stop - column.start)
-            raw, x = load(slab + row.start * inner + column.start, shape[0] * shape[1])
-            return raw, x.view(shape)
+            return load(slab + row.start * inner + column.start, shape[0] * shape[1]).view(shape)
 
         means = torch.zeros(len(lengths), inner, dtype=torch.float64)
         for row, column in pieces:
-            x, blocks = at((row, column))[1], block_of_row[row]
+            x, blocks = at((row, column)), block_of_row[row]
             if (blocks == blocks[0]).all():  # nearly always, and faster
                 means[blocks[0], column] += x.sum(0)
             else:
@@ -94,9 +93,9 @@ def _two_passes(load, size, length, inner, recipe, dtype) -> Iterator[tuple[byte
         means /= lengths
         means[-1] = 0
         for row, column in pieces:
-            (raw, x), blocks = at((row, column)), block_of_row[row]
+            x, blocks = at((row, column)), block_of_row[row]
             x -= means[blocks[0] if (blocks == blocks[0]).all() else blocks, column]
-            yield raw, as_bytes(x.view(-1), dtype)
+            yield as_bytes(x.view(-1), dtype)
 
 
 def as_bytes(x: torch.Tensor, dtype: torch.dtype) -> memoryview:

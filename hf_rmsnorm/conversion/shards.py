@@ -22,10 +22,9 @@ from .staging import durable_file, reserve, write_all
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """SHA-256 of a shard and of the file that it was made from, and its size in bytes."""
+    """SHA-256 of a shard, and its size in bytes."""
 
     sha256: str
-    source_sha256: str
     size: int
 
 
@@ -90,30 +89,22 @@ def write_shard(
     """
     _check_one(job.source, shard)
     size = len(header) + sum(tensor.nbytes for _, tensor in job.layout(shard))
-    made_sha, seen_sha = hashlib.sha256(), hashlib.sha256()
-    # What is read is hashed apart only where it is all of the file and not what is written.
-    apart = shard.header and (shard.header != header or any(name in job.recipes for name in shard.tensors))
-    with durable_file(target) as file, shard.reading() as read, ThreadPoolExecutor(3) as pool:
+    sha = hashlib.sha256()
+    with durable_file(target) as file, shard.reading() as read, ThreadPoolExecutor(2) as pool:
         reserve(file, size)
-        write = _Lane(pool, partial(write_all, file))
-        hash_made, hash_seen = _Lane(pool, made_sha.update), _Lane(pool, seen_sha.update)
+        write, hash_made = _Lane(pool, partial(write_all, file)), _Lane(pool, sha.update)
         write(header)
         hash_made(header)
-        hash_seen(shard.header)
         for name, tensor in job.layout(shard):
-            for seen, made in _pieces(job, read, name, tensor, factors):
+            for made in _pieces(job, read, name, tensor, factors):
                 write(made)
                 hash_made(made)
-                if apart and name == tensor.name:
-                    hash_seen(seen)
                 yield 0, len(made)
             yield 1, 0
-        for lane in (write, hash_made, hash_seen):
+        for lane in (write, hash_made):
             lane.wait()
         _check_one(job.source, shard)  # before the rename: a mixture never gets a shard's name
-    sha256 = made_sha.hexdigest()
-    source_sha256 = seen_sha.hexdigest() if apart else sha256 if shard.header else sha256_of(shard.path)
-    return WrittenShard(sha256, source_sha256, size)
+    return WrittenShard(sha.hexdigest(), size)
 
 
 def _check_one(source: Source, shard: SafetensorsShard) -> None:
@@ -136,5 +127,4 @@ def _pieces(job, read, name, tensor, factors):
         return
     size = tensor.nbytes
     for first in range(0, size, COPIED):
-        raw = read(tensor, first, min(size, first + COPIED))
-        yield raw, raw
+        yield read(tensor, first, min(size, first + COPIED))

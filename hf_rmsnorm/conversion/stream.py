@@ -26,7 +26,7 @@ class Result:
 
     Args:
         dst: the new folder.
-        shards: for each file name, the SHA-256 of the shard and of the file that it was made from, and its bytes.
+        shards: for each file name, the SHA-256 of the shard and its bytes.
         changed: names of the tensors with new values.
         added: names of the tensors that the source has not.
         not_copied: files of the source with weights in other formats, which would be the old model.
