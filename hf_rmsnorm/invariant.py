@@ -41,10 +41,10 @@ def make_record(
     record = {
         "version": VERSION,
         "computes": "layer_norm",
-        "writers": _shorten(writers, parameters),
-        "rms_norms": _shorten(norms, paths),
+        "writers": shorten(writers, parameters),
+        "rms_norms": shorten(norms, paths),
     }
-    return {**record, "neurons": _shorten(neurons, parameters)} if neurons else record
+    return {**record, "neurons": shorten(neurons, parameters)} if neurons else record
 
 
 def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
@@ -130,7 +130,7 @@ def _matching(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, di
     return found
 
 
-def _shorten(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
+def shorten(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
     """Equal entries of names that differ in numbers only as one, where it matches none of the other names."""
     every: dict[str, set[str]] = {}
     for name in names:

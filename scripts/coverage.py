@@ -117,6 +117,7 @@ def versions() -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--convert", action="store_true", help="convert instead of patch: see coverage_convert.py --help")
     parser.add_argument("--mapping", choices=("causal", "base", "all"), default="all")
     parser.add_argument("--only", help="types, separated by commas")
     parser.add_argument("--jobs", type=int, default=2)
@@ -179,4 +180,8 @@ def _table(found: dict[str, dict[str, dict]]) -> str:
 
 
 if __name__ == "__main__":
+    if "--convert" in sys.argv:  # with the options of that script
+        from coverage_convert import main as convert
+
+        sys.exit(convert([argument for argument in sys.argv[1:] if argument != "--convert"]))
     sys.exit(main())

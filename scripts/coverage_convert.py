@@ -1,7 +1,7 @@
 """Convert a tiny random model of every type in Transformers and prove it, in float64, as LayerNorm and as RMSNorm.
 
-    python scripts/coverage_convert.py --out scripts/results/convert-5.23.0.json
-    python scripts/coverage_convert.py --only gpt2,bloom
+    python scripts/coverage.py --convert --out scripts/results/convert-5.23.0.json
+    python scripts/coverage.py --convert --only gpt2,bloom
 
 Every type with a LayerNorm is in the table: converted in full, in part, or refused with the reason. Types of the base
 mapping are tried where the causal mapping does not have them. Each runs in a process of its own with a limit of time.

@@ -49,7 +49,7 @@ def test_every_type_is_in_the_table_with_a_reason_where_it_does_not_convert():
 
 
 def run_script(out, types):
-    command = [sys.executable, SCRIPTS / "coverage_convert.py", "--mapping", "causal", "--jobs", "1"]
+    command = [sys.executable, SCRIPTS / "coverage.py", "--convert", "--mapping", "causal", "--jobs", "1"]
     done = subprocess.run([*command, "--only", ",".join(types), "--out", out], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {r["type"]: r for r in json.loads(out.read_text(encoding="utf-8"))["types"]}

@@ -6,6 +6,7 @@ import json
 import pytest
 import tiny_models
 import torch
+from accelerate import disk_offload
 from transformers import AutoModelForCausalLM
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
@@ -107,6 +108,20 @@ def test_weights_that_are_not_here_keep_layer_norm(folders):
     report = patch_model(model)
     assert not any(r.converted for r in report.swapped)
     assert "patch once the weights are loaded" in report.swapped[0].notes
+
+
+def test_weights_on_the_disk_are_looked_at(folders, tmp_path):
+    """What accelerate reads when a module runs, it reads for the check too, and takes away again."""
+    for change, converted in ((0.0, True), (1e-2, False)):
+        model = load(folders[1])
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_proj.weight.add_(change)
+        expected = logits(model)
+        disk_offload(model, tmp_path / str(converted))
+        report = patch_model(model)
+        assert {r.converted for r in report.swapped} == {converted}
+        assert all(parameter.is_meta for parameter in model.parameters())
+        torch.testing.assert_close(logits(model), expected)
 
 
 def test_another_eps_than_the_recorded_keeps_layer_norm(folders):

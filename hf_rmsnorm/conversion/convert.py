@@ -173,16 +173,18 @@ def convert_checkpoint(
     record_config = {**plan.config[RECORD_KEY], **record, "proof": planned.to_dict()["proof"]}
     plan = replace(plan, config={**plan.config, RECORD_KEY: record_config})
     verdicts: list[Verification] = []
+    carried_out: list[PlannedConversion] = []
 
     def check(folder: Path) -> None:
-        verdict = verify_folder(
+        verdict, done = verify_folder(
             src, folder, plan, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
             prompts=prompts, run=verify,
         )  # fmt: skip
         verdicts.append(verdict)
         if not verdict.passed:
             raise VerificationFailed(f"{dst}: not published, the result fails verification\n{verdict}", verdict)
-        _write_card(folder, planned, verdict)
+        carried_out.append(replace(planned, plan=done))
+        _write_card(folder, carried_out[-1], verdict)
 
     result = carry_out(
         plan, src, dst, metadata={RECORD_KEY: json.dumps(record, sort_keys=True)}, progress=progress,
@@ -190,7 +192,7 @@ def convert_checkpoint(
     )  # fmt: skip
     if not verdicts:  # published by a run before this one, which was killed while it cleaned up
         verdicts.append(Verification(True, "verified by the run that wrote it"))
-    return ConvertedCheckpoint(planned, result, verdicts[0])
+    return ConvertedCheckpoint((carried_out or [planned])[0], result, verdicts[0])
 
 
 def _write_card(folder: Path, planned: PlannedConversion, verification: Verification) -> None:

@@ -26,11 +26,12 @@ from .native import Memory, judge_folders
 from .native_tensors import Expression, Filled, FoldedBias, Scaled, Stored, Transposed
 from .native_write import MAX_SHARD_SIZE, Written, write_computed
 from .norms import find_layer_norms
+from .pair import model_class_of
 from .plan import ConversionRefused, Scale
-from .prove import BOUND, _difference, _load
+from .prove import BOUND, difference, load_tensors
 from .source import open_source
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
-from .verify import Verification, model_class_of
+from .verify import Verification
 
 TOLERANCE = 1e-8  # of the left side, for what the readers add up to
 
@@ -123,11 +124,11 @@ def fold_of(twin: Twin) -> FoldPlan:
     values = Memory(tensors, {})
     made = {key: torch.cat(list(new.pieces(values))) for key, new in folded(folds, tensors).items()
             if not isinstance(new, Stored)}  # fmt: skip
-    original, result = (_load(cls, twin.config, {**tensors, **changed}) for changed in ({}, made))
+    original, result = (load_tensors(cls, twin.config, {**tensors, **changed}) for changed in ({}, made))
     with torch.no_grad():
         expected, got = run(original, twin.inputs), run(result, twin.inputs)
     scale = max(float(o.abs().max()) for o in expected if o.numel())
-    plan = FoldPlan(tuple(folds), kept, _difference(expected, got) / scale)
+    plan = FoldPlan(tuple(folds), kept, difference(expected, got) / scale)
     if not plan.passed:
         raise ConversionRefused(f"{cls.__name__}: {str(plan).splitlines()[0]}: nothing is folded")
     return plan

@@ -164,7 +164,7 @@ def fold_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, i
     vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
     made: dict[int, str] = {}
     kept = []  # a storage that is freed may be given to another tensor
-    linear = [p for p, m in model.named_modules() if next(m.children(), None) is None and _weight_axis(m) is not None]
+    linear = [p for p, m in model.named_modules() if next(m.children(), None) is None and weight_axis(m) is not None]
 
     def note(path, args, output):
         if torch.is_tensor(output):
@@ -176,7 +176,7 @@ def fold_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, i
     folded = []
     for path, by in dict.fromkeys(products.found):
         module, scale = model.get_submodule(path), model.get_parameter(by)
-        axis = _weight_axis(module)
+        axis = weight_axis(module)
         view = [1] * module.weight.ndim
         view[axis] = -1
         module.weight.mul_(scale.reshape(view))
@@ -189,7 +189,7 @@ def fold_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, i
     return folded
 
 
-def _weight_axis(module: torch.nn.Module) -> int | None:
+def weight_axis(module: torch.nn.Module) -> int | None:
     """The axis of a linear module's weight that its output runs along; None if it is no linear module."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):

@@ -20,11 +20,12 @@ from .keys import saved_tensors
 from .native_target import NativeTarget, native_targets, refused
 from .native_tensors import Stored, Values, is_zero, largest_output
 from .native_write import MAX_SHARD_SIZE, Folder, Written, write_computed
+from .pair import side_by_side
 from .plan import ConversionRefused
 from .prove import BOUND
 from .source import Source, open_source
-from .twin import Twin, default_inputs, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
-from .verify import Verification, _judge, _prompts, too_big_to_run
+from .twin import Twin, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
+from .verify import Verification
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -291,21 +292,17 @@ def judge_folders(
     """Load two checkpoints with `loader` and judge the second by the noise floor of the first."""
     if not run:
         return Verification(True, "source and result were not run, as asked")
-    if too_big := too_big_to_run(Path(src)):
-        return Verification(True, f"{too_big}, so the proof is that of the small random model")
-    how = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
-    with quiet():
-        source, _ = loader.from_pretrained(src, **how)
-        result, info = loader.from_pretrained(folder, **how)
-    wrong = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
-    if wrong:
-        return Verification(False, f"{type(result).__name__} does not load what was made for it: {wrong[0]}")
-    if source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both classes
-        source, result = source.float(), result.float()
-    given = [inputs(source)] if inputs else _prompts(src, source, prompts, trust_remote_code)
-    figures = _judge(source.eval(), result.eval(), given or [default_inputs(source)])
-    name = f"{type(source).__name__} and {type(result).__name__} run side by side: {figures['verdict']}"
-    return Verification(figures["verdict"] == "PASS", name, {"result": figures})
+    how = {"trust_remote_code": trust_remote_code, "model_class": loader, "inputs": inputs, "prompts": prompts}
+    with side_by_side(src, folder, **how) as pair:
+        names = f"{type(pair.source).__name__} and {type(pair.result).__name__}"
+        if pair.missing:
+            return Verification(False, f"{type(pair.result).__name__} does not load what was made: {pair.missing[0]}")
+        if pair.source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both
+            pair.source, pair.result = pair.source.float(), pair.result.float()
+        figures, _ = pair.judge()
+    return Verification(
+        figures["verdict"] == "PASS", f"{names} run side by side: {figures['verdict']}", {"result": figures}
+    )
 
 
 def _write_card(folder: Path, planned: PlannedNative, verification) -> None:

@@ -21,7 +21,7 @@ from .native_tensors import Expression, Stored
 from .shards import sha256_of
 from .source import COPIED, FLOATS, INDEX, ConversionError, Source, open_source
 from .staging import Staging, already_exists, clear_errors, durable_file, staging_for, write_all
-from .stream import _run_check
+from .stream import run_check
 
 MAX_SHARD_SIZE = "5GB"
 FORMAT = 1  # of the bytes that expressions give: a staging folder of another one is not taken up
@@ -117,7 +117,7 @@ def write_computed(
             with clear_errors(staging.model):
                 write_other_files(layout, config, staging.model)
                 source.check_unchanged()
-            _run_check(check, staging)
+            run_check(check, staging)
             with clear_errors(dst):
                 if os.path.lexists(dst):
                     raise already_exists(dst)

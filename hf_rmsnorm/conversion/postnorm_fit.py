@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .gauge import _weight_axis
+from .gauge import weight_axis
 from .norms import LayerNorm, hooked
 from .postnorm_trace import Sum
 from .twin import run
@@ -102,7 +102,7 @@ def subtract(model: torch.nn.Module, fits: dict[Sum, tuple[torch.Tensor, torch.T
     """Take ``w . h + a`` off every feature that a writer gives, in place."""
     for s, (w, a) in fits.items():
         writer = model.get_submodule(s.writer)
-        reads = 1 - _weight_axis(writer)
+        reads = 1 - weight_axis(writer)
         writer.weight -= w if reads else w[:, None]
         if writer.bias is not None:
             writer.bias -= a

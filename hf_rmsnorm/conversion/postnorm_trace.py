@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from .gauge import _weight_axis
+from .gauge import weight_axis
 from .norms import LayerNorm, hooked
 from .twin import MISFITS, run, shapes_of
 
@@ -55,7 +55,7 @@ class FFN:
 def find_sums(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm]) -> list[Sum]:
     """The sums that enter norms of a float64 model, in the order they run; one for each norm that reads one."""
     leaves = [path for path, m in model.named_modules() if path and next(m.children(), None) is None]
-    axes = {path: _weight_axis(model.get_submodule(path)) for path in leaves}
+    axes = {path: weight_axis(model.get_submodule(path)) for path in leaves}
     linear = [path for path in leaves if axes[path] is not None]
     calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     found: dict[str, Sum] = {}
@@ -144,7 +144,7 @@ def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[li
 def _neurons(model: torch.nn.Module, path: str, reads: bool = False) -> tuple[int, int]:
     """(how many a linear module gives, or reads; the axis of its weight that they run along)"""
     module = model.get_submodule(path)
-    axis = _weight_axis(module) ^ reads
+    axis = weight_axis(module) ^ reads
     return module.weight.shape[axis], axis
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
+from .pair import model_class_of, side_by_side
 from .plan import ConversionRefused
 from .postnorm import PostNormConversion, PostNormReport, exact_post_norm, fit_post_norm
 from .source import ConversionError, open_source
 from .staging import clear_errors, staging_for
 from .twin import quiet
-from .verify import Verification, model_class_of, run_both
+from .verify import Verification
 
 LEVELS = ("exact", "fit")
 SENTENCES = 256
@@ -109,7 +110,8 @@ def _write(source, model, done: PostNormConversion, folder: Path) -> None:
 
 
 def _verify(src, folder: Path, level: str, cls, given: list[dict], trust_remote_code: bool) -> Verification:
-    runs = run_both(src, folder, trust_remote_code, cls, None, None, given)
+    with side_by_side(src, folder, trust_remote_code=trust_remote_code, model_class=cls, given=given) as pair:
+        runs = {"as LayerNorm": pair.judge()[0], "as RMSNorm": pair.judge_as_rms()[0]}
     judged = ["as LayerNorm", "as RMSNorm"] if level == "exact" else ["as LayerNorm"]
     passed = all(runs[name]["verdict"] == "PASS" for name in judged)
     if level == "fit":

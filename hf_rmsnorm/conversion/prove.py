@@ -98,18 +98,18 @@ def prove(plan: ConversionPlan, twin: Twin) -> ProofReport:
     original = new_model(cls, twin.config)
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
-    original = _load(cls, twin.config, tensors)
+    original = load_tensors(cls, twin.config, tensors)
     own = named_as_stored(at_twin_size(plan, twin), set(tensors), cls.base_model_prefix)
     config = copy.deepcopy(twin.config)
     for name, value in plan.config.items():
         setattr(config, name, value)
-    converted = _load(cls, config, convert_tensors(own, tensors))
+    converted = load_tensors(cls, config, convert_tensors(own, tensors))
     expected = run(original, twin.inputs)
     scale = max(float(o.abs().max()) for o in expected if o.numel())
     norms, _ = find_layer_norms(converted, twin.inputs)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
     means = input_means(converted, twin.inputs, norms)
-    stock = _difference(expected, run(converted, twin.inputs)) / scale
+    stock = difference(expected, run(converted, twin.inputs)) / scale
     as_rms = {path: norm for path, norm in norms.items() if path in chosen}
     if as_rms.keys() != chosen:
         raise ConversionRefused(f"{cls.__name__}: {sorted(chosen - as_rms.keys())[0]} is no LayerNorm once converted")
@@ -118,11 +118,11 @@ def prove(plan: ConversionPlan, twin: Twin) -> ProofReport:
         return norms[path](args[0], centred=False)
 
     with hooked(converted, as_rms, instead):
-        rms = _difference(expected, run(converted, twin.inputs)) / scale
+        rms = difference(expected, run(converted, twin.inputs)) / scale
     return ProofReport(cls.__name__, stock, rms, scale, (len(as_rms), len(plan.norms)), means)
 
 
-def _load(cls, config, tensors: dict[str, torch.Tensor]):
+def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
     how = {"config": copy.deepcopy(config), "dtype": torch.float64, "output_loading_info": True}
     with quiet():
         model, info = cls.from_pretrained(None, state_dict=dict(tensors), **how)
@@ -132,7 +132,7 @@ def _load(cls, config, tensors: dict[str, torch.Tensor]):
     return model.double().eval()
 
 
-def _difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+def difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     if len(a) != len(b):
         return math.inf
     return max((float((x - y).abs().max()) for x, y in zip(a, b, strict=True) if x.numel()), default=0.0)

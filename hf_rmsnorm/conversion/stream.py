@@ -109,7 +109,7 @@ def carry_out(
             write_other_files(job, staging.model)
             source.check_unchanged()
         if check is not None:
-            _run_check(check, staging)
+            run_check(check, staging)
         with clear_errors(dst):
             staging.publish()
         return _result(job, staging, len(resumed))
@@ -137,7 +137,7 @@ def _write_shards(
             staging.save()
 
 
-def _run_check(check: Callable[[Path], None], staging: Staging) -> None:
+def run_check(check: Callable[[Path], None], staging: Staging) -> None:
     try:
         check(staging.model)
     except Exception as error:

@@ -91,7 +91,7 @@ def make_twin(
     Raises:
         ConversionRefused: no model can be made of it, at no width that fits into memory; the message says why.
     """
-    config, cls = _resolve(source, trust_remote_code, model_class)
+    config, cls = config_and_class(source, trust_remote_code, model_class)
     try:
         shapes = shapes_of(cls, config)
     except MISFITS as error:
@@ -113,7 +113,7 @@ def make_twin(
     )
 
 
-def _resolve(source, trust_remote_code: bool, model_class) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+def config_and_class(source, trust_remote_code: bool, model_class) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     if isinstance(source, PretrainedConfig):
         config = copy.deepcopy(source)
     else:
@@ -344,7 +344,7 @@ def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
     """
     with in_double(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # some models mask at random in eval mode too
-        outputs = list(_tensors(model(**inputs)))
+        outputs = list(output_tensors(model(**inputs)))
     if not outputs:
         raise ValueError("the model returned no floating tensor")
     if not all(bool(torch.isfinite(o).all()) or not o.numel() for o in outputs):
@@ -354,17 +354,17 @@ def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
 
 
-def _tensors(output) -> Iterator[torch.Tensor]:
+def output_tensors(output) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, dict):
         for key, value in output.items():
             if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
-                yield from _tensors(value)
+                yield from output_tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
-            yield from _tensors(value)
+            yield from output_tensors(value)
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from accelerate.utils import align_module_device, has_offloaded_params
 
 from ..invariant import RECORD_KEY, recorded_norms, uncentred
 from ..layers import Recipe
@@ -55,10 +57,9 @@ def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict]
     norms = {inside + path[len(head) :]: how["eps"] for path, how in found.items()}
     if record.get("computes") == TRAINED_AS_RMS:
         return Conversion(norms)
-    tensors = {head + name: t for name, t in model.named_parameters(remove_duplicate=False)}
-    hidden = [name for name, t in tensors.items() if t.is_meta or type(t) not in PLAIN_TYPES or t.numel() == 0]
-    if hidden:
-        return Conversion(norms, f"{hidden[0]} is not here to be looked at; patch once the weights are loaded, whole")
+    tensors = _Weights(model, head)
+    if hidden := tensors.hidden():
+        return Conversion(norms, f"{hidden} is not here to be looked at; patch once the weights are loaded, whole")
     try:
         moved = uncentred(tensors, record)
     except ValueError as error:
@@ -67,3 +68,35 @@ def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict]
         return Conversion(norms)
     more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
     return Conversion(norms, f"{moved[0]}{more} no longer has zero mean along the stream, by fine-tuning perhaps")
+
+
+class _Weights(Mapping[str, torch.Tensor]):
+    """A model's parameters by name; one that accelerate keeps on a disk is read when it is asked for."""
+
+    def __init__(self, model: torch.nn.Module, head: str):
+        self._owners = {
+            f"{head}{path}.{name}" if path else head + name: (module, name)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name in module._parameters
+            if module._parameters[name] is not None
+        }
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        module, name = self._owners[key]
+        with align_module_device(module):
+            return module._parameters[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def hidden(self) -> str:
+        """The first parameter that cannot be looked at, "" if there is none."""
+        for key, (module, name) in self._owners.items():
+            tensor = module._parameters[name]
+            away = tensor.is_meta and not has_offloaded_params(module)
+            if away or type(tensor) not in PLAIN_TYPES or not tensor.numel():
+                return key
+        return ""

@@ -1,0 +1,161 @@
+"""A checkpoint and what was made of it, run on the same inputs; where memory does not hold both, module by module."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from .twin import config_and_class, default_inputs, output_tensors, quiet
+
+PROMPTS = (
+    "The following table lists the statements that may be used in a function.",
+    "An expression is evaluated before the result is bound to a name; if it raises an exception, the name keeps the "
+    "value that it had.",
+)
+TOKENS = 64
+GREEDY_TOKENS = 16
+_IN_FLOAT64 = 6  # two models, and the widest weights of a run in float64, in sizes of the checkpoint
+_FOR_EACH = 0.1  # of the free memory: weights that stay while the others are read
+
+
+@dataclass
+class Pair:
+    """Two models and their inputs.
+
+    Args:
+        source, result: in eval mode.
+        inputs: keyword arguments of the forward, a batch each.
+        streamed: the weights are read from the shards as they are needed.
+        missing: parameters that the result's checkpoint does not have or that have another shape there.
+    """
+
+    source: torch.nn.Module
+    result: torch.nn.Module
+    inputs: list[dict]
+    streamed: bool
+    missing: list[str]
+
+    def judge(self):
+        """(figures for people, `NoiseFloor`) of the result, by the source's own error against float64."""
+        from ..verification import verify_equivalence
+        from ..verification.compare import compare_logits
+        from ..verification.float64 import in_float64
+
+        source, result, extra = self.source, self.result, {}
+        generates = source.can_generate() and not source.config.is_encoder_decoder and not self.streamed
+        if generates and all("input_ids" in inputs for inputs in self.inputs):
+            report = verify_equivalence(
+                source, result, self.inputs, norms=False, max_new_tokens=GREEDY_TOKENS, backend="reference"
+            )
+            difference, floor, passed = report.logits, report.noise_floor, report.passed
+            extra = {"greedy": "equal" if report.greedy.equal else "tie" if report.greedy.passed else "different"}
+        else:
+            own, other = self._outputs(source), self._outputs(result)
+            with in_float64(source):
+                exact = [t.double() for t in self._outputs(source)]
+            difference, floor = compare_logits(own, other, exact)
+            passed = floor.passed
+        figures = {
+            "verdict": "PASS" if passed else "FAIL",
+            "dtype": floor.dtype,
+            "error": floor.candidate_max,
+            "source's own error": floor.reference_max,
+            "allowed": floor.allowed_max,
+            "RMS error": floor.candidate_rms,
+            "KL": difference.kl_mean,
+            **extra,
+        }
+        return figures, floor
+
+    def judge_as_rms(self):
+        """As `judge`, with the result's norms as its config records them."""
+        from .. import patched
+
+        with patched(self.result) as report:
+            count = sum(record.converted for record in report.swapped)
+            figures, floor = self.judge()
+        figures["norms"] = f"{count} as RMSNorm"
+        if not count:
+            figures["verdict"] = "FAIL"
+        return figures, floor
+
+    def last_of(self, paths) -> str | None:
+        """The module among these paths that runs last."""
+        seen: list[str] = []
+        handles = [
+            self.result.get_submodule(path).register_forward_hook(lambda *_, path=path: seen.append(path))
+            for path in paths
+        ]
+        try:
+            self._outputs(self.result)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen[-1] if seen else None
+
+    def _outputs(self, model) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = [t for inputs in self.inputs for t in output_tensors(model(**inputs)) if t.dim() > 1]
+        return [t.flatten(0, -2) for t in found]
+
+
+@contextmanager
+def side_by_side(
+    src, folder: Path, *, trust_remote_code: bool = False, model_class=None, inputs=None, prompts=None,
+    given: list[Mapping] | None = None, result_class=None,
+) -> Iterator[Pair]:  # fmt: skip
+    """Load two checkpoints in their own dtype, module by module where memory does not hold both.
+
+    Args:
+        inputs: makes keyword arguments for the source model.
+        prompts: texts, where there is a tokenizer.
+        given: batches, instead of the two.
+        result_class: to load `folder` with, where that is not the source's.
+    """
+    cls = model_class_of(src, trust_remote_code, model_class)
+    streamed = not fits_memory(Path(src))
+    with tempfile.TemporaryDirectory() as scratch:
+        how: dict = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
+        if streamed:
+            room = int(_FOR_EACH * psutil.virtual_memory().available)
+            how |= {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": scratch}
+        with quiet():
+            source, _ = cls.from_pretrained(src, **how)
+            result, info = (result_class or cls).from_pretrained(folder, **how)
+        source, result = source.eval(), result.eval()
+        if not given:
+            given = [inputs(source)] if inputs else _prompts(src, source, prompts, trust_remote_code)
+        batches = [
+            {k: v.to(source.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
+            for batch in (given or [default_inputs(source)])[: 1 if streamed else None]
+        ]
+        missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
+        yield Pair(source, result, batches, streamed, missing)
+
+
+def fits_memory(src: Path) -> bool:
+    """Whether two models and a run of one in float64 fit into memory, roughly."""
+    size = sum(path.stat().st_size for path in (*src.glob("*.safetensors"), *src.glob("*.bin")))
+    return size * _IN_FLOAT64 <= 0.8 * psutil.virtual_memory().available
+
+
+def model_class_of(src, trust_remote_code: bool = False, model_class=None):
+    """The class to load a folder with: the one its config names, where none is given."""
+    return config_and_class(src, trust_remote_code, model_class)[1]
+
+
+def _prompts(src, model, prompts, trust_remote_code: bool) -> list[dict]:
+    """What the tokenizer makes of the prompts; none where there is no tokenizer."""
+    if model.main_input_name != "input_ids" or not any(Path(src).glob("*token*")):
+        return []
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(src, trust_remote_code=trust_remote_code)
+    texts = [{"input_ids": tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]} for text in prompts or PROMPTS]
+    return [inputs for inputs in texts if inputs["input_ids"].numel()]
