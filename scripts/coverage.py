@@ -117,7 +117,7 @@ def versions() -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--convert", action="store_true", help="convert instead of patch: see coverage_convert.py --help")
+    parser.add_argument("--convert", action="store_true", help="convert instead: see coverage_convert.py")
     parser.add_argument("--mapping", choices=("causal", "base", "all"), default="all")
     parser.add_argument("--only", help="types, separated by commas")
     parser.add_argument("--jobs", type=int, default=2)

@@ -9,6 +9,7 @@ from checkpoints import load
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_rmsnorm import patch_model
+from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.conversion import convert_checkpoint
 from hf_rmsnorm.conversion.fold import fold_of, folded, plan_fold, write_folded
 from hf_rmsnorm.conversion.plan import ConversionRefused
@@ -95,7 +96,8 @@ def write_source(folder, model_type, config, dtype, auto=AutoModelForCausalLM):
 @torch.no_grad()
 def logits(folder, **inputs):
     with in_double():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()(**inputs).logits
+        how = {"dtype": torch.float64, "experts_implementation": "eager"}  # the grouped one takes no float64
+        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()(**inputs).logits
 
 
 def test_written_checkpoint_has_ones_zeros_and_the_logits_of_the_source(tmp_path):
@@ -126,6 +128,36 @@ def test_a_converted_checkpoint_stays_converted(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").eval()
     report = patch_model(model)
     assert sum(record.converted is not None and bool(record.converted) for record in report.swapped) == 5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [("gpt2", GPT2), ("persimmon", SMALL), ("phi", SMALL), ("cohere2_moe", {**SMALL, **SPARSE})],
+)
+def test_converted_and_folded_in_one_pass(model_type, config, tmp_path, capsys):
+    """Every norm that has readers with biases is the bare RMSNorm of its input, and the logits stay."""
+    src = write_source(tmp_path / "src", model_type, config, torch.float32)
+    assert main(["convert", str(src), str(tmp_path / "dst"), "--fold-affine"]) == 0
+    assert "folded into the linears" in capsys.readouterr().out
+    convert_checkpoint(src, tmp_path / "rms", verify=False)
+    folds = plan_fold(src).folds
+    after, plain = load(tmp_path / "dst"), load(tmp_path / "rms")
+    assert folds and all(bool((after[fold.weight] == 1).all()) for fold in folds)
+    assert all(fold.bias is None or not after[fold.bias].any() for fold in folds)
+    touched = {n for f in folds for n in (f.weight, f.bias, *(s.key for s in f.scales), *(b[0] for b in f.biases))}
+    assert all(torch.equal(after[key], plain[key]) for key in plain.keys() - touched)
+    ids = torch.randint(3, 96, (2, 30), generator=torch.Generator().manual_seed(1))
+    expected, got = (logits(tmp_path / which, input_ids=ids) for which in ("src", "dst"))
+    assert (expected - got).abs().max() <= 2e-6 * expected.abs().max()  # rounded to float32
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").eval()
+    assert all(record.converted for record in patch_model(model).swapped)
+
+
+def test_the_plan_of_a_fold_is_printed(tmp_path, capsys):
+    src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32)
+    assert main(["convert", str(src), "--plan", "--fold-affine", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["proof"]["passed"] and data["fold"]["passed"] and len(data["fold"]["folds"]) == 4
 
 
 def test_tensors_of_other_dtypes_keep_their_bytes(tmp_path):

@@ -23,7 +23,7 @@ def add_arguments(parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--fold-affine", action="store_true",
-        help="with --target native: fold the norms' weights into the linears that read them",
+        help="fold the norms' weights and biases into the linears that read them, where that is exact",
     )  # fmt: skip
     parser.add_argument(
         "--post-norm", choices=["exact", "fit", "refuse"], default="refuse",
@@ -49,14 +49,16 @@ def run(args) -> Result:
         convert_checkpoint,
         convert_post_norm,
         plan_conversion,
+        plan_fold,
         plan_native,
+        write_folded,
         write_native,
     )
 
     if args.target == "native" and args.post_norm != "refuse":
         raise CliError("--target native and --post-norm are two ways: choose one")
-    if args.fold_affine and args.target != "native":
-        raise CliError("--fold-affine goes with --target native; from Python, conversion.fold does it alone")
+    if args.fold_affine and args.post_norm != "refuse":
+        raise CliError("--fold-affine and --post-norm are two ways: choose one")
     if args.post_norm != "refuse":
         if args.plan:
             raise CliError("--post-norm has no --plan: it converts the model in memory, and says what it did")
@@ -70,18 +72,26 @@ def run(args) -> Result:
         planned = plan_native(source.where, fold_affine=args.fold_affine)
     else:
         planned = plan_conversion(source.where, trust_remote_code=args.trust_remote_code)
+    fold = None
+    if args.fold_affine and not native:
+        fold = plan_fold(source.where, trust_remote_code=args.trust_remote_code)
     if args.plan:
-        return Result({"src": args.src, **planned.to_dict()}, str(planned))
+        data = {"src": args.src, **planned.to_dict(), **({"fold": fold.to_dict()} if fold else {})}
+        return Result(data, f"{planned}\n{fold}" if fold else str(planned))
     with _progress(args.json) as progress:
         how = {
             "prompts": args.prompt, "verify": not args.no_verify, "allow_pickle": args.allow_pickle,
-            "restart": args.restart, "planned": planned, "progress": progress,
+            "restart": args.restart, "progress": progress,
         }  # fmt: skip
         try:
             if native:
-                done = write_native(source.where, args.dst, **how)
+                done = write_native(source.where, args.dst, planned=planned, **how)
             else:
-                done = convert_checkpoint(source.where, args.dst, trust_remote_code=args.trust_remote_code, **how)
+                how["trust_remote_code"] = args.trust_remote_code
+                if fold:
+                    done = write_folded(source.where, args.dst, planned=fold, conversion=planned, **how)
+                else:
+                    done = convert_checkpoint(source.where, args.dst, planned=planned, **how)
         except VerificationFailed as error:
             data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
             return Result(data, str(error), 3)

@@ -1,9 +1,11 @@
 """LayerNorm checkpoints become RMSNorm checkpoints with the same logits."""
 
-from .convert import ConvertedCheckpoint, PlannedConversion, VerificationFailed, convert_checkpoint, plan_conversion
+from .convert import ConvertedCheckpoint, PlannedConversion, convert_checkpoint, plan_conversion
+from .fold import plan_fold, write_folded
 from .native import plan_native, write_native
 from .plan import ConversionPlan, ConversionRefused
 from .postnorm_write import PostNormCheckpoint, convert_post_norm
+from .publish import VerificationFailed
 from .source import ConversionError
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "convert_checkpoint",
     "convert_post_norm",
     "plan_conversion",
+    "plan_fold",
     "plan_native",
+    "write_folded",
     "write_native",
 ]

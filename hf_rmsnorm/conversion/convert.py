@@ -16,20 +16,12 @@ from ..paths import compact_paths
 from .discovery import discover
 from .plan import ConversionPlan, ConversionRefused
 from .prove import ProofReport, prove
-from .source import ConversionError
+from .publish import Judged, add_to_card
 from .stream import Result, carry_out
 from .twin import make_twin
 from .verify import Verification, verify_folder
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
-
-
-class VerificationFailed(ConversionError):
-    """The written checkpoint does not compute what the source does; it was not published."""
-
-    def __init__(self, text: str, verification: Verification):
-        super().__init__(text)
-        self.verification = verification
 
 
 @dataclass(frozen=True)
@@ -166,51 +158,52 @@ def convert_checkpoint(
         ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
-    if planned is None:
-        planned = plan_conversion(src, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
-    plan = planned.plan
-    record = {"source": Path(src).name, "converted_by": f"hf-rmsnorm {__version__}", "torch": torch.__version__}
-    record_config = {**plan.config[RECORD_KEY], **record, "proof": planned.to_dict()["proof"]}
-    plan = replace(plan, config={**plan.config, RECORD_KEY: record_config})
-    verdicts: list[Verification] = []
-    carried_out: list[PlannedConversion] = []
-
-    def check(folder: Path) -> None:
-        verdict, done = verify_folder(
-            src, folder, plan, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
-            prompts=prompts, run=verify,
-        )  # fmt: skip
-        verdicts.append(verdict)
-        if not verdict.passed:
-            raise VerificationFailed(f"{dst}: not published, the result fails verification\n{verdict}", verdict)
-        carried_out.append(replace(planned, plan=done))
-        _write_card(folder, carried_out[-1], verdict)
-
+    how = {"trust_remote_code": trust_remote_code, "model_class": model_class, "inputs": inputs}
+    conversion = Publication(src, dst, planned or plan_conversion(src, **how), prompts=prompts, run=verify, **how)
     result = carry_out(
-        plan, src, dst, metadata={RECORD_KEY: json.dumps(record, sort_keys=True)}, progress=progress,
-        allow_pickle=allow_pickle, check=check, restart=restart,
+        conversion.plan, src, dst, metadata=conversion.metadata, progress=progress, allow_pickle=allow_pickle,
+        check=conversion.check, restart=restart,
     )  # fmt: skip
-    if not verdicts:  # published by a run before this one, which was killed while it cleaned up
-        verdicts.append(Verification(True, "verified by the run that wrote it"))
-    return ConvertedCheckpoint((carried_out or [planned])[0], result, verdicts[0])
+    return ConvertedCheckpoint(conversion.planned, result, conversion.verification)
 
 
-def _write_card(folder: Path, planned: PlannedConversion, verification: Verification) -> None:
-    """Add a section to the model card, and the plan beside it."""
-    (folder / "conversion_plan.json").write_text(planned.plan.to_json() + "\n", encoding="utf-8")
-    card = folder / "README.md"
-    before = card.read_text(encoding="utf-8") if card.exists() else ""
-    before = before.partition(f"\n{CARD_HEADING}\n")[0].rstrip()
-    becoming = sum(norm.becomes_rms for norm in planned.plan.norms)
-    section = f"""{CARD_HEADING}
+class Publication(Judged):
+    """The check of a converted folder.
 
-Everything that writes to the residual stream was centred, so that LayerNorm and RMSNorm compute the same:
-{becoming} of {len(planned.plan.norms)} norms may run as RMSNorm. It loads like any checkpoint of its architecture and
+    Args:
+        how: as in `verify_folder`.
+
+    Attributes:
+        plan: with what config.json records of this conversion.
+        metadata: for ``__metadata__`` of the shards.
+        planned: the plan and its proof; once checked, the plan as it was carried out.
+    """
+
+    def __init__(self, src, dst, planned: PlannedConversion, **how):
+        super().__init__(dst, self._verify, self._write_card)
+        self.planned, self._src, self._how = planned, src, how
+        record = {"source": Path(src).name, "converted_by": f"hf-rmsnorm {__version__}", "torch": torch.__version__}
+        self.metadata = {RECORD_KEY: json.dumps(record, sort_keys=True)}
+        record = {**planned.plan.config[RECORD_KEY], **record, "proof": planned.to_dict()["proof"]}
+        self.plan = replace(planned.plan, config={**planned.plan.config, RECORD_KEY: record})
+
+    def _verify(self, folder: Path) -> Verification:
+        verdict, plan = verify_folder(self._src, folder, self.plan, **self._how)
+        self.planned = replace(self.planned, plan=plan)
+        return verdict
+
+    def _write_card(self, folder: Path, verdict: Verification) -> None:
+        """Add a section to the model card, and the plan beside it."""
+        plan = self.planned.plan
+        (folder / "conversion_plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
+        becoming = sum(norm.becomes_rms for norm in plan.norms)
+        text = f"""Everything that writes to the residual stream was centred, so that LayerNorm and RMSNorm compute
+the same: {becoming} of {len(plan.norms)} norms may run as RMSNorm. It loads like any checkpoint of its architecture and
 gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What was done is in `conversion_plan.json`.
 
 ```
-{planned.proof}
-{verification}
+{self.planned.proof}
+{verdict}
 ```
 """
-    card.write_text(f"{before}\n\n{section}" if before else section, encoding="utf-8")
+        add_to_card(folder, CARD_HEADING, text)

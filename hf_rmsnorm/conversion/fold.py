@@ -15,20 +15,22 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from .. import __version__
-from .convert import VerificationFailed
+from .convert import PlannedConversion, Publication
+from .folder import merged
 from .keys import KeyMap, saved_tensors
 from .native import Memory, judge_folders
-from .native_tensors import Expression, Filled, FoldedBias, Scaled, Stored, Transposed
+from .native_tensors import Centred, Expression, Filled, FoldedBias, Scaled, Stored, Transposed
 from .native_write import MAX_SHARD_SIZE, Written, write_computed
 from .norms import find_layer_norms
-from .pair import model_class_of
 from .plan import ConversionRefused, Scale
 from .prove import BOUND, difference, load_tensors
+from .publish import Judged
+from .recipe import Job, Recipe, make_job
 from .source import open_source
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
 from .verify import Verification
@@ -88,13 +90,17 @@ class FoldedCheckpoint:
     plan: FoldPlan
     written: Written
     verification: Verification
+    conversion: PlannedConversion | None = None
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {"plan": self.plan.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
+        conversion = self.conversion.to_dict() if self.conversion else {}
+        done = {**self.written.to_dict(), "verification": self.verification.to_dict()}
+        return {**conversion, "fold": self.plan.to_dict(), **done}
 
     def __str__(self) -> str:
-        return f"{self.plan}\n{self.written}\n{self.verification}"
+        proof = f"{self.conversion.proof}\n" if self.conversion else ""
+        return f"{proof}{self.plan}\n{self.written}\n{self.verification}"
 
 
 def plan_fold(src, *, trust_remote_code: bool = False, model_class=None, inputs=None) -> FoldPlan:
@@ -122,8 +128,8 @@ def fold_of(twin: Twin) -> FoldPlan:
         raise ConversionRefused(f"{cls.__name__}: no norm can be folded exactly ({reasons or 'it has no LayerNorm'})")
     tensors = saved_tensors(model)
     values = Memory(tensors, {})
-    made = {key: torch.cat(list(new.pieces(values))) for key, new in folded(folds, tensors).items()
-            if not isinstance(new, Stored)}  # fmt: skip
+    expressions = folded(folds, {name: Stored(name) for name in tensors})
+    made = {name: torch.cat(list(e.pieces(values))) for name, e in expressions.items() if not isinstance(e, Stored)}
     original, result = (load_tensors(cls, twin.config, {**tensors, **changed}) for changed in ({}, made))
     with torch.no_grad():
         expected, got = run(original, twin.inputs), run(result, twin.inputs)
@@ -134,18 +140,31 @@ def fold_of(twin: Twin) -> FoldPlan:
     return plan
 
 
-def folded(folds, names) -> dict[str, Expression]:
-    """Every tensor of a checkpoint, given their names, once norms are folded."""
-    tensors: dict[str, Expression] = {name: Stored(name) for name in names}
+def folded(folds, tensors: dict[str, Expression]) -> dict[str, Expression]:
+    """Every tensor of a checkpoint once norms are folded, from those before."""
+    done = dict(tensors)
     for fold in folds:
         for scale in fold.scales:
-            tensors[scale.key] = Scaled(Stored(scale.key), Stored(scale.by), scale.axis)
+            done[scale.key] = Scaled(tensors[scale.key], tensors[scale.by], scale.axis)
         for bias, weight, lies_in_out in fold.biases:
-            rows = Transposed(Stored(weight)) if lies_in_out else Stored(weight)
-            tensors[bias] = FoldedBias(rows, Stored(fold.bias), Stored(bias))
+            rows = Transposed(tensors[weight]) if lies_in_out else tensors[weight]
+            done[bias] = FoldedBias(rows, tensors[fold.bias], tensors[bias])
         for name, number in ((fold.weight, 1.0), (fold.bias, 0.0)):
             if name is not None:
-                tensors[name] = Filled(Stored(name), number)
+                done[name] = Filled(tensors[name], number)
+    return done
+
+
+def converted(job: Job) -> dict[str, Expression]:
+    """Every tensor of a checkpoint as a conversion plan makes it."""
+    tensors: dict[str, Expression] = {}
+    for name, stored in job.tensors():
+        recipe, made = job.recipes.get(name, Recipe()), Stored(stored.name)
+        for scale in recipe.scale:
+            made = Scaled(made, Stored(scale.by), scale.axis)
+        for centre in recipe.centre:
+            made = Centred(made, centre.axis, centre.block, centre.blocks)
+        tensors[name] = Filled(made, 1.0) if recipe.ones else made
     return tensors
 
 
@@ -164,6 +183,9 @@ def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
         columns = [(name, axis) for name, p in parameters.items() if p.ndim > 1
                    for axis in range(p.ndim) if p.shape[axis] == width]  # fmt: skip
         paths = [path for path, norm in norms.items() if norm.hidden_size == width]
+        if not columns:  # q and k of a head: what reads them is no linear
+            kept |= dict.fromkeys(paths, "something else than linears reads it")
+            continue
         probes, rows = [], []
         for g in _probes(outputs, parameters, 2 + 3 * len(columns) // width):
             rows.append(torch.stack([_sum(parameters[n] * g[n], a) for n, a in columns], 1))
@@ -275,6 +297,7 @@ def write_folded(
     allow_pickle: bool = False,
     restart: bool = False,
     planned: FoldPlan | None = None,
+    conversion: PlannedConversion | None = None,
     progress: Callable[[int, int, int], None] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> FoldedCheckpoint:
@@ -289,6 +312,8 @@ def write_folded(
         trust_remote_code, model_class, inputs, prompts, verify, allow_pickle, restart, progress: as in
             `convert_checkpoint`.
         planned: what `plan_fold` returned for `src`, if it has been called.
+        conversion: what `plan_conversion` returned for `src`: the checkpoint is converted in the same pass, and the
+            values are rounded once.
         max_shard_size: bytes, or "5GB" and the like.
 
     Raises:
@@ -300,21 +325,19 @@ def write_folded(
     planned = planned or plan_fold(src, model_class=model_class, **how)
     source = open_source(src, allow_pickle=allow_pickle)
     metadata = next((shard.metadata for shard in source.shards if shard.metadata), None) or {"format": "pt"}
-    verdicts: list[Verification] = []
-
-    def check(folder: Path) -> None:
-        cls = model_class_of(src, trust_remote_code, model_class)
-        verdicts.append(judge_folders(src, folder, cls, prompts=prompts, run=verify, **how))
-        if not verdicts[0].passed:
-            text = f"{dst}: not published, the result fails verification\n{verdicts[0]}"
-            raise VerificationFailed(text, verdicts[0])
-
     record = {"norms": [fold.path for fold in planned.folds], "converted_by": f"hf-rmsnorm {__version__}"}
+    metadata = {**metadata, "hf_rmsnorm_folded": json.dumps(record, sort_keys=True)}
+    how |= {"model_class": model_class, "prompts": prompts, "run": verify}
+    if conversion is None:
+        tensors: dict[str, Expression] = {name: Stored(name) for name in source.tensors}
+        config, publication = None, Judged(dst, partial(judge_folders, src, **how), lambda folder, verdict: None)
+    else:
+        publication = Publication(src, dst, conversion, **how)
+        tensors = converted(make_job(publication.plan, source))
+        config = json.dumps(merged(source.config, publication.plan.config), indent=2) + "\n"
+        metadata |= publication.metadata
     written = write_computed(
-        src, dst, folded(planned.folds, source.tensors), None, aliases={}, check=check,
-        metadata={**metadata, "hf_rmsnorm_folded": json.dumps(record, sort_keys=True)}, allow_pickle=allow_pickle,
-        restart=restart, progress=progress, max_shard_size=max_shard_size,
+        src, dst, folded(planned.folds, tensors), config, aliases={}, check=publication.check, metadata=metadata,
+        allow_pickle=allow_pickle, restart=restart, progress=progress, max_shard_size=max_shard_size,
     )  # fmt: skip
-    if not verdicts:  # published by a run before this one, which was killed while it cleaned up
-        verdicts.append(Verification(True, "verified by the run that wrote it"))
-    return FoldedCheckpoint(planned, written, verdicts[0])
+    return FoldedCheckpoint(planned, written, publication.verification, conversion and publication.planned)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .. import __version__
 from ..invariant import RECORD_KEY
-from .convert import VerificationFailed
 from .keys import saved_tensors
 from .native_target import NativeTarget, native_targets, refused
 from .native_tensors import Stored, Values, is_zero, largest_output
@@ -23,6 +23,7 @@ from .native_write import MAX_SHARD_SIZE, Folder, Written, write_computed
 from .pair import side_by_side
 from .plan import ConversionRefused
 from .prove import BOUND
+from .publish import Judged, add_to_card
 from .source import Source, open_source
 from .twin import Twin, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
 from .verify import Verification
@@ -255,7 +256,7 @@ def write_native(
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
     planned = planned or plan_native(src, fold_affine=fold_affine)
-    target, verdicts = planned.target, []
+    target = planned.target
     record = {
         "source": Path(src).name,
         "source_type": target.source_type,
@@ -263,36 +264,26 @@ def write_native(
         "torch": torch.__version__,
         "fold_affine": target.fold_affine,
     }
-
-    def check(folder: Path) -> None:
-        verdicts.append(verify_native(src, folder, prompts=prompts, run=verify))
-        if not verdicts[0].passed:
-            text = f"{dst}: not published, the result fails verification\n{verdicts[0]}"
-            raise VerificationFailed(text, verdicts[0])
-        _write_card(folder, planned, verdicts[0])
-
+    judged = Judged(
+        dst, partial(verify_native, src, prompts=prompts, run=verify), partial(_write_card, planned=planned)
+    )
     written = write_computed(
-        src, dst, target.tensors, target.config.to_json_string(), aliases=target.aliases, check=check,
+        src, dst, target.tensors, target.config.to_json_string(), aliases=target.aliases, check=judged.check,
         metadata={"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}, allow_pickle=allow_pickle,
         restart=restart, progress=progress, max_shard_size=max_shard_size,
     )  # fmt: skip
-    if not verdicts:  # published by a run before this one, which was killed while it cleaned up
-        verdicts.append(Verification(True, "verified by the run that wrote it"))
-    return NativeCheckpoint(planned, written, verdicts[0])
+    return NativeCheckpoint(planned, written, judged.verification)
 
 
 def verify_native(src, folder: Path, *, prompts: list[str] | None = None, run: bool = True) -> Verification:
     """Run a checkpoint and its native form side by side, in the checkpoint's own dtype, as `verify_folder` does."""
-    return judge_folders(src, folder, AutoModelForCausalLM, prompts=prompts, run=run)
+    return judge_folders(src, folder, model_class=AutoModelForCausalLM, prompts=prompts, run=run)
 
 
-def judge_folders(
-    src, folder: Path, loader, *, prompts=None, inputs=None, run: bool = True, trust_remote_code: bool = False
-) -> Verification:
-    """Load two checkpoints with `loader` and judge the second by the noise floor of the first."""
+def judge_folders(src, folder: Path, *, run: bool = True, **how) -> Verification:
+    """Judge the second of two checkpoints by the noise floor of the first; `how` is for `side_by_side`."""
     if not run:
         return Verification(True, "source and result were not run, as asked")
-    how = {"trust_remote_code": trust_remote_code, "model_class": loader, "inputs": inputs, "prompts": prompts}
     with side_by_side(src, folder, **how) as pair:
         names = f"{type(pair.source).__name__} and {type(pair.result).__name__}"
         if pair.missing:
@@ -305,15 +296,10 @@ def judge_folders(
     )
 
 
-def _write_card(folder: Path, planned: PlannedNative, verification) -> None:
-    card = folder / "README.md"
-    before = card.read_text(encoding="utf-8") if card.exists() else ""
-    before = before.partition(f"\n{CARD_HEADING}\n")[0].rstrip()
-    section = f"""{CARD_HEADING}
-
-{planned.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream was centred, the
-norms' biases were folded into the linears that read them, and the result is a {planned.proof.target_class}, which
-gives the same logits: any program that runs {planned.target.model_type} runs it.
+def _write_card(folder: Path, verification: Verification, planned: PlannedNative) -> None:
+    text = f"""{planned.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream was
+centred, the norms' biases were folded into the linears that read them, and the result is a
+{planned.proof.target_class}, which gives the same logits: any program that runs {planned.target.model_type} runs it.
 
 ```
 {planned.proof}
@@ -322,4 +308,4 @@ gives the same logits: any program that runs {planned.target.model_type} runs it
 
 Made with hf-rmsnorm {__version__} and PyTorch {torch.__version__}.
 """
-    card.write_text(f"{before}\n\n{section}" if before else section, encoding="utf-8")
+    add_to_card(folder, CARD_HEADING, text)

@@ -85,18 +85,35 @@ class _Of(Expression):
 
 @dataclass(eq=False)
 class Centred(_Of):
-    """Less its mean along an axis, 0 or 1: what writes to the stream, along the features."""
+    """Less the mean of each block along an axis: what writes to the stream, along the features.
+
+    Args:
+        block, blocks: as in `Centre`; a block of 0 is the whole axis.
+    """
 
     axis: int
-    _mean: torch.Tensor | None = field(default=None, repr=False)
+    block: int = 0
+    blocks: tuple[int, ...] | None = None
+    _means: torch.Tensor | None = field(default=None, repr=False)
 
     def rows(self, values, first, last):
         x = self.of.rows(values, first, last)
+        length = self.of.shape(values)[self.axis]
+        block = self.block or length
+        chosen = list(range(length // block)) if self.blocks is None else list(self.blocks)
         if self.axis:
-            return x - x.mean(self.axis, keepdim=True)
-        if self._mean is None:
-            self._mean = sum(piece.sum(0) for piece in self.of.pieces(values)) / self.of.shape(values)[0]
-        return x - self._mean
+            split = x.unflatten(self.axis, (-1, block)).movedim(self.axis, 0)
+            split[chosen] -= split[chosen].mean(self.axis + 1, keepdim=True)
+            return x
+        of_row = torch.arange(length) // block
+        if self._means is None:
+            at, sums = 0, torch.zeros(length // block, *x.shape[1:], dtype=torch.float64)
+            for piece in self.of.pieces(values):
+                sums.index_add_(0, of_row[at : at + len(piece)], piece)
+                at += len(piece)
+            self._means = torch.zeros_like(sums)
+            self._means[chosen] = sums[chosen] / block
+        return x.sub_(self._means[of_row[first:last]])
 
 
 @dataclass(eq=False)
