@@ -2,12 +2,14 @@
 stream has zero mean. Fine-tuning moves it out of that set.
 
 The record that a conversion leaves in config.json, under `RECORD_KEY`, names parameters of the model as
-``named_parameters()`` does. A number in a name that stands for all numbers there is written ``*``.
+``named_parameters()`` does. A number in a name that stands for all numbers there is written ``*``, and the entry has
+the ``count`` of its parameters.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -17,6 +19,7 @@ VERSION = 1
 # Of a row's mean size: what centring in float64 and taking the mean again leave besides the rounding to its dtype.
 ARITHMETIC = 64 * torch.finfo(torch.float64).eps
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def make_record(
@@ -41,10 +44,18 @@ def make_record(
     record = {
         "version": VERSION,
         "computes": "layer_norm",
-        "writers": shorten(writers, parameters),
+        "writers": _counted(writers, parameters),
         "rms_norms": shorten(norms, paths),
     }
-    return {**record, "neurons": shorten(neurons, parameters)} if neurons else record
+    return {**record, "neurons": _counted(neurons, parameters)} if neurons else record
+
+
+def _counted(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
+    counts = Counter(_NUMBER.sub("*", name) for name in entries)
+    return {
+        text: how if text in entries else {**how, "count": counts[text]}
+        for text, how in shorten(entries, names).items()
+    }
 
 
 def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
@@ -53,8 +64,8 @@ def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
 
 
 def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]:
-    """Names of recorded writers and neurons that are missing, have another shape, have lost their zero mean or are no
-    longer what they were; none if all is well.
+    """Names of recorded writers and neurons that are missing, be it from one layer, have another shape, have lost their
+    zero mean or are no longer what they were; none if all is well.
 
     Args:
         tensors: by parameter name, as ``dict(model.named_parameters())`` or ``model.state_dict()``; of any dtype, on
@@ -67,11 +78,9 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
     if record.get("version") != VERSION:
         raise ValueError(f"the record has version {record.get('version')!r}, this package knows {VERSION}")
     neurons = record.get("neurons", {})
-    wrong = [
-        text
-        for text in dict.fromkeys((*record["writers"], *neurons))
-        if text not in tensors and not any(_pattern(text).fullmatch(name) for name in tensors)
-    ]
+    there = Counter(text for name in tensors for text in {name, _NUMBER.sub("*", name)})
+    recorded = {**neurons, **record["writers"]}
+    wrong = [text for text, how in recorded.items() if there[text] < how.get("count", 1)]
     for name, how in _matching(record["writers"], tensors).items():
         tensor, but = tensors[name], how.get("but")
         if but is not None and tensor.ndim > but["axis"] and tensor.shape[but["axis"]] > but["first"]:
@@ -82,6 +91,34 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
         if name not in wrong and not _constant(tensors[name], how["axis"], how["first"], how["values"]):
             wrong.append(name)
     return wrong
+
+
+def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
+    """What `uncentred` finds, in words and with what to do about it; "" if all is well.
+
+    Raises:
+        ValueError: as `uncentred`.
+    """
+    names = uncentred(tensors, record)
+    if not names:
+        return ""
+    name, how = names[0], _matching(record["writers"], names[:1]).get(names[0])
+    which = f"{name} and {len(names) - 1} more" if len(names) > 1 else name
+    if name not in tensors:
+        return f"{which}: not all of it is here under the name that it was converted by"
+    tensor = tensors[name]
+    if not bool(tensor.isfinite().all()):
+        return f"{which} holds NaN or infinity"
+    for stored in _NARROW if how and "but" not in how else ():
+        narrow = tensor.to(stored)
+        exact = stored != tensor.dtype and torch.equal(narrow.to(tensor.dtype), tensor)
+        if exact and is_centred(narrow, how["axis"], how["block"], how["blocks"]):
+            stored, wide = (str(dtype).removeprefix("torch.") for dtype in (stored, tensor.dtype))
+            return (
+                f"{which} has {stored} values, whose rounding leaves more of a mean than {wide} does: load it with "
+                f'dtype="auto", or convert the {wide} original'
+            )
+    return f"{which} no longer has zero mean along the stream, by fine-tuning perhaps"
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from conversion_models import carry_out, causal_lm, config_of
 
 from hf_rmsnorm.conversion.discovery import discover
-from hf_rmsnorm.invariant import RECORD_KEY, make_record, recorded_norms, uncentred
+from hf_rmsnorm.invariant import RECORD_KEY, complaint, make_record, recorded_norms, uncentred
 
 
 def converted(name, dtype=torch.float64):
@@ -71,6 +71,35 @@ def test_missing_and_misshapen_tensors_are_not_centred():
     assert sorted(uncentred(parameters, record)) == ["transformer.wpe.weight", "transformer.wte.weight"]
 
 
+def test_a_writer_that_is_missing_from_one_layer_is_noticed():
+    """A wrapped or replaced layer has its tensors under other names; the layers beside it have not."""
+    model, record = converted("gpt2")
+    parameters = dict(model.named_parameters())
+    assert record["writers"]["transformer.h.*.mlp.c_proj.weight"]["count"] == 2
+    parameters["transformer.h.1.mlp.c_proj.base_layer.weight"] = parameters.pop("transformer.h.1.mlp.c_proj.weight") + 1
+    assert uncentred(parameters, record) == ["transformer.h.*.mlp.c_proj.weight"]
+    assert "transformer.h.*.mlp.c_proj.weight: not all of it is here" in complaint(parameters, record)
+    del record["writers"]["transformer.h.*.mlp.c_proj.weight"]["count"]  # as records without it were
+    assert uncentred(parameters, record) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_rounding_of_a_narrower_dtype_is_told_from_fine_tuning(dtype):
+    model, record = converted("gpt2", torch.bfloat16)
+    parameters = dict(model.to(dtype).named_parameters())
+    text, wide = complaint(parameters, record), str(dtype).removeprefix("torch.")
+    assert "more has bfloat16 values" in text
+    assert f'load it with dtype="auto", or convert the {wide} original' in text
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter += 0.25
+    assert "by fine-tuning perhaps" in complaint(parameters, record)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.fill_(float("nan"))
+    assert "holds NaN" in complaint(parameters, record)
+
+
 def test_a_record_of_another_version_is_refused():
     model, record = converted("gpt2")
     with pytest.raises(ValueError, match="version 99"):
@@ -95,6 +124,7 @@ def test_layers_that_are_alike_share_an_entry_and_others_do_not():
     writers["layers.1.out"] = other
     del writers["blocks.2.down"]
     record = make_record(writers, {}, parameters, [])
+    assert not any("count" in entry for entry in record["writers"].values())
     assert set(record["writers"]) == {
         *(f"layers.{i}.out" for i in range(3)),
         "blocks.0.down",

@@ -103,11 +103,49 @@ def test_a_model_trained_as_rms_norm_says_so_in_its_record(folders):
     assert all(r.converted for r in patch_model(model).swapped)
 
 
-def test_weights_that_are_not_here_keep_layer_norm(folders):
-    model = load(folders[1]).to("meta")
+def test_without_weights_it_is_said_to_be_recorded(folders):
+    for model in (load(folders[1]).to("meta"), torch.nn.Sequential(load(folders[1]).to("meta"))):
+        report = patch_model(model)
+        assert not any(r.converted for r in report.swapped)
+        assert "recorded as an RMSNorm, which it becomes when patched with its weights" in report.swapped[0].notes
+
+
+def test_the_rounding_of_a_narrower_dtype_keeps_layer_norm_and_is_named(folders, tmp_path):
+    load(folders[1]).bfloat16().save_pretrained(tmp_path)
+    for dtype, converted in (("auto", True), (torch.float32, False)):
+        report = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
+        assert {r.converted for r in report.swapped} == {converted}
+    assert "has bfloat16 values, whose rounding leaves more of a mean" in report.swapped[0].notes
+    assert 'dtype="auto"' in report.swapped[0].notes
+
+
+class Around(torch.nn.Module):
+    """A model with parameters of its own around a converted one."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.language_model, self.projector = model, torch.nn.Linear(3, model.config.n_embd)
+
+
+def test_parameters_outside_of_the_converted_model_keep_layer_norm(folders):
+    """What they make may enter its stream as embeddings, with a mean."""
+    model = Around(load(folders[1]))
     report = patch_model(model)
     assert not any(r.converted for r in report.swapped)
-    assert "patch once the weights are loaded" in report.swapped[0].notes
+    assert "projector.weight is outside of the GPT2LMHeadModel that was converted" in report.swapped[0].notes
+    unpatch_model(model)
+    assert all(r.converted for r in patch_model(model.language_model).swapped)
+    trained = Around(load(folders[1]))
+    trained.language_model.config.hf_rmsnorm["computes"] = "rms_norm"
+    assert all(r.converted for r in patch_model(trained).swapped)
+
+
+def test_a_soft_prompt_keeps_layer_norm(folders):
+    peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    report = patch_model(peft.get_peft_model(load(folders[1]), config))
+    assert not any(r.converted for r in report.swapped)
+    assert "prompt_encoder.default.embedding.weight is outside" in report.swapped[0].notes
 
 
 def test_weights_on_the_disk_are_looked_at(folders, tmp_path):

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 
-from ..invariant import RECORD_KEY, recorded_norms, uncentred
+from ..invariant import RECORD_KEY, complaint, recorded_norms
 from ..layers import Recipe
 from ..ops.backend import PLAIN_TYPES
 
 TRAINED_AS_RMS = "rms_norm"  # what the record says the checkpoint computes, where training made it so
+STAYS = "stays the LayerNorm that it is: "
+WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Conversion:
 
     Args:
         norms: module path -> eps, of each LayerNorm that is recorded as an RMSNorm.
-        doubt: why the record cannot be followed, or "".
+        doubt: that the record cannot be followed and why, or "".
     """
 
     norms: dict[str, float]
@@ -33,9 +35,9 @@ class Conversion:
         if eps is None or not recipe.spec.centered:
             return recipe, ""
         if self.doubt:
-            return recipe, f"stays the LayerNorm that it is: {self.doubt}"
+            return recipe, self.doubt
         if eps != recipe.spec.eps:
-            return recipe, f"stays the LayerNorm that it is: its eps is {recipe.spec.eps:g}, the record says {eps:g}"
+            return recipe, f"{STAYS}its eps is {recipe.spec.eps:g}, the record says {eps:g}"
         return replace(recipe, spec=replace(recipe.spec, centered=False), imposed=True), ""
 
 
@@ -48,8 +50,22 @@ def conversion_of(model: torch.nn.Module) -> Conversion | None:
             # A checkpoint saved with a head may be loaded without, and the names then lack what the head puts before.
             for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
                 if norms := recorded_norms(record, [head + path for path in paths]):
-                    return _read(module, prefix, head, norms, record)
+                    found = _read(module, prefix, head, norms, record)
+                    outside = "" if found.doubt or record.get("computes") == TRAINED_AS_RMS else _outside(model, module)
+                    return replace(found, doubt=STAYS + outside) if outside else found
     return None
+
+
+def _outside(model: torch.nn.Module, converted: torch.nn.Module) -> str:
+    """Why what surrounds the converted model is in the way: it may hand it rows of a stream that have a mean."""
+    inside = {id(parameter) for parameter in converted.parameters()}
+    name = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
+    if name is None:
+        return ""
+    return (
+        f"{name} is outside of the {type(converted).__name__} that was converted and may write to its stream; where it "
+        "does not, patch that model by itself"
+    )
 
 
 def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict], record: dict) -> Conversion:
@@ -59,15 +75,14 @@ def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict]
         return Conversion(norms)
     tensors = _Weights(model, head)
     if hidden := tensors.hidden():
-        return Conversion(norms, f"{hidden} is not here to be looked at; patch once the weights are loaded, whole")
+        if model.get_parameter(hidden[len(head) :]).is_meta:
+            return Conversion(norms, WITHOUT_WEIGHTS)
+        return Conversion(norms, f"{STAYS}{hidden} is not here whole; patch once the weights are loaded")
     try:
-        moved = uncentred(tensors, record)
+        doubt = complaint(tensors, record)
     except ValueError as error:
-        return Conversion(norms, str(error))
-    if not moved:
-        return Conversion(norms)
-    more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
-    return Conversion(norms, f"{moved[0]}{more} no longer has zero mean along the stream, by fine-tuning perhaps")
+        doubt = str(error)
+    return Conversion(norms, doubt and STAYS + doubt)
 
 
 class _Weights(Mapping[str, torch.Tensor]):
