@@ -151,7 +151,7 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     bias = tensor((hidden_size,), variant.weight) if spec.has_bias else None
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))
     gate = None if spec.gate is None else tensor((rows, hidden_size), variant.x)
-    _, rstd, mean = launch.norm_forward(x, weight, bias, spec, True, False, gate)
+    _, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, True, False, gate)
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, spec.gate is not None)
     launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False, gate)

@@ -23,7 +23,7 @@ LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 def step(x, dy, spec=LLAMA):
     weight = torch.empty(x.shape[-1], dtype=x.dtype)
     bias = torch.empty_like(weight) if spec.has_bias else None
-    _, rstd, mean = aot.launch.norm_forward(x, weight, bias, spec, True, False)
+    _, rstd, mean, _ = aot.launch.norm_forward(x, weight, bias, spec, True, False)
     aot.launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, (True, True, spec.has_bias), False)
 
 

@@ -42,7 +42,7 @@ def test_types_are_fixed_and_only_pointers_are_known_to_be_aligned(target):
         kinds = {
             argument: kind for argument, kind in source["signature"].items() if argument != argument.upper()
         }  # pointers and constants are in capitals
-        strides = ("outer", "x_inner", "dy_inner", "gate_inner")
+        strides = ("outer", "x_inner", "dy_inner", "other_inner")
         expected = {a: "fp32" if a == "eps" else "i64" if a.endswith(strides) else "i32" for a in kinds}
         assert kinds == expected, name
         pointers = [a for a, kind in source["signature"].items() if kind.startswith("*")]

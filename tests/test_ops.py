@@ -227,11 +227,11 @@ def test_opcheck():
     rstd, mean, empty = torch.rand(10), torch.rand(10), torch.rand(0)
     other = x.transpose(0, 1).contiguous().transpose(0, 1)
     for args in (
-        (x, x, weight, bias, None, rstd, mean, *layer, [True, True, True, False]),
-        (x, x, weight, None, None, rstd, empty, *llama, [True, False, False, False]),
-        (x, other, weight, None, None, rstd, empty, *llama, [False, True, False, False]),
-        (x, x, weight, None, gate.bfloat16(), rstd, empty, *gated, [True, True, False, True]),
-        (x, x, heads, None, None, rstd, empty, *llama, [True, True, False, False]),
+        (x, x, weight, bias, None, None, rstd, mean, *layer, [True, True, True, False]),
+        (x, x, weight, None, None, None, rstd, empty, *llama, [True, False, False, False]),
+        (x, other, weight, None, None, None, rstd, empty, *llama, [False, True, False, False]),
+        (x, x, weight, None, gate.bfloat16(), None, rstd, empty, *gated, [True, True, False, True]),
+        (x, x, heads, None, None, None, rstd, empty, *llama, [True, True, False, False]),
     ):
         torch.library.opcheck(norm_backward_op, tuple(a.to(DEVICE) if torch.is_tensor(a) else a for a in args))
 

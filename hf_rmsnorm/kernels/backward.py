@@ -25,9 +25,9 @@ def eps_outside_factor(square, eps):
 
 @triton.jit
 def norm_backward(
-    DY, X, W, B, G, RSTD, MEAN, DX, DW, DB, DG, rows_total,
+    DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    gate_len, gate_outer: tl.int64, gate_inner: tl.int64, eps,
+    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
@@ -36,7 +36,9 @@ def norm_backward(
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
     Args:
-        DY, X, G: rows of unit stride, addressed as in `norm_forward`, each with its own inner length.
+        DY, X: rows of unit stride, addressed as in `norm_forward`, each with its own inner length.
+        G, DH: rows of the gate, and of what is added to dx before that is rounded, or None. Their address is other_*:
+            nothing has both.
         W: (HEADS, N) or None. B: the same, and given only where a gate's gradient needs it.
         RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None for RMSNorm.
         DX, DG: (rows_total, N), contiguous, or None.
@@ -74,8 +76,8 @@ def norm_backward(
         x = load(X + x_at, mask, DENSE)
         dy = load(DY + dy_at, mask, DENSE)
         if G is not None:
-            gate_at = row_offsets(rows, gate_len, gate_outer, gate_inner, UNIT)[:, None] + cols[None, :]
-            gate = load(G + gate_at, mask, DENSE)
+            other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+            gate = load(G + other_at, mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
         x = x.to(tl.float32)
         if G is not None:
@@ -133,6 +135,9 @@ def norm_backward(
                 if DG is not None:
                     store(DG + dx_at, dx * slope, mask, DENSE)
                 dx = dx * factor
+            if DH is not None:
+                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+                dx = dx + load(DH + other_at, mask, DENSE).to(tl.float32)
             if DX is not None:
                 store(DX + dx_at, dx, mask, DENSE)
     partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N + cols
@@ -144,8 +149,9 @@ def norm_backward(
 
 @triton.jit
 def norm_backward_loop(
-    DY, X, W, RSTD, MEAN, DX,
-    dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64, eps,
+    DY, X, W, DH, RSTD, MEAN, DX,
+    dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
+    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +193,11 @@ def norm_backward_loop(
         dx = g - xhat * mean_along
         if MEAN is not None:
             dx = dx - mean_g
-        store(DX + tl.cast(row, tl.int64) * N + cols, dx * rstd, col_mask, DENSE)
+        dx = dx * rstd
+        if DH is not None:
+            other_at = row_offsets(row, other_len, other_outer, other_inner, UNIT)
+            dx = dx + load(DH + other_at + cols, col_mask, DENSE).to(tl.float32)
+        store(DX + tl.cast(row, tl.int64) * N + cols, dx, col_mask, DENSE)
 
 
 @triton.jit

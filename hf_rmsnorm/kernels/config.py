@@ -63,13 +63,20 @@ def forward_config(hidden_size: int) -> ForwardConfig:
 
 @cache
 def backward_config(
-    hidden_size: int, centered: bool, itemsize: int, shared_limit: int, gated: bool = False, heads: int = 1
+    hidden_size: int,
+    centered: bool,
+    itemsize: int,
+    shared_limit: int,
+    gated: bool = False,
+    heads: int = 1,
+    added: bool = False,
 ) -> BackwardConfig:
     """The shape for rows whose widest operand has `itemsize` bytes an element.
 
     Args:
         itemsize: bytes of an element of x, dy, the gate or the weight, whichever is largest.
         shared_limit: bytes of shared memory that one program may use.
+        added: whether the gradient of a residual stream is added to dx.
     """
     block = next_power_of_2(hidden_size)
     # The loop knows neither gates nor heads; their rows stay in registers, if at the price of spills.
@@ -83,7 +90,7 @@ def backward_config(
     # Every stage but the first has a buffer in shared memory for x, dy and a reloaded weight; rstd, mean and the sums
     # take less than 1 KB. Operands of unlike dtypes change layout there too, in less than the narrow ones leave over.
     # Three stages load the next row while this one is computed; a wide row in two only saves registers.
-    buffer = (2 + reload_weight + gated) * rows * block * itemsize
+    buffer = (2 + reload_weight + gated + added) * rows * block * itemsize
     stages = min(3, 1 + (shared_limit - 1_024) // buffer)
     return BackwardConfig(
         block=block,

@@ -11,6 +11,12 @@ from .common import activation, load, normalised, root, round_hat, round_product
 
 
 @triton.jit
+def with_residual(x, RES, at, mask, X, DENSE: tl.constexpr):
+    """residual + x in float32, rounded to x's dtype as the tensor that PyTorch's addition makes; x is float32."""
+    return (load(RES + at, mask, DENSE).to(tl.float32) + x).to(X.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def affine(
     xhat, X, W, B, cols, col_mask, DENSE: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
@@ -28,8 +34,8 @@ def affine(
 
 @triton.jit
 def norm_forward(
-    X, W, B, G, Y, RSTD, MEAN, rows_total, inner, x_outer: tl.int64, x_inner: tl.int64,
-    gate_len, gate_outer: tl.int64, gate_inner: tl.int64, eps,
+    X, W, B, G, RES, H, Y, RSTD, MEAN, rows_total, inner, x_outer: tl.int64, x_inner: tl.int64,
+    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
@@ -39,7 +45,10 @@ def norm_forward(
     Args:
         X: rows of unit stride, row r at (r // inner) * x_outer * UNIT + (r % inner) * x_inner * UNIT.
         W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1) says which rows those are.
-        G: rows of the gate, addressed like X's, or None.
+        G: rows of the gate, or None.
+        RES: rows of the residual, or None; where given, it is H = residual + x, in x's dtype, that is normalised.
+        other_len, other_outer, other_inner: address of G or RES (nothing has both), as inner, x_outer, x_inner of X.
+        H: (rows_total, N), contiguous, in x's dtype; None without RES.
         Y: (rows_total, N), contiguous.
         RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also where not CENTERED).
     """
@@ -60,9 +69,13 @@ def norm_forward(
     x_at = row_offsets(rows, inner, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
     y_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
     x = load(X + x_at, mask, DENSE).to(tl.float32)
+    if RES is not None:
+        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+        x = with_residual(x, RES, other_at, mask, X, DENSE)
+        store(H + y_at, x, mask, DENSE)
     if G is not None:
-        gate_at = row_offsets(rows, gate_len, gate_outer, gate_inner, UNIT)[:, None] + cols[None, :]
-        factor, _ = activation(load(G + gate_at, mask, DENSE).to(tl.float32), GATE)
+        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+        factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), GATE)
         if GATE == "silu_before":
             x = x * factor
     # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and no trip through shared memory.
@@ -102,19 +115,22 @@ def norm_forward(
 
 @triton.jit
 def norm_forward_loop(
-    X, W, B, Y, RSTD, MEAN, rows_total, inner, x_outer: tl.int64, x_inner: tl.int64, eps,
+    X, W, B, RES, H, Y, RSTD, MEAN, rows_total, inner, x_outer: tl.int64, x_inner: tl.int64,
+    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     """One program normalises one row of any width in two passes; the second reads the row again, from L2.
 
-    Arguments as in `norm_forward`. The mean and variance of LayerNorm come from one Welford recurrence per lane
-    (Welford 1962), merged at the end, so that a large mean costs no accuracy.
+    Arguments as in `norm_forward`. H is not read back: that would take a barrier on global memory. The mean and
+    variance of LayerNorm come from one Welford recurrence per lane (Welford 1962), merged at the end, so that a large
+    mean costs no accuracy.
     """
     row = tl.program_id(0)
     x_row = X + row_offsets(row, inner, x_outer, x_inner, UNIT)
     y_row = Y + tl.cast(row, tl.int64) * N
+    other_at = row_offsets(row, other_len, other_outer, other_inner, UNIT)
     DENSE: tl.constexpr = N % BLOCK == 0
     squares = tl.zeros((BLOCK,), tl.float32)
     if CENTERED:
@@ -124,6 +140,8 @@ def norm_forward_loop(
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
         x = load(x_row + cols, col_mask, DENSE).to(tl.float32)
+        if RES is not None:
+            x = with_residual(x, RES, other_at + cols, col_mask, X, DENSE)
         if CENTERED:
             lane_count += col_mask.to(tl.float32)
             delta = tl.where(col_mask, x - lane_mean, 0.0)
@@ -147,6 +165,9 @@ def norm_forward_loop(
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
         xhat = load(x_row + cols, col_mask, DENSE).to(tl.float32)
+        if RES is not None:
+            xhat = with_residual(xhat, RES, other_at + cols, col_mask, X, DENSE)
+            store(H + tl.cast(row, tl.int64) * N + cols, xhat, col_mask, DENSE)
         if CENTERED:
             xhat = step(xhat - mean, X, ROUNDING)
         xhat = normalised(xhat, divisor, rstd, X, ROUNDING)

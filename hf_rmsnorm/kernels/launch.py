@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import backward, forward
 from .config import COLUMNS, REDUCE
 from .counting import record_launch
+from .interpreter import faithful_interpreter
 from .plan import VECTOR, backward_plan, forward_plan
 
 INTERPRETED = not isinstance(forward.norm_forward, triton.runtime.JITFunction)
@@ -20,40 +20,6 @@ HIP = torch.version.hip is not None
 INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
 INTERPRETER_SHARED = 232_448
 _interpreter_lock = threading.RLock()  # Triton's interpreter keeps its program index in a global
-
-
-@contextmanager
-def _faithful_interpreter():
-    """Make Triton's interpreter convert float32 to bfloat16 as GPUs do, for the length of one launch.
-
-    It truncates where hardware rounds to nearest even.
-    """
-    import numpy as np
-    import triton.language as tl
-    import triton.runtime.interpreter as interpreter
-
-    original = interpreter._convert_float
-
-    def convert(data, source, target, rounding_mode):
-        if source == tl.float32 and target == tl.bfloat16:
-            data = np.ascontiguousarray(data)
-            bits = data.view(np.uint32).astype(np.uint64)
-            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-            rounded[np.isnan(data.view(np.float32))] = 0x7FC0
-            return rounded.reshape(data.shape)
-        if source == tl.bfloat16 and target == tl.float32:
-            data = np.ascontiguousarray(data)
-            return (data.view(np.uint16).astype(np.uint32) << 16).reshape(data.shape)
-        return original(data, source, target, rounding_mode)
-
-    # The lock is held and the launch is ours, so nobody else sees the replacement; `with np.errstate`: inf and nan
-    # inputs are the caller's business, not a warning.
-    interpreter._convert_float = convert
-    try:
-        with np.errstate(all="ignore"):
-            yield
-    finally:
-        interpreter._convert_float = original
 
 
 class Kernel:
@@ -80,7 +46,7 @@ class Kernel:
         """Launch on `device`; `key` holds what the compiled code depends on (dtypes, absent operands, constants)."""
         record_launch(self.name)
         if INTERPRETED:
-            with _interpreter_lock, _disable_current_modes(), _faithful_interpreter():
+            with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
                 self._variants[aligned][grid](*args)
         elif device.index is not None and device.index != _current_device(device.type):
             with torch.get_device_module(device.type).device(device):
@@ -140,7 +106,7 @@ def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     return t if order is None else t.permute(*order, -1)
 
 
-def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, gate=None):
+def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, gate=None, residual=None):
     """Launch the forward of `spec`; see `hf_rmsnorm.ops` for the public function.
 
     Args:
@@ -149,23 +115,28 @@ def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, ga
         stats: also return what the backward needs.
         contiguous_output: give y in row-major order (as `F.layer_norm`) instead of x's own order (as pointwise ops).
         gate: x's shape, any strides, where the spec has one.
+        residual: x's shape and dtype, any strides: then h = residual + x is what is normalised. Not with a gate, and
+            not where a parameter has heads.
 
     Returns:
-        (y, rstd, mean): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm.
+        (y, rstd, mean, h): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm, h without a residual.
     """
-    plan = forward_plan(x, weight, bias, gate, spec, stats, contiguous_output)
-    y = torch.empty_like(x, dtype=plan.output_dtype, memory_format=plan.memory_format)
+    plan = forward_plan(x, weight, bias, gate, spec, stats, contiguous_output, residual)
+    h = None if residual is None else torch.empty_strided(x.shape, plan.sum_strides, dtype=x.dtype, device=x.device)
+    like = x if h is None else h
+    y = torch.empty_like(like, dtype=plan.output_dtype, memory_format=plan.memory_format)
     rstd = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats else None
     mean = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats and spec.centered else None
     if plan.rows == 0:
-        return y, rstd, mean
+        return y, rstd, mean, h
     if plan.x.copy:
         x = _in_order(x, plan.order).contiguous()
-    if plan.gate.copy:
-        gate = _in_order(gate, plan.order).contiguous()
+    if plan.other.copy:
+        gate, residual = (None if t is None else _in_order(t, plan.order).contiguous() for t in (gate, residual))
     out = y if plan.flat_output else _flat_like(y, plan.order)
-    aligned = _aligned(plan.vectorised, x, weight, bias, gate)
-    rest = (out, rstd, mean, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+    out_h = h if h is None or plan.flat_sum else _flat_like(h, plan.order)
+    aligned = _aligned(plan.vectorised, x, weight, bias, gate, residual)
+    rest = (residual, out_h, out, rstd, mean, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
     if plan.config.loop:
         kernel, args = NORM_FORWARD_LOOP, (x, weight, bias, *rest)
     else:
@@ -173,10 +144,14 @@ def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, ga
     kernel(x.device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
     if out is not y:
         _in_order(y, plan.order).copy_(out)
-    return y, rstd, mean
+    if out_h is not h:
+        _in_order(h, plan.order).copy_(out_h)
+    return y, rstd, mean, h
 
 
-def norm_backward(dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], contiguous_output: bool, gate=None):
+def norm_backward(
+    dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], contiguous_output: bool, gate=None, dh=None
+):
     """Launch the backward of `spec`.
 
     Args:
@@ -184,25 +159,26 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...],
         x, weight, bias, gate: as in the forward.
         rstd, mean: what the forward returned.
         need: whether dx, dweight, dbias and (with a gate) dgate are wanted.
+        dh: x's shape, any strides: another gradient of x, added to dx before that is rounded; or None. Not with a gate.
 
     Returns:
         (dx, dweight, dbias, dgate), None where not wanted; parameter gradients are deterministic, summed in float32.
     """
     device = x.device
     limits = device_limits(device.type, device.index)
-    plan = backward_plan(dy, x, weight, bias, gate, spec, need, contiguous_output, limits)
+    plan = backward_plan(dy, x, weight, bias, gate, spec, need, contiguous_output, limits, dh)
     need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
     dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
     dg = torch.empty_like(x, dtype=gate.dtype, memory_format=plan.memory_format) if need_dg else None
     if plan.rows == 0:
         return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None, dg
-    x, dy, gate = (
-        _in_order(t, plan.order).contiguous() if rows.copy else t
-        for t, rows in ((x, plan.x), (dy, plan.dy), (gate, plan.gate))
+    x, dy, gate, dh = (
+        _in_order(t, plan.order).contiguous() if t is not None and rows.copy else t
+        for t, rows in ((x, plan.x), (dy, plan.dy), (gate, plan.other), (dh, plan.other))
     )
     flat = plan.flat_output
     out, out_gate = (t if t is None or flat else _flat_like(t, plan.order) for t in (dx, dg))
-    aligned = _aligned(plan.vectorised, x, dy, weight, gate)
+    aligned = _aligned(plan.vectorised, x, dy, weight, gate, dh)
     config, addresses, constants = plan.config, plan.arguments[aligned], plan.constants[aligned]
     dw, db = (
         torch.empty((plan.parts, plan.heads * x.shape[-1]), dtype=torch.float32, device=device) if needed else None
@@ -214,16 +190,15 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...],
 
     if not config.loop:
         shift = bias if need_dg and spec.gated_after else None
-        args = (dy, x, weight, shift, gate, rstd, mean, out, dw, db, out_gate, plan.rows, *addresses, spec.eps)
+        args = (dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, plan.rows, *addresses, spec.eps)
         launch(NORM_BACKWARD, (plan.parts, plan.heads, 1), args, constants, config.num_warps)
     else:
-        operands = (dy, x, weight, rstd, mean)
         if need_dx:
-            args = (*operands, out, *addresses, spec.eps)
+            args = (dy, x, weight, dh, rstd, mean, out, *addresses, spec.eps)
             launch(NORM_BACKWARD_LOOP, (plan.rows, 1, 1), args, constants, config.num_warps)
         if need_dw or need_db:
             grid = (-(-x.shape[-1] // COLUMNS.block), plan.parts, 1)
-            args = (*operands, dw, db, plan.rows, -(-plan.rows // plan.parts), *addresses)
+            args = (dy, x, weight, rstd, mean, dw, db, plan.rows, -(-plan.rows // plan.parts), *addresses[:6])
             launch(NORM_BACKWARD_COLUMNS, grid, args, plan.columns_constants[aligned], COLUMNS.num_warps)
     for whole, part in ((dx, out), (dg, out_gate)):
         if part is not whole:

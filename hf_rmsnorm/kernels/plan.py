@@ -46,6 +46,7 @@ class RowsPlan:
 class ForwardPlan:
     """One forward launch. `vectorised`: strides allow 16-byte loads, if the pointers do too.
 
+    `other` is the second operand of x's shape, a gate or a residual; `sum_strides` are those of residual + x.
     `arguments` and `constants` are (unaligned, aligned) pairs; so are `keys`, which name the compiled code.
     """
 
@@ -54,10 +55,12 @@ class ForwardPlan:
     grid: tuple[int, int, int]
     order: tuple[int, ...] | None
     x: RowsPlan
-    gate: RowsPlan
+    other: RowsPlan
     output_dtype: torch.dtype
     memory_format: torch.memory_format
     flat_output: bool
+    sum_strides: tuple[int, ...] | None
+    flat_sum: bool
     vectorised: bool
     arguments: tuple[tuple, tuple]
     constants: tuple[tuple, tuple]
@@ -66,7 +69,10 @@ class ForwardPlan:
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """One backward: the row launch (or, where the row loops, a launch for dx and one for the parameters)."""
+    """One backward: the row launch (or, where the row loops, a launch for dx and one for the parameters).
+
+    `other` is the gate, or the gradient that is added to dx.
+    """
 
     config: BackwardConfig
     rows: int
@@ -75,7 +81,7 @@ class BackwardPlan:
     heads: int
     x: RowsPlan
     dy: RowsPlan
-    gate: RowsPlan
+    other: RowsPlan
     memory_format: torch.memory_format
     flat_output: bool
     vectorised: bool
@@ -111,6 +117,13 @@ def _layout(x: torch.Tensor, contiguous_output: bool, weight: torch.Tensor | Non
     return order, torch.preserve_format, flat_strides(shape, output.stride(), order)
 
 
+def _sum_of(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """residual + x without its data: what is asked of it is its strides."""
+    with _disable_current_modes():
+        both = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (residual, x))
+        return torch.add(*both)
+
+
 def _rounding(spec: NormSpec, weight: torch.Tensor | None) -> str:
     """The kernel's rounding: where the weight is float32, rounding to its dtype is no rounding."""
     if spec.rounding == "weight_dtype" and weight.dtype == torch.float32:
@@ -138,24 +151,26 @@ def _heads(*parameters: torch.Tensor | None) -> int:
 NO_ROWS = RowsPlan(RowAddress(1, 0, 0), False)
 
 
-def forward_plan(x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_output: bool) -> ForwardPlan:
+def forward_plan(
+    x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_output: bool, residual=None
+) -> ForwardPlan:
     """The launch of `spec` on tensors like these; none of their values is read."""
     formula, heads = _formula(spec), _heads(weight, bias)
     dtypes = (x.dtype, *map(_dtype, (weight, bias, gate)))
+    other = gate if residual is None else residual
 
     def make() -> ForwardPlan:
         shape = tuple(x.shape)
         hidden_size, rows = shape[-1], math.prod(shape[:-1])
-        order, memory_format, flat_output = _layout(x, contiguous_output, weight, heads)
+        total = x if residual is None else _sum_of(x, residual)
+        order, memory_format, flat_output = _layout(total, contiguous_output, weight, heads)
         x_rows = RowsPlan.of(shape, x.stride(), order)
-        gate_rows = NO_ROWS if gate is None else RowsPlan.of(shape, gate.stride(), order)
+        other_rows = NO_ROWS if other is None else RowsPlan.of(shape, other.stride(), order)
         config = forward_config(hidden_size)
         output_dtype = spec.output_dtype(x.dtype, _dtype(weight))
 
         def arguments(unit):
-            if config.loop:
-                return (rows, *x_rows.arguments(unit))
-            return (rows, *x_rows.arguments(unit), *gate_rows.arguments(unit))
+            return (rows, *x_rows.arguments(unit), *other_rows.arguments(unit))
 
         def constants(unit):
             rounding = (spec.centered, spec.weight_offset, spec.rounds_offset, _rounding(spec, weight))
@@ -173,27 +188,31 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_
             grid=(-(-rows // (config.rows * heads)), heads, 1),
             order=order,
             x=x_rows,
-            gate=gate_rows,
+            other=other_rows,
             output_dtype=output_dtype,
             memory_format=memory_format,
             flat_output=flat_output,
-            vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised() and gate_rows.vectorised(),
+            sum_strides=None if residual is None else total.stride(),
+            flat_sum=flat_strides(shape, total.stride(), order),
+            vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised() and other_rows.vectorised(),
             arguments=(arguments(1), arguments(VECTOR)),
             constants=pair,
-            keys=tuple((dtypes, output_dtype, stats, c) for c in pair),
+            keys=tuple((dtypes, output_dtype, stats, residual is not None, c) for c in pair),
         )
 
-    strides = x.stride(), None if gate is None else gate.stride()
-    key = ("forward", x.shape, strides, dtypes, formula, heads, stats, contiguous_output)
+    strides = x.stride(), None if other is None else other.stride()
+    key = ("forward", x.shape, strides, dtypes, formula, heads, stats, contiguous_output, residual is None)
     return _remember(key, make)
 
 
 def backward_plan(
-    dy, x, weight, bias, gate, spec: NormSpec, need: tuple[bool, ...], contiguous_output: bool, limits: tuple[int, int]
-) -> BackwardPlan:
+    dy, x, weight, bias, gate, spec: NormSpec, need: tuple[bool, ...], contiguous_output: bool,
+    limits: tuple[int, int], dh=None,
+) -> BackwardPlan:  # fmt: skip
     """The backward of `spec`; limits: (multiprocessors, bytes of shared memory a program may use)."""
     formula, heads = _formula(spec), _heads(weight, bias)
-    dtypes = (dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate)), need, spec.centered)
+    dtypes = (dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate, dh)), need, spec.centered)
+    other = gate if dh is None else dh
 
     def make() -> BackwardPlan:
         shape = tuple(x.shape)
@@ -201,9 +220,9 @@ def backward_plan(
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, contiguous_output, weight, heads)
         x_rows, dy_rows = (RowsPlan.of(shape, t.stride(), order) for t in (x, dy))
-        gate_rows = NO_ROWS if gate is None else RowsPlan.of(shape, gate.stride(), order)
-        itemsize = max(t.element_size() for t in (x, dy, weight, gate) if t is not None)
-        config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None, heads)
+        other_rows = NO_ROWS if other is None else RowsPlan.of(shape, other.stride(), order)
+        itemsize = max(t.element_size() for t in (x, dy, weight, other) if t is not None)
+        config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None)
         rounding = _rounding(spec, weight)
         offset = spec.weight_offset, spec.rounds_offset
         if config.loop:
@@ -212,8 +231,7 @@ def backward_plan(
             parts = max(1, min(-(-rows // (config.rows * heads)), sms * config.programs_per_sm // heads))
 
         def arguments(unit):
-            both = (*dy_rows.arguments(unit), *x_rows.arguments(unit))
-            return both if config.loop else (*both, *gate_rows.arguments(unit))
+            return (*dy_rows.arguments(unit), *x_rows.arguments(unit), *other_rows.arguments(unit))
 
         def constants(unit):
             if config.loop:
@@ -231,16 +249,16 @@ def backward_plan(
             heads=heads,
             x=x_rows,
             dy=dy_rows,
-            gate=gate_rows,
+            other=other_rows,
             memory_format=memory_format,
             flat_output=flat_output,
-            vectorised=hidden_size % VECTOR == 0 and all(r.vectorised() for r in (x_rows, dy_rows, gate_rows)),
+            vectorised=hidden_size % VECTOR == 0 and all(r.vectorised() for r in (x_rows, dy_rows, other_rows)),
             arguments=(arguments(1), arguments(VECTOR)),
             constants=(constants(1), constants(VECTOR)),
             columns_constants=tuple((hidden_size, COLUMNS.block, COLUMNS.rows, unit, rounding) for unit in (1, VECTOR)),
             dtypes=dtypes,
         )
 
-    strides = x.stride(), dy.stride(), None if gate is None else gate.stride()
+    strides = x.stride(), dy.stride(), None if other is None else other.stride()
     key = ("backward", x.shape, strides, dtypes, formula, heads, contiguous_output, limits)
     return _remember(key, make)

@@ -1,6 +1,16 @@
 """Public operators and the choice of backend."""
 
+from .add_norm import add_norm_backend, fused_add_norm
 from .backend import describe_backend, resolve_backend, use_backend
 from .norm import fused_norm, layer_norm, rms_norm
 
-__all__ = ["describe_backend", "fused_norm", "layer_norm", "resolve_backend", "rms_norm", "use_backend"]
+__all__ = [
+    "add_norm_backend",
+    "describe_backend",
+    "fused_add_norm",
+    "fused_norm",
+    "layer_norm",
+    "resolve_backend",
+    "rms_norm",
+    "use_backend",
+]

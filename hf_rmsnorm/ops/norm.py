@@ -27,15 +27,18 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, bias, gate, rstd, mean = ctx.saved_tensors
-        need = list(ctx.needs_input_grad[:4])
-        if torch.is_grad_enabled() and not _is_compiling():  # create_graph: the formula itself is differentiable
-            grads = _differentiable_backward(dy, x, weight, bias, gate, ctx.spec, need)
-        elif not _is_compiling() and (_transformed() or torch._C._functorch.is_legacy_batchedtensor(dy)):
-            grads = reference_backward(dy, x, weight, bias, ctx.spec, need, gate)
-        else:
-            grads = _launch_backward(dy, x, weight, bias, gate, rstd, mean, ctx.spec, need)
-        return *grads, None
+        return *norm_gradients(dy, *ctx.saved_tensors, ctx.spec, list(ctx.needs_input_grad[:4])), None
+
+
+def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, need, dh=None):
+    """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs; `dh`, another gradient of x, is in dx."""
+    if _is_compiling() or not (torch.is_grad_enabled() or transformed() or _batched(dy) or _batched(dh)):
+        return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, need)
+    if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
+        grads = _differentiable_backward(dy, x, weight, bias, gate, spec, need)
+    else:
+        grads = reference_backward(dy, x, weight, bias, spec, need, gate)
+    return grads if dh is None or not need[0] else (dh + grads[0], *grads[1:])
 
 
 @torch.compiler.assume_constant_result
@@ -52,17 +55,18 @@ def _launch_forward(x, weight, bias, gate, spec, stats):
         return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
     from ..kernels import launch
 
-    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
+    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)[:3]
 
 
-def _launch_backward(dy, x, weight, bias, gate, rstd, mean, spec, need):
-    if _is_compiling() or not plain(x, weight, bias, gate, dy):
+def _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, need):
+    dh = dh if need[0] else None
+    if _is_compiling() or not plain(x, weight, bias, gate, dy, dh):
         mean = rstd.new_empty(0) if mean is None else mean
-        grads = norm_backward_op(dy, x, weight, bias, gate, rstd, mean, *spec_args(spec), need)
+        grads = norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), need)
         return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
     from ..kernels import launch
 
-    return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate)
+    return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate, dh)
 
 
 def _differentiable_backward(dy, x, weight, bias, gate, spec, need):
@@ -99,8 +103,8 @@ def fused_norm(
     if backend is None:
         backend = resolve_backend(x, weight, bias, gate, spec.group_size)
     if spec.functional:
-        x, weight, bias = _autocast_to_float32(x, weight, bias)
-    if backend != "triton" or (not _is_compiling() and _transformed()):
+        x, weight, bias = autocast_to_float32(x, weight, bias)
+    if backend != "triton" or (not _is_compiling() and transformed()):
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
@@ -118,15 +122,23 @@ def fused_norm(
     return _launch_forward(x, weight, bias, gate, spec, False)[0]
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
-def _autocast_to_float32(*tensors):
-    # F.layer_norm and F.rms_norm are on autocast's float32 list of every accelerator, and not on the CPU's.
-    device_type = tensors[0].device.type
-    if device_type == "cpu" or not torch.is_autocast_enabled(device_type):
+def _batched(t: torch.Tensor | None) -> bool:
+    return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+def autocasts_functional(device_type: str) -> bool:
+    """Whether F.layer_norm and F.rms_norm compute in float32: they are on every accelerator's autocast list for it."""
+    return device_type != "cpu" and torch.is_autocast_enabled(device_type)
+
+
+def autocast_to_float32(*tensors):
+    """The operands of a functional norm as autocast hands them on."""
+    if not autocasts_functional(tensors[0].device.type):
         return tensors
     return tuple(t if t is None else t.to(torch.float32) for t in tensors)
 

@@ -20,11 +20,16 @@ _library.define(
     "-> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, Tensor rstd, Tensor mean, "
-    f"{_SPEC}, bool[] need) -> (Tensor, Tensor, Tensor, Tensor)"
+    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? dh, Tensor rstd, "
+    f"Tensor mean, {_SPEC}, bool[] need) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    f"add_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, {_SPEC}, bool stats) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 norm_forward_op = torch.ops.hf_rmsnorm.norm_forward.default
 norm_backward_op = torch.ops.hf_rmsnorm.norm_backward.default
+add_norm_forward_op = torch.ops.hf_rmsnorm.add_norm_forward.default
 
 
 def spec_args(spec: NormSpec) -> tuple:
@@ -73,7 +78,7 @@ def _forward(x, weight, bias, gate, *formula):
     if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
         from ..kernels import launch
 
-        y, rstd, mean = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
+        y, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
     else:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
         y.copy_(reference_norm(x, weight, bias, spec, gate))
@@ -81,16 +86,30 @@ def _forward(x, weight, bias, gate, *formula):
     return y, _none(x) if rstd is None else rstd, _none(x) if mean is None else mean
 
 
-def _backward(dy, x, weight, bias, gate, rstd, mean, *formula):
+def _add_forward(x, residual, weight, bias, *formula):
+    *fields, stats = formula
+    spec = spec_from(weight, bias, *fields)
+    if plain(x, residual, weight, bias) and refusal(x, weight, bias) is None:
+        from ..kernels import launch
+
+        y, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), None, residual)
+        return h, y, *(_none(x) if t is None else t for t in (rstd, mean))
+    h = residual + x
+    return h, *_forward(h, weight, bias, None, *formula)
+
+
+def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     *fields, need = formula
     spec = spec_from(weight, bias, *fields)
     if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
         from ..kernels import launch
 
         mean = mean if spec.centered else None
-        grads = launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate)
+        row_major = contiguous_output(spec)
+        grads = launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), row_major, gate, dh)
     else:
         dx, dweight, dbias, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
+        dx = dx if dx is None or dh is None else dh + dx
         dx, dgate = (g if g is None else _empty_output(x, spec, g.dtype).copy_(g) for g in (dx, dgate))
         grads = (dx, dweight, dbias, dgate)
     return tuple(_none(x) if g is None else g for g in grads)
@@ -98,10 +117,11 @@ def _backward(dy, x, weight, bias, gate, rstd, mean, *formula):
 
 _library.impl("norm_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("norm_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("add_norm_forward", _add_forward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("hf_rmsnorm::norm_forward", lib=_library)
-def _(x, weight, bias, gate, *formula):
+def _fake_forward(x, weight, bias, gate, *formula):
     *fields, stats = formula
     spec = spec_from(weight, bias, *fields)
     y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
@@ -110,8 +130,14 @@ def _(x, weight, bias, gate, *formula):
     return y, rstd, x.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(x)
 
 
+@torch.library.register_fake("hf_rmsnorm::add_norm_forward", lib=_library)
+def _(x, residual, weight, bias, *formula):
+    h = residual + x
+    return h, *_fake_forward(h, weight, bias, None, *formula)
+
+
 @torch.library.register_fake("hf_rmsnorm::norm_backward", lib=_library)
-def _(dy, x, weight, bias, gate, rstd, mean, *formula):
+def _(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     *fields, need = formula
     spec = spec_from(weight, bias, *fields)
     return (

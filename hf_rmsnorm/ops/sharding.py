@@ -34,13 +34,14 @@ def forward_sharding(x, weight, bias, gate, *formula):
 
 
 @register_sharding(norm_backward_op)
-def backward_sharding(dy, x, weight, bias, gate, rstd, mean, *formula):
+def backward_sharding(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     """dx and dgate like x; a parameter's gradient is a partial sum over the rows of each rank."""
     rest = [None] * len(formula)
 
     def inputs(rows):
         parameters = [_replicated(weight), _replicated(bias)]
-        return [rows, rows, *parameters, None if gate is None else rows, rows, rows, *rest]
+        optional = [None if t is None else rows for t in (gate, dh)]
+        return [rows, rows, *parameters, *optional, rows, rows, *rest]
 
     acceptable = [([Replicate()] * 4, inputs(Replicate()))]
     if _splits_rows(x, weight, bias):

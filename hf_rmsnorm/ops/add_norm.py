@@ -1,0 +1,120 @@
+"""`fused_add_norm`: the residual add and the norm behind it in one launch, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..formula import NormSpec
+from ..reference import reference_norm
+from .backend import PLAIN_TYPES, plain, resolve_backend
+from .norm import autocast_to_float32, autocasts_functional, fused_norm, norm_gradients, transformed
+from .operators import add_norm_forward_op, contiguous_output, spec_args
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class _FusedAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, spec):
+        h, y, rstd, mean = _launch(x, residual, weight, bias, spec, True)
+        ctx.save_for_backward(h, weight, bias, rstd, mean)
+        ctx.spec = spec
+        if not _is_compiling():  # Dynamo does not know it, and passes zeros
+            ctx.set_materialize_grads(False)
+        return h, y
+
+    @staticmethod
+    def backward(ctx, dh, dy):
+        need_x, need_residual, *need_parameters = ctx.needs_input_grad[:4]
+        if dy is None:
+            dsum, dweight, dbias = dh, None, None
+        else:
+            h, weight, bias, rstd, mean = ctx.saved_tensors
+            need = [need_x or need_residual, *need_parameters, False]
+            dsum, dweight, dbias, _ = norm_gradients(dy, h, weight, bias, None, rstd, mean, ctx.spec, need, dh)
+        return dsum if need_x else None, dsum if need_residual else None, dweight, dbias, None
+
+
+def _launch(x, residual, weight, bias, spec, stats):
+    if _is_compiling() or not plain(x, residual, weight, bias):
+        return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)
+    from ..kernels import launch
+
+    y, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), None, residual)
+    return h, y, rstd, mean
+
+
+def add_norm_backend(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    spec: NormSpec,
+) -> str:
+    """What `fused_add_norm` makes of a call: ``"triton"`` (one launch), ``"reference"``, or ``"original"``.
+
+    ``"original"`` is the answer where x and residual differ in shape, dtype or device; where the spec has a gate or
+    groups, or a parameter heads; for DTensors and other wrappers of tensors; where autocast gives the norm another
+    dtype than the sum; and where `resolve_backend` says so of the norm.
+
+    Raises:
+        RuntimeError: as `resolve_backend`.
+    """
+    backend = resolve_backend(x, weight, bias, None, spec.group_size)
+    if backend != "triton":
+        return backend
+    if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
+        return "original"
+    if spec.gate is not None or spec.group_size is not None:
+        return "original"
+    for t in (x, residual, weight, bias):
+        if t is not None and type(t) not in PLAIN_TYPES and is_traceable_wrapper_subclass(t):
+            return "original"
+    if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
+        return "original"
+    if spec.functional and x.dtype != torch.float32 and autocasts_functional(x.device.type):
+        return "original"
+    return "triton"
+
+
+def fused_add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    spec: NormSpec,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch.
+
+    h is rounded to its dtype before it is normalised. Only h, the parameters and (rows,) statistics are kept for the
+    backward, which adds the gradient of h to the norm's in one launch too, rounded once: x and residual share it.
+
+    Args:
+        x: (..., hidden_size), any strides: what the attention or MLP returned.
+        residual: the same shape, any strides.
+        weight, bias: (hidden_size,) or None, as the spec says.
+        backend: what `add_norm_backend` answered, if the caller has asked already.
+
+    Returns:
+        (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with the strides it has in eager.
+    """
+    if backend is None:
+        backend = add_norm_backend(x, residual, weight, bias, spec)
+    if backend != "triton" or (not _is_compiling() and transformed()):
+        h = residual + x
+        return h, reference_norm(h, weight, bias, spec) if backend != "original" else fused_norm(h, weight, bias, spec)
+    if spec.functional:
+        _, weight, bias = autocast_to_float32(x, weight, bias)
+    if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
+        weight = None if weight is None else weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or residual.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return _FusedAddNorm.apply(x, residual, weight, bias, spec)
+    return _launch(x, residual, weight, bias, spec, False)[:2]

@@ -1,0 +1,350 @@
+"""Residual add + norm in one launch: bit for bit what the two do apart, and its gradients against float64."""
+
+import pytest
+import torch
+from test_kernels import DTYPES, LAYOUTS, SPECS, packed, parameters, rows, transposed, unaligned
+from tolerance import assert_as_accurate
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hf_rmsnorm import count_launches, use_backend
+from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm
+from hf_rmsnorm.reference import reference_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAIN = [name for name, spec in SPECS.items() if spec.gate is None and spec.group_size is None]
+MODULES = {
+    "llama": LlamaRMSNorm,
+    "gemma": Gemma2RMSNorm,
+    "fp32_weight": Olmo2RMSNorm,
+    "t5": T5LayerNorm,
+    "layer_norm": nn.LayerNorm,
+}
+
+
+def eager(x, residual, weight, bias, spec):
+    h = residual + x
+    return h, reference_norm(h, weight, bias, spec)
+
+
+def strides(t):
+    return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
+
+
+def gradients(outputs, inputs, upstream):
+    """Gradients of those outputs that have an upstream one."""
+    used = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, upstream, strict=True) if dy is not None]
+    return torch.autograd.grad([y for y, _ in used], inputs, [dy for _, dy in used])
+
+
+def check(spec, x, residual, weight, bias, dh, dy):
+    """Outputs bit for bit against the add and the unfused kernel; everything against float64."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, residual, weight, bias)]
+
+    def run(function, tensors, upstream=(dh, dy)):
+        outputs = function(*tensors, spec)
+        inputs = [t for t in tensors if t is not None]
+        return [*(t.detach() for t in outputs), *gradients(outputs, inputs, upstream)]
+
+    def run_shuffled(seed):
+        order = torch.randperm(x.shape[:-1].numel(), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        new = [None if t is None else t.detach().flatten(0, -2)[order] for t in (x, residual, dh, dy)]
+        return run(eager, [*(t.requires_grad_() for t in new[:2]), *leaves[2:]], new[2:])
+
+    before = [None if t is None else t.clone() for t in (dh, dy)]
+    with use_backend("triton"):
+        fused = run(fused_add_norm, leaves)
+        apart = fused_norm(residual + x, weight, bias, spec)
+    for t, copy in zip((dh, dy), before, strict=True):
+        assert t is None or torch.equal(t, copy), "the incoming gradient was overwritten"
+    assert torch.equal(fused[0], residual + x)
+    assert torch.equal(fused[1], apart)
+    expected = run(eager, leaves)
+    assert [strides(t) for t in fused[:2]] == [strides(t) for t in expected[:2]]
+    exact = run(eager, [None if t is None else t.detach().double().requires_grad_() for t in leaves])
+    shuffled = [run_shuffled(seed) for seed in range(4)] if weight is not None else []
+    names = ["h", "y", "dx", "dresidual", *(n for n, t in (("dweight", weight), ("dbias", bias)) if t is not None)]
+    for i, name in enumerate(names):
+        orders = [s[i] for s in shuffled] if name in ("dweight", "dbias") else []
+        assert_as_accurate(fused[i], expected[i], exact[i], name, orders)
+    assert torch.equal(fused[2], fused[3]), "x and residual share one gradient"
+
+
+def operands(shape, dtype):
+    """x, residual, dh, dy."""
+    return [rows(*shape, dtype=dtype, seed=seed, mean=mean) for seed, mean in ((0, 0.25), (3, 0.25), (5, 0), (7, 0))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_formula_in_every_dtype(name, dtype):
+    weight, bias = parameters(SPECS[name], 96, dtype)
+    x, residual, dh, dy = operands((3, 5, 96), dtype)
+    check(SPECS[name], x, residual, weight, bias, dh, dy)
+    check(SPECS[name], x, residual, weight, bias, None, dy)
+
+
+@pytest.mark.parametrize("hidden_size", [1, 7, 128, 1000, 1024, 2560, 4096, 8192, 14336, 16384, 16385, 20000])
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_every_width(name, hidden_size):
+    weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
+    x, residual, dh, dy = operands((3, hidden_size), torch.bfloat16)
+    check(SPECS[name], x, residual, weight, bias, dh, dy)
+
+
+@pytest.mark.parametrize("name", ["no_upcast", "textbook_layer_norm", "rounded_rstd", "rounded_offset"])
+def test_other_formulas_in_rows_too_wide_for_registers(name):
+    weight, bias = parameters(SPECS[name], 20000, torch.bfloat16)
+    x, residual, dh, dy = operands((2, 20000), torch.bfloat16)
+    check(SPECS[name], x, residual, weight, bias, dh, dy)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "gemma", "fp32_weight"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
+def test_a_weight_of_another_dtype(name, weight_dtype):
+    weight, bias = parameters(SPECS[name], 64, weight_dtype)
+    x, residual, dh, dy = operands((4, 64), torch.bfloat16)
+    check(SPECS[name], x, residual, weight, bias, dh, dy)
+
+
+def contiguous(shape, dtype, seed):
+    return rows(*shape, dtype=dtype, seed=seed)
+
+
+@pytest.mark.parametrize("x_layout", [contiguous, *LAYOUTS])
+@pytest.mark.parametrize("residual_layout", [contiguous, *LAYOUTS])
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_strided_operands(name, x_layout, residual_layout):
+    """h and y come in the order that PyTorch's addition gives these operands."""
+    shape, dtype = (2, 3, 4, 64), torch.bfloat16
+    weight, bias = parameters(SPECS[name], 64, dtype)
+    x, residual = x_layout(shape, dtype, 0), residual_layout(shape, dtype, 3)
+    _, _, dh, dy = operands(shape, dtype)
+    check(SPECS[name], x, residual, weight, bias, dh, dy)
+
+
+@pytest.mark.parametrize("dh_layout", LAYOUTS)
+@pytest.mark.parametrize("dy_layout", [packed, transposed])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 64), (1, 2, 2, 16400)])
+def test_strided_gradients(shape, dh_layout, dy_layout):
+    weight, _ = parameters(SPECS["llama"], shape[-1], torch.bfloat16)
+    x, residual, _, _ = operands(shape, torch.bfloat16)
+    dh, dy = dh_layout(shape, torch.bfloat16, 5), dy_layout(shape, torch.bfloat16, 7)
+    check(SPECS["llama"], x, residual, weight, None, dh, dy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODULES)
+def test_the_modules_of_the_models_agree(name, dtype):
+    module = MODULES[name](256, eps=SPECS[name].eps).to(DEVICE, dtype)
+    weight, bias = parameters(SPECS[name], 256, dtype)
+    module.load_state_dict({"weight": weight.detach(), **({} if bias is None else {"bias": bias.detach()})})
+    x, residual, _, _ = operands((4, 16, 256), dtype)
+    with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+        h, y = fused_add_norm(x, residual, weight, bias, SPECS[name])
+    assert launches == {"norm_forward": 1}
+    expected = module(residual + x)
+    assert torch.equal(h, residual + x)
+    assert y.dtype == expected.dtype
+    # A sum of squares added up in another order moves a result across a half-way point here and there.
+    assert (y != expected).sum() <= y.numel() // 2_000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_out_of_range_and_half_way_round_as_the_addition_does(dtype):
+    """Ties to even, overflow to infinity, NaN, signed zeros and subnormal sums."""
+    tiny, one, most = torch.finfo(dtype).tiny, 1 + torch.finfo(dtype).eps, torch.finfo(dtype).max
+    values = torch.tensor([0.0, -0.0, tiny, tiny / 2, 1.0, one, -one, 2.0**-9, 2.0**-12, most, -most, torch.inf,
+                           -torch.inf, torch.nan, 3.0, 257.0], dtype=torch.float64).to(DEVICE, dtype)  # fmt: skip
+    x, residual = (t.reshape(-1, 16) for t in torch.meshgrid(values, values, indexing="ij"))
+    with torch.no_grad(), use_backend("triton"):
+        h, _ = fused_add_norm(x, residual.contiguous(), None, None, SPECS["no_weight"])
+    torch.testing.assert_close(h, residual + x, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(h.signbit() & ~h.isnan(), (residual + x).signbit() & ~h.isnan())
+
+
+@pytest.mark.parametrize("layout", [contiguous, packed, transposed, unaligned])
+def test_addressable_operands_are_read_in_place(layout):
+    dispatched = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            dispatched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, residual = layout((2, 3, 4, 64), torch.bfloat16, 0), layout((2, 3, 4, 64), torch.bfloat16, 3)
+    weight, _ = parameters(SPECS["llama"], 64, torch.bfloat16)
+    with torch.no_grad(), use_backend("triton"), Record(), count_launches() as launches:
+        fused_add_norm(x, residual, weight, None, SPECS["llama"])
+    assert launches == {"norm_forward": 1}
+    assert [op for op in dispatched if "permute" not in op] == ["aten.empty_strided.default", "aten.empty_like.default"]
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 70000)])
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_no_rows(name, shape):
+    weight, bias = parameters(SPECS[name], shape[-1], torch.float32)
+    x, residual = (torch.empty(shape, device=DEVICE, requires_grad=True) for _ in range(2))
+    with use_backend("triton"), count_launches() as launches:
+        h, y = fused_add_norm(x, residual, weight, bias, SPECS[name])
+        grads = torch.autograd.grad([h, y], [t for t in (x, residual, weight, bias) if t is not None], [h, y])
+    assert h.shape == y.shape == grads[0].shape == grads[1].shape == shape
+    assert all(not g.any() for g in grads[2:])
+    assert not launches
+
+
+@pytest.mark.parametrize("hidden_size", [64, 20000])
+def test_what_nobody_needs_is_not_computed(hidden_size):
+    x, residual, dh, dy = operands((6, hidden_size), torch.bfloat16)
+    weight = parameters(SPECS["llama"], hidden_size, torch.bfloat16)[0].detach()
+    tensors = {"x": x, "residual": residual, "weight": weight}
+    wide = "_loop" if hidden_size > 16_384 else ""
+    columns = {"norm_backward_columns": 1} if wide else {}
+    only_rows, only_weight = {f"norm_backward{wide}": 1}, {"reduce_partials": 1, **(columns or {"norm_backward": 1})}
+
+    def run(needed, upstream):
+        leaves = {name: t.clone().requires_grad_(name in needed) for name, t in tensors.items()}
+        with use_backend("triton"), count_launches() as launches:
+            outputs = fused_add_norm(*leaves.values(), None, SPECS["llama"])
+            launches.clear()
+            got = gradients(outputs, [leaves[name] for name in needed], upstream)
+        return got, dict(launches)
+
+    (dx, dresidual, dweight), launches = run(["x", "residual", "weight"], (dh, dy))
+    assert launches == only_rows | only_weight
+    for needed, grads, expected in (
+        (["x", "residual"], [dx, dresidual], only_rows),
+        (["x"], [dx], only_rows),
+        (["residual"], [dresidual], only_rows),
+        (["weight"], [dweight], only_weight),
+    ):
+        got, launches = run(needed, (dh, dy))
+        assert all(torch.equal(a, b) for a, b in zip(got, grads, strict=True)), needed
+        assert launches == expected, needed
+    (dx, dresidual), launches = run(["x", "residual"], (dh, None))
+    assert torch.equal(dx, dh) and torch.equal(dresidual, dh)
+    assert not launches, "the norm was not used"
+    assert run(["x", "residual"], (None, dy))[1] == only_rows
+
+
+def test_no_zeros_are_made_for_an_output_that_nobody_used():
+    """A graph whose h goes nowhere costs neither a tensor of zeros nor the addition of it."""
+    x, residual, _, dy = operands((4, 64), torch.bfloat16)
+    dispatched = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            dispatched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with use_backend("triton"):
+        _, y = fused_add_norm(x.requires_grad_(), residual, None, None, SPECS["no_weight"])
+        with Record():
+            torch.autograd.grad(y, x, dy)
+    assert [op for op in dispatched if "empty" not in op and "detach" not in op] == []
+
+
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_bytes_kept_for_the_backward(name):
+    """h, which the residual stream keeps anyway, parameters, 4 bytes a row and statistic; not x, not residual."""
+    weight, bias = parameters(SPECS[name], 64, torch.bfloat16)
+    x, residual, _, _ = operands((10, 64), torch.bfloat16)
+    kept = []
+
+    def pack(t):
+        kept.append(t)
+        return t
+
+    with use_backend("triton"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        h, _ = fused_add_norm(x.requires_grad_(), residual.requires_grad_(), weight, bias, SPECS[name])
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    known = {t.untyped_storage().data_ptr() for t in (x, residual)}
+    assert h.untyped_storage().data_ptr() in storages and not known & set(storages)
+    own = sum(storages.values()) - sum(p.untyped_storage().nbytes() for p in (weight, bias) if p is not None)
+    assert own == 10 * 64 * 2 + 10 * 4 * (2 if SPECS[name].centered else 1)
+
+
+def test_one_tensor_may_be_both_operands():
+    x, _, dh, dy = operands((4, 64), torch.float32)
+    weight, _ = parameters(SPECS["llama"], 64, torch.float32)
+    x.requires_grad_()
+    with use_backend("triton"):
+        outputs = fused_add_norm(x, x, weight, None, SPECS["llama"])
+        (dx,) = torch.autograd.grad(outputs, x, [dh, dy])
+    expected = torch.autograd.grad(eager(x, x, weight, None, SPECS["llama"]), x, [dh, dy])
+    torch.testing.assert_close(dx, *expected)
+
+
+def test_leaves_that_share_a_gradient_do_not_share_its_memory():
+    x, residual, _, dy = operands((4, 64), torch.float32)
+    x.requires_grad_(), residual.requires_grad_()
+    with use_backend("triton"):
+        h, y = fused_add_norm(x, residual, None, None, SPECS["no_weight"])
+        (y * dy + h).sum().backward()
+    assert torch.equal(x.grad, residual.grad)
+    assert x.grad.data_ptr() != residual.grad.data_ptr()
+
+
+def test_a_layer_as_models_write_it():
+    """Two norms on one stream: h goes on beside y, so that both gradients meet in the backward."""
+    x, residual, _, dy = operands((4, 64), torch.float32)
+    weight, _ = parameters(SPECS["llama"], 64, torch.float32)
+
+    def run(add_norm, x, residual, weight):
+        inputs = [t.detach().requires_grad_() for t in (x, residual, weight)]
+        h, y = add_norm(*inputs, None, SPECS["llama"])
+        h, y = add_norm(y.tanh(), h, inputs[2], None, SPECS["llama"])
+        return torch.autograd.grad((y * dy.to(y.dtype)).sum() + (h * h).sum(), inputs)
+
+    with use_backend("triton"):
+        got = run(fused_add_norm, x, residual, weight)
+    expected = run(eager, x, residual, weight)
+    exact = run(eager, x.double(), residual.double(), weight.double())
+    for a, b, c, name in zip(got, expected, exact, ("dx", "dresidual", "dweight"), strict=True):
+        assert_as_accurate(a, b, c, name)
+
+
+def test_which_calls_are_served():
+    x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
+    weight = torch.ones(64, dtype=torch.bfloat16, device=DEVICE)
+    llama = SPECS["llama"]
+    with use_backend("triton"):
+        assert add_norm_backend(x, residual, weight, None, llama) == "triton"
+        assert add_norm_backend(x, residual.float(), weight, None, llama) == "original"
+        assert add_norm_backend(x, residual[:, :1], weight, None, llama) == "original"
+        assert add_norm_backend(x, residual.to("meta"), weight, None, llama) == "original"
+        assert add_norm_backend(x, residual, torch.ones(3, 64, device=DEVICE), None, llama) == "original"
+        assert add_norm_backend(x, residual, weight, None, SPECS["silu_after"]) == "original"
+        grouped = SPECS["grouped_silu_after"]
+        assert add_norm_backend(x, residual, weight, None, grouped) == "original"
+        with pytest.raises(RuntimeError, match="float64"):
+            add_norm_backend(x.double(), residual.double(), weight, None, llama)
+    with use_backend("reference"):
+        assert add_norm_backend(x, residual, weight, None, llama) == "reference"
+    assert add_norm_backend(x.double(), residual.double(), weight, None, llama) == "original"
+
+
+def test_what_is_not_served_is_added_and_normalised_apart():
+    x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
+    weight = torch.ones(64, dtype=torch.bfloat16, device=DEVICE)
+    for other in (residual.float(), residual[:, :1]):
+        with use_backend("triton"), count_launches() as launches:
+            h, y = fused_add_norm(x, other, weight, None, SPECS["llama"])
+            assert torch.equal(y, fused_norm(other + x, weight, None, SPECS["llama"]))
+        assert torch.equal(h, other + x)
+        assert launches == {"norm_forward": 2}
+
+
+def test_the_reference_is_eager():
+    for name in PLAIN:
+        weight, bias = parameters(SPECS[name], 96, torch.bfloat16)
+        x, residual, _, _ = operands((3, 96), torch.bfloat16)
+        with use_backend("reference"), count_launches() as launches:
+            got = fused_add_norm(x, residual, weight, bias, SPECS[name])
+        for a, b in zip(got, eager(x, residual, weight, bias, SPECS[name]), strict=True):
+            assert torch.equal(a, b), name
+        assert not launches
