@@ -23,6 +23,7 @@ _HOMES = {
     "inspect_norms": "verification",
     "plan_conversion": "conversion",
     "convert_checkpoint": "conversion",
+    "convert_adapter": "conversion",
 }
 __all__ = ["__version__", *_HOMES]
 

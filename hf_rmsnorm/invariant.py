@@ -3,7 +3,7 @@ stream has zero mean. Fine-tuning moves it out of that set.
 
 The record that a conversion leaves in config.json, under `RECORD_KEY`, names parameters of the model as
 ``named_parameters()`` does. A number in a name that stands for all numbers there is written ``*``, and the entry has
-the ``count`` of its parameters.
+the ``count`` of its parameters. What an adapter of PEFT adds to a writer has to have zero mean too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ VERSION = 1
 # Of a row's mean size: what centring in float64 and taking the mean again leave besides the rounding to its dtype.
 ARITHMETIC = 64 * torch.finfo(torch.float64).eps
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+# How PEFT names a module's own tensors once it has wrapped it, a trained copy of them, and what LoRA adds to it; the
+# name of the adapter is there in a model, and not in a file.
+_KEPT = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
+_COPIED = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
+_LORA = re.compile(r"\.lora_(?:embedding_([AB])(?:\.[^.]+)?|([AB])(?:\.[^.]+)?\.(?:weight|bias))$")
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -150,6 +155,73 @@ def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
         if not bool(((part.mean(-1).abs() <= bound) & bound.isfinite()).all()):
             return False
     return True
+
+
+def own_names(names: Iterable[str]) -> dict[str, str]:
+    """Those of the names of a model's parameters that adapters did not add: name -> what it is called without them."""
+    names = list(names)
+    wrapped = {name[: match.start()] for name in names for match in _KEPT.finditer(name)}
+    return {
+        name: _KEPT.sub("", name)
+        for name in names
+        if all(_KEPT.match(name, len(path)) for path in wrapped & _above([name]))
+    }
+
+
+class Writers:
+    """What a record says of a model's parameters, asked for the tensors that an adapter brings.
+
+    Args:
+        record: what `make_record` made.
+        names: the model's own parameters, without what adapters add.
+    """
+
+    def __init__(self, record: Mapping, names: Iterable[str]):
+        self.names = set(names)
+        self.modules = _above(self.names)
+        neurons = _matching(record.get("neurons", {}), self.names)
+        self.how = {**_matching(record["writers"], self.names), **neurons}
+
+    def home(self, name: str) -> str:
+        """The parameter that a tensor of an adapter stands in for, else the module that it is added to; "" for none."""
+        path = _plain(name)
+        if lora := _LORA.search(path):
+            path = path[: lora.start()]
+            return path if path in self.modules else ""
+        while path and path not in self.names and path not in self.modules:
+            path = path.rpartition(".")[0]
+        return path
+
+    def changed_by(self, name: str) -> tuple[str, dict] | None:
+        """The writer that a tensor of an adapter changes, and axis, block and blocks along which to centre the tensor.
+
+        LoRA adds ``B A x``, of the mean of B's columns along its output. None where no writer gets a mean by it.
+
+        Raises:
+            ValueError: it changes a writer in another way.
+        """
+        home = self.home(name)
+        whole = home in self.names
+        touched = [home] if home in self.how else [writer for writer in self.how if writer.startswith(f"{home}.")]
+        if not touched:
+            return None
+        lora = _LORA.search(_plain(name))
+        writer = home if whole else f"{home}.weight"
+        how = self.how.get(writer, {})
+        if "block" in how and (lora or (whole and "but" not in how)):
+            if lora and "A" in lora.groups():
+                return None
+            return writer, {"axis": 0 if lora else how["axis"], "block": how["block"], "blocks": how["blocks"]}
+        raise ValueError(f"{name} changes {touched[0]} in a way that can give it a mean")
+
+
+def _plain(name: str) -> str:
+    return _COPIED.sub("", _KEPT.sub("", name))
+
+
+def _above(names: Iterable[str]) -> set[str]:
+    """Paths of all modules that hold these tensors."""
+    return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
 
 def _pattern(text: str) -> re.Pattern:

@@ -2,18 +2,25 @@
 
 Which tensors write to the residual stream is found on a small random model of the same classes and proven there in
 float64; they are centred while the checkpoint streams through, and DST appears whole once it is verified. A run that
-was killed is taken up by the same command. Exits with 3 where the result fails verification.
+was killed is taken up by the same command. Exits with 3 where the result fails verification. SRC may also be a LoRA
+adapter of PEFT, with --base.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from .common import CliError, Result
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("src", metavar="SRC", help="a local folder with safetensors, or demo:gpt2")
+    parser.add_argument("src", metavar="SRC", help="a local folder with safetensors, or demo:gpt2; or an adapter's")
     parser.add_argument("dst", metavar="DST", nargs="?", help="the folder to make; leave it out with --plan")
     parser.add_argument("--plan", action="store_true", help="print what would be done, and write nothing")
+    parser.add_argument(
+        "--base", nargs=2, metavar=("MODEL", "CONVERTED"),
+        help="for an adapter: the model that it was trained on, and what convert made of that",
+    )  # fmt: skip
     parser.add_argument("--no-verify", action="store_true", help="publish DST without running source and result")
     parser.add_argument("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
     parser.add_argument(
@@ -38,6 +45,11 @@ def add_arguments(parser) -> None:
 def run(args) -> Result:
     from . import models
 
+    adapter = Path(args.src).expanduser()
+    if (adapter / "adapter_config.json").is_file():
+        return _run_adapter(args, adapter, models)
+    if args.base:
+        raise CliError(f"{args.src} has no adapter_config.json: --base goes with the folder of a PEFT adapter")
     source = models.find(args.src, args.trust_remote_code)
     if not source.is_local:
         raise CliError(f"{args.src} is no folder: download it first, with hf download {args.src} --local-dir FOLDER")
@@ -95,6 +107,32 @@ def run(args) -> Result:
         except VerificationFailed as error:
             data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
             return Result(data, str(error), 3)
+    return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))
+
+
+def _run_adapter(args, adapter: Path, models) -> Result:
+    if args.base is None:
+        raise CliError(
+            f"{args.src} is an adapter: pass --base MODEL CONVERTED, the model that it was trained on and what convert "
+            "made of that"
+        )
+    if args.dst is None or args.plan or args.target == "native" or args.fold_affine or args.post_norm != "refuse":
+        raise CliError("--base takes an adapter and DST, and goes with --no-verify, --prompt and --restart alone")
+    base, converted = (models.find(where, args.trust_remote_code) for where in args.base)
+    if not (base.is_local and converted.is_local):
+        raise CliError(f"{' '.join(args.base)}: both have to be local folders")
+    models.quieten()
+    from ..conversion import VerificationFailed, convert_adapter
+
+    try:
+        done = convert_adapter(
+            adapter, args.dst, base=base.where, converted=converted.where, prompts=args.prompt,
+            trust_remote_code=args.trust_remote_code, verify=not args.no_verify, allow_pickle=args.allow_pickle,
+            restart=args.restart,
+        )  # fmt: skip
+    except VerificationFailed as error:
+        data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
+        return Result(data, str(error), 3)
     return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))
 
 

@@ -1,5 +1,6 @@
 """LayerNorm checkpoints become RMSNorm checkpoints with the same logits."""
 
+from .adapter import ConvertedAdapter, convert_adapter
 from .convert import ConvertedCheckpoint, PlannedConversion, convert_checkpoint, plan_conversion
 from .fold import plan_fold, write_folded
 from .native import plan_native, write_native
@@ -12,10 +13,12 @@ __all__ = [
     "ConversionError",
     "ConversionPlan",
     "ConversionRefused",
+    "ConvertedAdapter",
     "ConvertedCheckpoint",
     "PlannedConversion",
     "PostNormCheckpoint",
     "VerificationFailed",
+    "convert_adapter",
     "convert_checkpoint",
     "convert_post_norm",
     "plan_conversion",

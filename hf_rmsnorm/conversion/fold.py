@@ -35,6 +35,7 @@ from .source import open_source
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
 from .verify import Verification
 
+FOLDED = "hf_rmsnorm_folded"  # in the metadata of the shards
 TOLERANCE = 1e-8  # of the left side, for what the readers add up to
 
 
@@ -326,7 +327,7 @@ def write_folded(
     source = open_source(src, allow_pickle=allow_pickle)
     metadata = next((shard.metadata for shard in source.shards if shard.metadata), None) or {"format": "pt"}
     record = {"norms": [fold.path for fold in planned.folds], "converted_by": f"hf-rmsnorm {__version__}"}
-    metadata = {**metadata, "hf_rmsnorm_folded": json.dumps(record, sort_keys=True)}
+    metadata = {**metadata, FOLDED: json.dumps(record, sort_keys=True)}
     how |= {"model_class": model_class, "prompts": prompts, "run": verify}
     if conversion is None:
         tensors: dict[str, Expression] = {name: Stored(name) for name in source.tensors}

@@ -18,7 +18,7 @@ def write_other_files(job: Job, folder: Path) -> None:
     The copies are verbatim; the index gets the new tensors; config.json, last, gets the plan's keys.
     """
     source = job.source
-    expected = {*(shard.name for shard in source.shards), *source.others, "config.json"}
+    expected = {*(shard.name for shard in source.shards), *source.others, source.config_name}
     if source.index is not None:
         expected.add(INDEX)
     copy_others(source, folder, expected)
@@ -26,9 +26,9 @@ def write_other_files(job: Job, folder: Path) -> None:
         _write_index(job, folder / INDEX)
     if job.plan.config:
         config = merged(source.config, job.plan.config)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / source.config_name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
-        shutil.copyfile(source.folder / "config.json", folder / "config.json")
+        shutil.copyfile(source.folder / source.config_name, folder / source.config_name)
 
 
 def copy_others(source: Source, folder: Path, expected: set[str]) -> None:

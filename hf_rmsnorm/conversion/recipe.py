@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from .plan import Centre, ConversionPlan, Scale
 from .source import COPIED, FLOATS, ConversionError, SafetensorsShard, Source, StoredTensor
@@ -29,12 +32,14 @@ class Job:
     Args:
         recipes: what is done to a tensor of the result, by its name; the others keep their bytes.
         added: the new tensors: name to the tensor of the source whose bytes they take.
+        factors: layer scales that are not tensors of the source.
     """
 
     source: Source
     plan: ConversionPlan
     recipes: dict[str, Recipe]
     added: dict[str, str]
+    factors: Mapping[str, torch.Tensor]
 
     def layout(self, shard: SafetensorsShard) -> list[tuple[str, StoredTensor]]:
         """The tensors of a shard of the result in the order of their bytes, each with the one it is made from.
@@ -52,8 +57,8 @@ class Job:
         return [entry for shard in self.source.shards for entry in self.layout(shard)]
 
 
-def make_job(plan: ConversionPlan, source: Source) -> Job:
-    """Check every step of a plan against the tensors of a source.
+def make_job(plan: ConversionPlan, source: Source, factors: Mapping[str, torch.Tensor] | None = None) -> Job:
+    """Check every step of a plan against the tensors of a source, and of layer scales given besides.
 
     Raises:
         ConversionError: a tensor that is missing, quantised, or of a shape that a step does not fit; a copy onto a
@@ -74,16 +79,20 @@ def make_job(plan: ConversionPlan, source: Source) -> Job:
     shapes = {name: tensor for name, (_, tensor) in source.tensors.items()}
     shapes |= {key: shapes[name] for key, name in added.items()}
     recipes: dict[str, Recipe] = {}
+    factors = factors or {}
     for scale in plan.scale:
-        by = _tensor(source, scale.by, "multiplies another tensor")
+        by = factors.get(scale.by)
+        if by is None:
+            by = _tensor(source, scale.by, "multiplies another tensor")
         length = _axis(source, shapes, scale)
-        if by.shape != (length,):
+        if tuple(by.shape) != (length,):
             raise ConversionError(
                 f"{source.folder}: the plan multiplies axis {scale.axis} of {scale.key}, which has {length} elements, "
                 f"by {scale.by} of shape {list(by.shape)}: make the plan again for this checkpoint"
             )
         recipes.setdefault(scale.key, Recipe()).scale.append(scale)
-        recipes.setdefault(scale.by, Recipe()).ones = True
+        if scale.by not in factors:
+            recipes.setdefault(scale.by, Recipe()).ones = True
     for centre in plan.centre:
         _check_centre(source, shapes, centre)
         recipes.setdefault(centre.key, Recipe()).centre.append(centre)
@@ -91,7 +100,7 @@ def make_job(plan: ConversionPlan, source: Source) -> Job:
         if recipe.ones and (recipe.scale or recipe.centre):
             raise ConversionError(f"the plan folds {key} into another tensor and also changes it: make the plan again")
         _check_disjoint(key, recipe.centre)
-    return Job(source, plan, recipes, added)
+    return Job(source, plan, recipes, added, factors)
 
 
 def centred_blocks(centre: Centre, length: int) -> list[int]:

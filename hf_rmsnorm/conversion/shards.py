@@ -63,8 +63,8 @@ def header_of(job: Job, shard: SafetensorsShard, metadata: Mapping[str, str] | N
 
 def read_factors(job: Job) -> dict[str, torch.Tensor]:
     """The tensors that others are multiplied by, in float64."""
-    factors = {}
-    for name in {scale.by for scale in job.plan.scale}:
+    factors = {name: tensor.double() for name, tensor in job.factors.items()}
+    for name in {scale.by for scale in job.plan.scale} - factors.keys():
         shard, tensor = job.source.tensors[name]
         with shard.reading() as read:
             raw = read(tensor, 0, tensor.nbytes)

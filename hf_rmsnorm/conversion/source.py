@@ -17,6 +17,8 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 COPIED = 1 << 22  # bytes of an unchanged tensor that are in memory at a time
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MODEL_FILES = ("config.json", SINGLE, INDEX, PICKLED, PICKLED_INDEX)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "", "adapter_model.bin", "")
 # Not part of this checkpoint, and no longer the same model once it is converted.
 OTHER_WEIGHTS = {
     ".bin", ".pt", ".pth", ".ckpt", ".h5", ".gguf", ".ggml", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite"
@@ -94,7 +96,7 @@ class Source:
         tensors: name to (shard, tensor), over all shards.
         index: the parsed index; None for a checkpoint in one file.
         index_name: its file name in the folder.
-        config: parsed config.json.
+        config: parsed config.json, or the file that `config_name` names.
         others: relative paths of the files to copy.
         not_copied: relative paths of weights in other formats.
         fingerprints: size and mtime_ns of every file that is read, by relative path.
@@ -108,6 +110,7 @@ class Source:
     others: tuple[str, ...]
     not_copied: tuple[str, ...]
     fingerprints: dict[str, list[int]]
+    config_name: str = "config.json"
     tensors: dict[str, tuple[SafetensorsShard, StoredTensor]] = field(init=False)
 
     def __post_init__(self):
@@ -142,12 +145,13 @@ def fingerprint(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False) -> Source:
+def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False) -> Source:
     """Read the headers, the index and the config of a checkpoint folder and check that they fit together.
 
     Args:
         folder: holds config.json and ``model.safetensors``, or the shards that its index names.
         allow_pickle: without them, read ``pytorch_model.bin`` or its shards.
+        adapter: it is the folder of a PEFT adapter, with adapter_config.json and ``adapter_model.safetensors``.
 
     Raises:
         ConversionError: not such a folder; a shard that is truncated, corrupt or missing; an index that names what
@@ -157,20 +161,22 @@ def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False) -> Sou
     if not folder.is_dir():
         raise ConversionError(f"{folder}: no such folder: pass a local checkpoint folder")
     files = _files(folder)
-    if "config.json" not in files:
-        raise ConversionError(f"{folder}: no config.json: pass the folder of a Transformers checkpoint")
-    config = read_json(folder / "config.json")
+    config_name, single, index_name, *pickles = ADAPTER_FILES if adapter else MODEL_FILES
+    if config_name not in files:
+        what = "PEFT adapter" if adapter else "Transformers checkpoint"
+        raise ConversionError(f"{folder}: no {config_name}: pass the folder of a {what}")
+    config = read_json(folder / config_name)
     for part in (config, *config.values()):
         if isinstance(part, dict) and part.get("quantization_config"):
             raise ConversionError(
-                f"{folder / 'config.json'}: the model is quantised: convert the unquantised model, then quantise it"
+                f"{folder / config_name}: the model is quantised: convert the unquantised model, then quantise it"
             )
-    single, index_name = SINGLE, INDEX
-    pickled = SINGLE not in files and INDEX not in files
+    pickled = single not in files and index_name not in files
     if pickled:
-        single, index_name = PICKLED, PICKLED_INDEX
-        if PICKLED not in files and PICKLED_INDEX not in files:
-            raise ConversionError(f"{folder}: neither {SINGLE} nor {INDEX} is there: download the weights")
+        if not any(name in files for name in pickles):
+            missing = f"neither {single} nor {index_name} is there" if index_name else f"{single} is not there"
+            raise ConversionError(f"{folder}: {missing}: download the weights")
+        single, index_name = pickles
         if not allow_pickle:
             raise ConversionError(
                 f"{folder}: the weights are pickles, which can run code: allow it (allow_pickle, --allow-pickle) to "
@@ -194,13 +200,13 @@ def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False) -> Sou
                 raise ConversionError(f"{folder / index_name}: {key} is not in {name}: download both again")
     others, not_copied = [], []
     for name in files:
-        if name in names or name in ("config.json", index_name if index is not None else None):
+        if name in names or name in (config_name, index_name if index is not None else None):
             continue
         (not_copied if _is_weights(name) else others).append(name)
-    read = {*names, *others, "config.json", *([index_name] if index is not None else [])}
+    read = {*names, *others, config_name, *([index_name] if index is not None else [])}
     return Source(
         folder, shards, index, index_name, config, tuple(others), tuple(not_copied),
-        {name: fingerprints[name] for name in sorted(read)},
+        {name: fingerprints[name] for name in sorted(read)}, config_name,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from .folder import write_other_files
 from .plan import ConversionPlan
 from .recipe import Job, make_job
@@ -55,6 +57,8 @@ def carry_out(
     allow_pickle: bool = False,
     check: Callable[[Path], None] | None = None,
     restart: bool = False,
+    adapter: bool = False,
+    factors: Mapping[str, torch.Tensor] | None = None,
 ) -> Result:
     """Write the checkpoint that a plan makes of another one.
 
@@ -76,6 +80,8 @@ def carry_out(
             raised, and the staging folder is kept with the error's text in ``report.txt``. What it writes into the
             folder becomes a part of DST.
         restart: drop the unfinished conversion of another plan or source into the same DST.
+        adapter: as in `open_source`.
+        factors: layer scales of the plan that are not tensors of the source.
 
     Raises:
         ConversionError: the source, the plan or the destination does not fit, the source changed meanwhile, or the
@@ -84,14 +90,14 @@ def carry_out(
     dst = Path(os.path.abspath(dst))
     with ExitStack() as stack:
         with clear_errors(Path(src)):
-            source = open_source(src, allow_pickle=allow_pickle)
-            job = make_job(plan, source)
+            source = open_source(src, allow_pickle=allow_pickle, adapter=adapter)
+            job = make_job(plan, source, factors)
             inside = os.path.realpath(src)
             if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
                 raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
             _check_metadata(metadata)
             with clear_errors(dst):
-                identity = _identity(plan, source.fingerprints, metadata)
+                identity = _identity(plan, source.fingerprints, metadata, job.factors)
                 staging = stack.enter_context(staging_for(dst, identity, restart=restart))
         resumed: list[str] = []
         if staging.published:
@@ -152,8 +158,9 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
             raise ConversionError(f"metadata {key!r}: safetensors keeps strings only: pass json.dumps of the value")
 
 
-def _identity(plan: ConversionPlan, fingerprints: dict, metadata: Mapping[str, str] | None) -> dict:
-    text = json.dumps([FORMAT, plan.to_json(), dict(metadata or {})], sort_keys=True)
+def _identity(plan: ConversionPlan, fingerprints: dict, metadata: Mapping[str, str] | None, factors: Mapping) -> dict:
+    values = [{name: tensor.tolist() for name, tensor in factors.items()}] if factors else []
+    text = json.dumps([FORMAT, plan.to_json(), dict(metadata or {}), *values], sort_keys=True)
     return {"plan": hashlib.sha256(text.encode()).hexdigest(), "source": fingerprints}
 
 

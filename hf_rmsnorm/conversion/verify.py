@@ -57,7 +57,7 @@ def verify_folder(
     times that of the same weights as LayerNorm, the last norm stays a LayerNorm if that cures it: config.json in
     `folder` then says so, and the plan that is returned.
     """
-    if wrong := _not_centred(folder, plan):
+    if wrong := not_centred(folder, plan):
         more = f" and {len(wrong) - 1} more tensors are" if len(wrong) > 1 else " is"
         return Verification(False, f"{wrong[0]}{more} not centred as the plan says"), plan
     tensors = f"{len(plan.centre)} centred tensors read again"
@@ -100,7 +100,8 @@ def _without(plan: ConversionPlan, path: str) -> ConversionPlan:
     return replace(plan, norms=norms, config={**plan.config, RECORD_KEY: record})
 
 
-def _not_centred(folder: Path, plan: ConversionPlan) -> list[str]:
+def not_centred(folder: Path, plan: ConversionPlan) -> list[str]:
+    """Tensors of the plan that the files of the folder do not hold as it says; one is in memory at a time."""
     wanted: dict[str, Centre] = {c.key: c for c in plan.centre}
     wrong = set(wanted)
     for shard in sorted(folder.glob("*.safetensors")):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 
-from ..invariant import RECORD_KEY, complaint, recorded_norms
+from ..invariant import RECORD_KEY, Writers, complaint, own_names, recorded_norms
 from ..layers import Recipe
 from ..ops.backend import PLAIN_TYPES
 
@@ -79,10 +80,25 @@ def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict]
             return Conversion(norms, WITHOUT_WEIGHTS)
         return Conversion(norms, f"{STAYS}{hidden} is not here whole; patch once the weights are loaded")
     try:
-        doubt = complaint(tensors, record)
+        doubt = _doubt(tensors, record)
     except ValueError as error:
         doubt = str(error)
     return Conversion(norms, doubt and STAYS + doubt)
+
+
+def _doubt(tensors: _Weights, record: dict) -> str:
+    """What is wrong with the model's own parameters, or with those that adapters add to writers."""
+    names = own_names(tensors)
+    own = tensors.renamed(names)
+    if doubt := complaint(own, record):
+        return doubt
+    writers, added, how = Writers(record, own), {}, {}
+    for name in tensors:  # of all adapters, as others may become active after the patch
+        if name not in names and (change := writers.changed_by(name)):
+            writer, how[name] = change
+            added[name] = tensors[name].to(own[writer].dtype)  # in which it writes
+    doubt = complaint(added, {**record, "writers": how, "neurons": {}})
+    return doubt and f"{doubt}; convert an adapter with its base (convert_adapter)"
 
 
 class _Weights(Mapping[str, torch.Tensor]):
@@ -106,6 +122,12 @@ class _Weights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._owners)
+
+    def renamed(self, names: Mapping[str, str]) -> _Weights:
+        """Those of these names, by their new ones."""
+        some = copy(self)
+        some._owners = {new: self._owners[old] for old, new in names.items()}
+        return some
 
     def hidden(self) -> str:
         """The first parameter that cannot be looked at, "" if there is none."""

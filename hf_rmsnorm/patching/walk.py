@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from ..layers import Recipe, fused_class, fused_part
-from .converted import conversion_of
+from .converted import STAYS, conversion_of
 from .recognise import Verdict, class_name, recognise
 from .report import PatchReport, Skipped, Swapped
 from .swap import replaced_forward
@@ -70,6 +70,8 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     for entry in entries if conversion is not None else ():
         if entry.recipe is not None and not entry.already:
             entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
+        elif entry.recipe is not None and entry.recipe.imposed and conversion.doubt:
+            entry.note = f"runs as RMSNorm, but {conversion.doubt.removeprefix(STAYS)}; unpatch and patch again"
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     norm_paths = [path for entry in entries for path in entry.paths]
     for word, globs in (("include", include), ("exclude", exclude)):
