@@ -16,6 +16,7 @@ from .naming import named_as_stored, stored_names
 from .norms import LayerNorm, find_layer_norms, hooked
 from .plan import ConversionPlan, ConversionRefused, Copy, NormRecord
 from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model, one_line, run
+from .unreached import behind_masks, refuse_if_unreached
 
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
@@ -79,7 +80,11 @@ def discover(
         )
         causes = {path: cause if cause.source else Cause("", False, raw) for path, cause in causes.items()}
     _refuse_if_hopeless(twin, norms, bad, causes)
+    becoming = {path: norm for path, norm in norms.items() if path not in bad}
+    more, reached = behind_masks(work, twin, becoming, gauge, ZERO_MEAN)
+    hits += [hit for hit in more if hit.parameter not in unsaved]
     twin.widths = _widths(twin, hits)
+    refuse_if_unreached(work, twin, becoming, gauge, reached, ZERO_MEAN)
     centred = [replace(c, block=twin.widths[c.block]) for c in keys.centre(hits)]
     copies = _untie(twin, keys, hits)
     records = [_record(twin, path, norm, causes.get(path)) for path, norm in norms.items()]
@@ -87,11 +92,11 @@ def discover(
     if copies:
         names = ", ".join(c.key for c in copies)
         notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
-    undetermined = tuple(sorted({key for name in gauge.undetermined for key in keys.of(name)}))
+    undetermined = tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)}))
     if undetermined:
         notes.append(
-            f"No output depended on {len(undetermined)} tensors, {undetermined[0]} for one: they are copied, and "
-            "inputs that use them may give the stream a mean again, which a LayerNorm removes and an RMSNorm does not."
+            f"No output depended on {len(undetermined)} tensors, {undetermined[0]} for one: they are copied, as they "
+            "do not write to the stream."
         )
     plan = ConversionPlan(
         centre=tuple(centred),
@@ -153,7 +158,7 @@ def _confirmed(gauge: Gauge, twin: Twin, norms) -> Gauge:
         "gauge_max": max(gauge.margins["gauge_max"], second.margins["gauge_max"]),
         "nongauge_min": min(gauge.margins["nongauge_min"], second.margins["nongauge_min"]),
     }
-    return Gauge(hits, gauge.bound | dropped, gauge.undetermined, margins)
+    return replace(gauge, hits=hits, bound=gauge.bound | dropped, margins=margins)
 
 
 def _unreached(gauge: Gauge) -> list[str]:

@@ -7,7 +7,6 @@ float64 the sums that vanish do so to 1e-15 of their terms; in float32 they woul
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +34,7 @@ class Gauge:
     hits: list[Hit] = field(default_factory=list)
     bound: set[str] = field(default_factory=set)
     undetermined: list[str] = field(default_factory=list)
-    margins: dict = field(default_factory=lambda: {"gauge_max": 0.0, "nongauge_min": math.inf})
+    margins: dict = field(default_factory=lambda: {"gauge_max": 0.0, "nongauge_min": 1.0})
 
 
 def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm]) -> Gauge:

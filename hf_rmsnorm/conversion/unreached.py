@@ -1,0 +1,146 @@
+"""Parameters that the inputs did not reach and that may yet write to the residual stream."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from .gauge import Gauge, centre, gauge_test, input_means, weight_axis
+from .keys import Hit, KeyMap
+from .norms import LayerNorm
+from .plan import ConversionRefused
+from .twin import MISFITS, Twin, new_model, run
+
+
+def behind_masks(
+    work, twin: Twin, norms: dict[str, LayerNorm], gauge: Gauge, bound: float
+) -> tuple[list[Hit], set[str]]:
+    """What turns out to write to the stream where some of the inputs are masked; it is centred in `work`.
+
+    The model inside is run, which may take a mask where the model with its head does not.
+
+    Returns:
+        What is to be centred besides, and all parameters that were reached so and leave the norms' inputs without mean.
+
+    Args:
+        work: the twin's model, centred so far.
+        norms: those that are to become RMSNorms.
+        gauge: what the twin's own inputs show.
+        bound: largest |mean| / RMS that a norm's input may have.
+    """
+    left = set(gauge.undetermined)
+    base = work.base_model
+    prefix = next(f"{path}." if path else "" for path, module in work.named_modules() if module is base)
+    inside = {path.removeprefix(prefix): norm for path, norm in norms.items() if path.startswith(prefix)}
+    found: list[Hit] = []
+    reached: set[str] = set()
+    for inputs in _masked(base, twin.inputs) if left else ():
+        try:
+            masked = gauge_test(base, inputs, inside)
+        except MISFITS:  # it takes no such mask
+            continue
+        hits = [replace(hit, parameter=prefix + hit.parameter) for hit in masked.hits]
+        hits = [hit for hit in hits if hit.parameter in left]
+        centre(work, hits)
+        if max(input_means(base, inputs, inside).values(), default=0.0) <= bound:
+            found += hits
+            reached |= {name for name in left if name.removeprefix(prefix) not in masked.undetermined}
+    return found, reached
+
+
+def _masked(model, inputs: dict) -> Iterator[dict]:
+    """The inputs with a mask over every other patch of an image, or frame of a sound."""
+    first = next(v for v in inputs.values() if isinstance(v, torch.Tensor))
+    patch, lengths = getattr(model.config, "patch_size", None), getattr(model, "_get_feat_extract_output_lengths", None)
+    if isinstance(patch, int) and first.ndim == 4:
+        count = (first.shape[-2] // patch) * (first.shape[-1] // patch)
+        yield {**inputs, "bool_masked_pos": (torch.arange(count) % 2 == 0).repeat(len(first), 1)}
+    if lengths is not None and first.ndim == 2:
+        own = {"add_adapter": False} if "add_adapter" in inspect.signature(lengths).parameters else {}
+        count = int(lengths(torch.tensor(first.shape[1]), **own))
+        yield {**inputs, "mask_time_indices": (torch.arange(count) % 2 == 0).repeat(len(first), 1)}
+
+
+def refuse_if_unreached(
+    work, twin: Twin, norms: dict[str, LayerNorm], gauge: Gauge, reached: set[str], bound: float
+) -> None:
+    """Refuse where a parameter that nothing is known of is as wide as the stream.
+
+    Args:
+        work, norms, gauge, bound: as in `behind_masks`.
+        reached: by other inputs.
+
+    Raises:
+        ConversionRefused: with the parameter.
+    """
+    lengths = {norm.hidden_size for norm in norms.values()}
+    left = [name for name in gauge.undetermined if name not in reached and _may_write(twin, name, lengths)]
+    if not left:
+        return
+    mentioned, aliases = _mentioned(twin.model), _tied_names(twin)
+    used = {alias for name, alias in aliases.items() if name not in gauge.undetermined}
+    left = [
+        name
+        for name in left
+        if all(part.isdecimal() or part in mentioned for part in name.split("."))
+        and aliases.get(name) not in used
+        and not _only_chooses(work, twin, norms, name, bound)
+    ]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ConversionRefused(
+            f"{twin.name}: the inputs made no use of {left[0]!r}{more}; as wide as the residual stream, it may write "
+            "to it: pass inputs that use it (the argument inputs of convert_checkpoint)"
+        )
+
+
+def _tied_names(twin: Twin) -> dict[str, str]:
+    """As `KeyMap.aliases` with tied embeddings: a head's bias may have a second name, which is used only there."""
+    tied = copy.deepcopy(twin.config)
+    tied.tie_word_embeddings = True
+    return KeyMap(new_model(type(twin.model), tied)).aliases
+
+
+@torch.no_grad()
+def _only_chooses(work, twin: Twin, norms, name: str, bound: float) -> bool:
+    """Whether other values of a parameter without gradient change the outputs, and give no norm's input a mean.
+
+    So do those of a router or of a codebook: they choose what writes to the stream.
+    """
+    parameter = work.get_parameter(name)
+    before, outputs = parameter.clone(), run(work, twin.inputs)
+    parameter.copy_(10 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4), dtype=before.dtype))
+    try:
+        changed = any(not torch.equal(a, b) for a, b in zip(outputs, run(work, twin.inputs), strict=True))
+        return changed and max(input_means(work, twin.inputs, norms).values(), default=0.0) <= bound
+    finally:
+        parameter.copy_(before)
+
+
+def _mentioned(model: torch.nn.Module) -> set[str]:
+    """Every name and string in the code of the modules' classes, but for what makes and initialises modules."""
+    names: set[str] = set()
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
+        for name, member in vars(cls).items():
+            function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
+            if name not in ("__init__", "_init_weights") and (code := getattr(function, "__code__", None)):
+                names |= _names_in(code)
+    return names
+
+
+def _names_in(code) -> set[str]:
+    inner = [_names_in(constant) for constant in code.co_consts if hasattr(constant, "co_names")]
+    return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}.union(*inner)
+
+
+def _may_write(twin: Twin, name: str, lengths: set[int]) -> bool:
+    """Whether an axis along which a parameter may write is as long as a row of the stream, or several."""
+    path, _, leaf = name.rpartition(".")
+    here, there = twin.model.get_parameter(name).shape, twin.shapes[name]
+    axis = weight_axis(twin.model.get_submodule(path)) if leaf == "weight" else None
+    axes = range(len(here)) if axis is None else (axis,)
+    return any(here[a] % n == 0 and there[a] % twin.widths.get(n, n) == 0 for a in axes for n in lengths)

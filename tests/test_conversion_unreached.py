@@ -1,0 +1,84 @@
+"""What the inputs do not reach: found behind a mask, known to be harmless, or refused."""
+
+import pytest
+import torch
+from conversion_models import carry_out, config_of, trained
+from transformers import (
+    AutoConfig,
+    Dinov2ForImageClassification,
+    Dinov2Model,
+    HubertForCTC,
+    ViTForMaskedImageModeling,
+    Wav2Vec2ConformerModel,
+    XLMRobertaXLForCausalLM,
+)
+
+from hf_rmsnorm.conversion.discovery import discover
+from hf_rmsnorm.conversion.gauge import input_means
+from hf_rmsnorm.conversion.keys import saved_tensors
+from hf_rmsnorm.conversion.norms import find_layer_norms
+from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.prove import load_tensors, prove
+from hf_rmsnorm.conversion.twin import make_twin
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SOUND = {
+    **SMALL, "do_stable_layer_norm": True, "feat_extract_norm": "layer", "conv_dim": (16,) * 7,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("dinov2", Dinov2Model), ("dinov2", Dinov2ForImageClassification), ("vit", ViTForMaskedImageModeling)],
+)
+def test_a_mask_token_is_centred_whether_the_class_takes_masks_or_not(name, cls):
+    config = config_of(name)
+    config.encoder_stride = config.patch_size
+    plan = discover(make_twin(config, model_class=cls))
+    token = next(c.key for c in plan.centre if c.key.endswith("embeddings.mask_token"))
+    assert token not in plan.undetermined and all(norm.becomes_rms for norm in plan.norms)
+    model = load_tensors(cls, config, carry_out(plan, saved_tensors(trained(cls(config)))))
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = {"pixel_values": pixels, "bool_masked_pos": torch.tensor([[True, False, True, True]])}
+    norms, silent = find_layer_norms(model.base_model, inputs)
+    assert len(norms) == 5 and not silent and max(input_means(model.base_model, inputs, norms).values()) < 1e-13
+
+
+def fuyu():
+    text = {**SMALL, "model_type": "persimmon", "qk_layernorm": True}
+    return AutoConfig.for_model("fuyu", **SMALL, text_config=text, patch_size=4, image_token_id=5)
+
+
+def with_an_image(model):
+    ids = torch.randint(6, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, :4] = 5
+    return {"input_ids": ids, "pixel_values": torch.randn(2, 4, 48), "use_cache": False}
+
+
+def test_what_only_other_inputs_reach_is_refused_and_converted_with_them():
+    with pytest.raises(ConversionRefused, match="no use of 'model.vision_embed_tokens.weight' and 1 more.*pass inputs"):
+        discover(make_twin(fuyu()))
+    twin = make_twin(fuyu(), inputs=with_an_image)
+    plan = discover(twin)
+    assert {"vision_embed_tokens.weight", "vision_embed_tokens.bias"} <= {c.key for c in plan.centre}
+    assert prove(plan, twin).passed and not plan.undetermined
+
+
+def test_a_masked_frame_of_norms_that_stay_does_not_matter():
+    plan = discover(make_twin(AutoConfig.for_model("hubert", **SOUND), model_class=HubertForCTC))
+    assert any(norm.becomes_rms for norm in plan.norms) and not plan.undetermined
+    assert not any("masked_spec_embed" in c.key for c in plan.centre)
+
+
+def test_modules_that_no_code_uses_do_not_matter():
+    config = AutoConfig.for_model("wav2vec2-conformer", **{**SOUND, "add_adapter": True, "output_hidden_size": 32})
+    plan = discover(make_twin(config, model_class=Wav2Vec2ConformerModel))
+    assert all("pos_conv_embed" in key for key in plan.undetermined) and plan.undetermined
+
+
+def test_a_second_name_of_the_heads_bias_does_not_matter():
+    config = AutoConfig.for_model("xlm-roberta-xl", **SMALL, max_position_embeddings=64, is_decoder=True)
+    plan = discover(make_twin(config, model_class=XLMRobertaXLForCausalLM))
+    assert plan.undetermined == ("lm_head.bias",) and "lm_head.bias" not in {c.key for c in plan.centre}
+    assert any("No output depended on 1 tensors, lm_head.bias" in note for note in plan.notes)
