@@ -11,7 +11,17 @@ import pytest
 import tiny_models
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2Model,
+)
 
 from hf_rmsnorm import patch_model, use_backend
 from hf_rmsnorm.cli.main import main
@@ -158,6 +168,25 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     assert "pass DST, or --plan" in capsys.readouterr().err
     assert main(["convert", "demo:gpt2", str(tmp_path / "bert")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("cls", [GPT2Model, GPT2ForSequenceClassification])
+def test_a_model_without_a_head_gets_none_that_is_tied_to_the_centred_table(cls, tmp_path):
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=32, pad_token_id=0)
+    assert config.tie_word_embeddings
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        cls(config).save_pretrained(tmp_path / "src")
+    done = convert_checkpoint(tmp_path / "src", tmp_path / "dst", verify=False)
+    assert any("tie_word_embeddings becomes false" in note for note in done.planned.plan.notes)
+    ids = torch.arange(1, 25)[None]
+    for auto in (AutoModel, AutoModelForSequenceClassification)[: 1 if cls is GPT2Model else 2]:
+        source, result = (auto.from_pretrained(tmp_path / name, dtype=torch.float64).eval() for name in ("src", "dst"))
+        with torch.no_grad():
+            expected, got = source(ids)[0], result(ids)[0]
+        assert (expected - got).abs().max() <= 1e-6 * expected.abs().max()
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
+    assert "lm_head.weight" in info["missing_keys"]
 
 
 def deep_model(layers, table_mean, folder):

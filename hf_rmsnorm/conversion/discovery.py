@@ -92,6 +92,12 @@ def discover(
     if copies:
         names = ", ".join(c.key for c in copies)
         notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
+    headless = not copies and _would_tie_a_head(twin, hits)
+    if headless:
+        notes.append(
+            "tie_word_embeddings becomes false: there is no head here, and one that a class with a head would tie to "
+            "the centred table gives other logits; now such a class says that its head is missing."
+        )
     undetermined = tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)}))
     if undetermined:
         notes.append(
@@ -103,7 +109,7 @@ def discover(
         scale=tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by)),
         copy=copies,
         norms=tuple(records),
-        config=_config(twin, hits, norms, bad, copies),
+        config=_config(twin, hits, norms, bad, untied=bool(copies) or headless),
         undetermined=undetermined,
         margins=gauge.margins,
         notes=tuple(notes),
@@ -286,12 +292,22 @@ def _untie(twin: Twin, keys: KeyMap, hits: list[Hit]) -> tuple[Copy, ...]:
     return keys.untie(tied)
 
 
+def _would_tie_a_head(twin: Twin, hits: list[Hit]) -> bool:
+    """Whether another class of this config would take the table of tokens, which is centred, for its head."""
+    try:
+        table = twin.model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):  # there are no tokens
+        return False
+    centred = any(twin.model.get_parameter(hit.parameter) is table for hit in hits)
+    return centred and bool(getattr(twin.config, "tie_word_embeddings", False))
+
+
 def _record(twin: Twin, path: str, norm: LayerNorm, cause: Cause | None) -> NormRecord:
     size = twin.widths.get(norm.hidden_size, norm.hidden_size * twin.factor)
     return NormRecord(path, size, norm.eps, cause is None, "" if cause is None else cause.reason)
 
 
-def _config(twin: Twin, hits: list[Hit], norms, bad, copies) -> dict:
+def _config(twin: Twin, hits: list[Hit], norms, bad, *, untied: bool) -> dict:
     writers: dict[str, dict] = {}
     for hit in hits:
         block = twin.widths[hit.block]
@@ -304,6 +320,6 @@ def _config(twin: Twin, hits: list[Hit], norms, bad, copies) -> dict:
     }
     record = invariant.make_record(writers, rms, twin.shapes, norms)
     config: dict = {invariant.RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
-    if copies:
+    if untied:
         config["tie_word_embeddings"] = False
     return config
