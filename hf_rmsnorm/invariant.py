@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 RECORD_KEY = "hf_rmsnorm"
+TRAINED_AS_RMS = "rms_norm"  # what the record says that the checkpoint computes, where training made it so
 VERSION = 1
 # Of a row's mean size: what centring in float64 and taking the mean again leave besides the rounding to its dtype.
 ARITHMETIC = 64 * torch.finfo(torch.float64).eps

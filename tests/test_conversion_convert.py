@@ -21,6 +21,8 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2Model,
+    OlmoConfig,
+    OlmoForCausalLM,
 )
 
 from hf_rmsnorm import patch_model, use_backend
@@ -168,6 +170,16 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     assert "pass DST, or --plan" in capsys.readouterr().err
     assert main(["convert", "demo:gpt2", str(tmp_path / "bert")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
+    config = OlmoConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config.hf_rmsnorm = {"version": 1, "computes": "rms_norm", "writers": {}, "rms_norms": {}}
+    OlmoForCausalLM(config).save_pretrained(tmp_path / "src")
+    for way in ([], ["--fold-affine"], ["--target", "native"], ["--post-norm", "exact"]):
+        with pytest.raises(ConversionRefused, match="is an RMSNorm model already"):
+            main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), *way, "--traceback"])
+    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.parametrize("cls", [GPT2Model, GPT2ForSequenceClassification])

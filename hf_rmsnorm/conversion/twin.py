@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..invariant import RECORD_KEY, TRAINED_AS_RMS
 from ..verification.float64 import Float64Mode
 from .plan import ConversionRefused
 from .shrink import shrunk
@@ -131,6 +132,11 @@ def config_and_class(source, trust_remote_code: bool, model_class) -> tuple[Pret
                     f"{path} brings model code of its own: read it, and pass trust_remote_code=True if you trust it"
                 ) from error
             raise ConversionRefused(f"{path}: {one_line(error)}") from error
+    if (getattr(config, RECORD_KEY, None) or {}).get("computes") == TRAINED_AS_RMS:
+        raise ConversionRefused(
+            f"{config.model_type}: by the record in its config.json this is an RMSNorm model already, trained as one: "
+            "patch_model runs it, and there is nothing to convert"
+        )
     if model_class is not None:
         return config, model_class
     names = getattr(config, "architectures", None) or []

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 
-from ..invariant import RECORD_KEY, Writers, complaint, own_names, recorded_norms
+from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms
 from ..layers import Recipe
 from ..ops.backend import PLAIN_TYPES
 
-TRAINED_AS_RMS = "rms_norm"  # what the record says the checkpoint computes, where training made it so
 STAYS = "stays the LayerNorm that it is: "
 WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
 
