@@ -42,6 +42,23 @@ MEMORY_LIMIT = 6 * 2**30  # bytes beyond what the parent holds
 NO_LAYER_NORM = "computes no LayerNorm"
 
 
+def _with_patches(model) -> torch.Tensor:
+    """Two examples of four places for patches of an image and eight words."""
+    places = torch.full((2, 4), model.config.image_token_id)
+    return torch.cat([places, torch.arange(3, 19).view(2, 8)], dim=1)
+
+
+# By type: arguments of its forward that reach what those found by its signature do not, as in `coverage_hints.INPUTS`.
+INPUTS: dict[str, dict] = {
+    "efficientloftr": {"pixel_values": (2, 2, 3, 128, 128)},
+    "fuyu": {
+        "input_ids": _with_patches,
+        "pixel_values": lambda m: torch.randn(2, 4, m.config.patch_size**2 * m.config.num_channels),
+    },
+    "table-transformer": {"pixel_values": (2, 3, 64, 64)},
+}
+
+
 def examine(model_type: str, mapping: str) -> dict:
     """One type, with its optional features (q/k norms and the like) and without.
 
@@ -92,7 +109,7 @@ def _tiny(cls, config, features: bool, deadline: float):
                 if not shrinker.repair(line(error)):
                     break
                 continue
-            arguments, error = find_inputs(model, torch.float32, budget=2)
+            arguments, error = find_inputs(model, torch.float32, budget=2, hints=INPUTS.get(config.model_type))
             if arguments is not None:
                 return model, arguments, sorted(shrinker.switched)
             first = first or f"{style}: {error if isinstance(error, str) else '; '.join(error[:2])}"

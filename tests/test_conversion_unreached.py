@@ -77,6 +77,14 @@ def test_modules_that_no_code_uses_do_not_matter():
     assert all("pos_conv_embed" in key for key in plan.undetermined) and plan.undetermined
 
 
+def test_a_layer_whose_like_is_known_does_not_matter():
+    """Attention over the one patch that the last stage has does not depend on queries and keys."""
+    sizes = {"image_size": 16, "patch_size": 4, "window_size": 2, "depths": (1, 1, 1), "num_heads": (2, 2, 2)}
+    config = AutoConfig.for_model("swinv2", **sizes, embed_dim=8)
+    plan = discover(make_twin(config))
+    assert plan.undetermined and all(".layers.2." in key for key in plan.undetermined)
+
+
 def test_a_second_name_of_the_heads_bias_does_not_matter():
     config = AutoConfig.for_model("xlm-roberta-xl", **SMALL, max_position_embeddings=64, is_decoder=True)
     plan = discover(make_twin(config, model_class=XLMRobertaXLForCausalLM))

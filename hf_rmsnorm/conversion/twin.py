@@ -292,7 +292,7 @@ def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int
     if main == "input_ids":
         inputs = {main: ids()}
     elif main == "pixel_values":
-        side = number("image_size", default=32)
+        side = number("image_size", default=64)
         inputs = {main: normal(rows, number("num_channels", "in_channels", default=3), side, side)}
     elif main == "input_values":
         inputs = {main: normal(rows, 4000)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from .keys import Hit, KeyMap
 from .norms import LayerNorm
 from .plan import ConversionRefused
 from .twin import MISFITS, Twin, new_model, run
+
+_NUMBER = re.compile(r"\d+")
 
 
 def behind_masks(
@@ -81,12 +84,14 @@ def refuse_if_unreached(
     left = [name for name in gauge.undetermined if name not in reached and _may_write(twin, name, lengths)]
     if not left:
         return
+    kin = {_NUMBER.sub("*", name) for name in twin.shapes.keys() - set(gauge.undetermined)}
     mentioned, aliases = _mentioned(twin.model), _tied_names(twin)
     used = {alias for name, alias in aliases.items() if name not in gauge.undetermined}
     left = [
         name
         for name in left
-        if all(part.isdecimal() or part in mentioned for part in name.split("."))
+        if _NUMBER.sub("*", name) not in kin  # its like in another layer gives no norm's input a mean
+        and all(part.isdecimal() or part in mentioned for part in name.split("."))
         and aliases.get(name) not in used
         and not _only_chooses(work, twin, norms, name, bound)
     ]
