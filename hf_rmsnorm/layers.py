@@ -6,7 +6,6 @@ hooks, `isinstance`, `repr` and saved bytes stay what they were.
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import math
 import threading
@@ -16,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from .derived import derive, marked
 from .formula import NormSpec
+from .handover import take
 from .ops import fused_norm, resolve_backend
 
 Layout = Literal["last", "channels_first", "heads"]
@@ -100,6 +101,20 @@ class Recipe:
         """Whether more than the operands' shapes decides if a call can be served."""
         return self.layout != "last" or self.dims is not None or self.only_float32 or self.not_under_autocast
 
+    @property
+    def reads_sums(self) -> bool:
+        """Whether the norm of a sum may be computed with the sum."""
+        return not (self.restricted or self.gate or self.other_input or self.spec.group_size or self.row_major)
+
+    def fits(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+        """Whether the formula is what the module computes for this x, if it is ungated."""
+        return (
+            _fits(x, weight, bias, None, self.spec)
+            and (bias is None or weight is None or bias.dtype == weight.dtype)
+            and self.hidden_size in (None, x.shape[-1])
+            and not (self.spec.functional and not _one_dtype(x, weight, bias))
+        )
+
     def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """x as a view (or copy) of rows along its last dimension; None if this call is for the module itself."""
         if (
@@ -128,6 +143,7 @@ class Recipe:
         return "; ".join(words)
 
 
+_is_compiling = torch.compiler.is_compiling
 _classes: dict[tuple, type] = {}
 _classes_lock = threading.Lock()
 
@@ -148,35 +164,9 @@ def fused_class(base: type, recipe: Recipe) -> type:
     key = (base, base.forward, recipe)
     with _classes_lock:
         if key not in _classes:
-            _classes[key] = _make_class(base, recipe)
+            marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe}
+            _classes[key] = derive(base, _make_forward(base, recipe), marks, fused_class, recipe)
         return _classes[key]
-
-
-def _make_class(base: type, recipe: Recipe) -> type:
-    namespace = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "forward": _make_forward(base, recipe),
-        "_hf_rmsnorm_base": base,
-        "_hf_rmsnorm_recipe": recipe,
-    }
-    cls = type(base)(base.__name__, (base,), namespace)
-
-    def __reduce_ex__(self, protocol):
-        reduced = super(cls, self).__reduce_ex__(max(protocol, 2))  # older ones ask for a class by name
-        # The class is made at run time, so pickle cannot find it by name: have it made again instead.
-        if type(self) is cls and reduced[0] is copyreg.__newobj__ and reduced[1] == (cls,):
-            return (_rebuild, (base, recipe), *reduced[2:])
-        return reduced
-
-    cls.__reduce_ex__ = __reduce_ex__
-    return cls
-
-
-def _rebuild(base: type, recipe: Recipe) -> torch.nn.Module:
-    cls = fused_class(base, recipe)
-    return cls.__new__(cls)
 
 
 def _make_forward(base: type, recipe: Recipe):
@@ -188,6 +178,7 @@ def _make_forward(base: type, recipe: Recipe):
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
     own_forward = _imposed_forward(base_forward, recipe) if recipe.imposed else base_forward
+    sums = recipe.reads_sums
 
     def forward(self, *args, **kwargs):
         # Somebody may have kept this method and unpatched the module since, or given its class another forward.
@@ -199,6 +190,8 @@ def _make_forward(base: type, recipe: Recipe):
         else:
             x, gate = _inputs(args, kwargs, input_name, gate_name)
         weight = None if weight_name is None else _tensor(self, weight_name)
+        if sums and x is not None and not _is_compiling() and (y := take(self, x, weight)) is not None:
+            return y
         bias = None if bias_name is None else _tensor(self, bias_name)
         spec = recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
@@ -226,6 +219,16 @@ def _make_forward(base: type, recipe: Recipe):
     forward.__doc__ = base_forward.__doc__
     forward.__signature__ = signature
     return forward
+
+
+def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
+    """(weight, bias, formula) of a module as it stands, for a call on its input alone; None where it has not all."""
+    weight = None if recipe.weight is None else _tensor(module, recipe.weight)
+    bias = None if recipe.bias is None else _tensor(module, recipe.bias)
+    spec = recipe.spec_of(module)
+    if spec is None or (weight is None and recipe.weight) or (bias is None and recipe.bias):
+        return None
+    return weight, bias, spec
 
 
 def _imposed_forward(base_forward, recipe: Recipe):
@@ -289,7 +292,4 @@ def _one_dtype(x, weight, bias) -> bool:
 
 def fused_part(cls: type) -> type | None:
     """The class in cls's ancestry that `fused_class` made, or None; it differs from cls where others subclassed it."""
-    for ancestor in cls.__mro__:
-        if "_hf_rmsnorm_recipe" in ancestor.__dict__:
-            return ancestor
-    return None
+    return marked(cls, "_hf_rmsnorm_recipe")

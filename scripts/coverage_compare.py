@@ -139,6 +139,7 @@ def _compare(model, arguments, how: dict, interpreter: bool, say) -> dict:
         report = hf_rmsnorm.patch_model(model)
     run["swapped"] = _counted((r.class_name, str(r.formula)) for r in report.swapped)
     run["left_alone"] = _counted((r.class_name, r.reason) for r in report.skipped)
+    run["layers"] = _counted((r.class_name, r.fused or f"not fused: {r.reason}") for r in report.layers)
     named = {r.path for r in (*report.swapped, *report.skipped)}
     run["not_norms"] = _counted(
         (type(m).__name__, why_not_a_norm(p, m, named))

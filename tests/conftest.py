@@ -22,13 +22,27 @@ def pytest_configure(config):
 @pytest.fixture
 def fused_calls(monkeypatch):
     """The inputs that went through a patched module's fused forward."""
-    from hf_rmsnorm import layers
+    from hf_rmsnorm import fused_layers, layers
+    from hf_rmsnorm.patching import chain
 
-    calls, real = [], layers.fused_norm
+    calls = []
 
-    def spy(x, *args):
-        calls.append(x)
-        return real(x, *args)
+    def spy_on(module, name):
+        real = getattr(module, name)
 
-    monkeypatch.setattr(layers, "fused_norm", spy)
+        def spy(x, *args):
+            calls.append(x)
+            return real(x, *args)
+
+        monkeypatch.setattr(module, name, spy)
+
+    def find_fusion(layer, real=chain.find_fusion):
+        before = len(calls)
+        found = real(layer)
+        del calls[before:]  # of its stand-ins
+        return found
+
+    spy_on(layers, "fused_norm")
+    spy_on(fused_layers, "fused_add_norm")
+    monkeypatch.setattr(chain, "find_fusion", find_fusion)
     return calls

@@ -12,7 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import count_launches, patch_model, rms_norm, use_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VIEWS = ("view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "as_strided")
+VIEWS = (
+    "view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "as_strided",
+    "_unsafe_view",
+)  # fmt: skip
 
 
 class Operators(TorchDispatchMode):
@@ -107,3 +110,26 @@ def test_launches_are_counted_across_threads_and_contexts():
     work()
     assert inner == {"norm_forward": 3}
     assert outer == {"norm_forward": 4}
+
+
+def decode_step(family, layers, patch):
+    """Operators, allocations left out, plus launches of one decoded token."""
+    model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers).to(DEVICE)
+    if patch:
+        patch_model(model)
+    ids = tiny_models.token_ids(1, 6).to(DEVICE)
+    with torch.no_grad(), use_backend("triton"):
+        cache = model(ids, use_cache=True).past_key_values
+        with Operators() as operators, count_launches() as launches:
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+    allocations = sum(n for name, n in operators.counts.items() if name.startswith(("empty", "new_empty")))
+    return operators.counts.total() - allocations + launches.total()
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [("llama", 40, 24), ("mistral", 40, 24), ("qwen2", 40, 24), ("qwen3", 56, 26)],
+)
+def test_operators_and_launches_of_a_decoded_layer(family, before, after):
+    counts = [decode_step(family, 3, patch) - decode_step(family, 2, patch) for patch in (False, True)]
+    assert counts == [before, after]

@@ -18,8 +18,14 @@ ALLOWED = {
     "paths": set(),
     "kernels": {"formula"},
     "ops": {"formula", "reference", "kernels"},
-    "layers": {"formula", "reference", "ops"},
-    "patching": {"formula", "reference", "ops", "layers", "invariant", "paths"},
+    "derived": set(),
+    "rewrite": set(),
+    "handover": set(),
+    "layers": {"formula", "reference", "ops", "derived", "handover"},
+    "fused_layers": {"ops", "layers", "derived", "handover", "rewrite"},
+    "patching": {
+        "formula", "reference", "ops", "layers", "fused_layers", "handover", "rewrite", "invariant", "paths"
+    },
     "integrations": CORE,
     "verification": {"formula", "reference", "invariant"},
     "conversion": {"formula", "reference", "invariant", "paths", "verification"},

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from .chain import fuse_layers
 from .report import PatchReport
-from .swap import restore, swap
-from .walk import Entry, Globs, Plan, make_plan
+from .swap import restore, swap, unfuse
+from .walk import Globs, Plan, make_plan
 
 
 def patch_model(
-    model: torch.nn.Module, include: Globs = None, exclude: Globs = None, strict: bool = False
+    model: torch.nn.Module,
+    include: Globs = None,
+    exclude: Globs = None,
+    strict: bool = False,
+    fuse_residual: bool = True,
 ) -> PatchReport:
     """Swap every norm that is recognised by its arithmetic for the fused kernels, in place.
 
@@ -28,6 +34,8 @@ def patch_model(
         exclude: the same for norms to leave alone; it wins over include. A module at several paths matches if one does.
         strict: raise, before anything changes, if a norm would be neither swapped nor left out by include or exclude:
             a leaf that normalises over its last dimension, or whose class is named RMSNorm or LayerNorm.
+        fuse_residual: also compute residual sums in one launch with the norm that reads them, in layers whose own
+            forward shows which those are; False undoes that in layers fused earlier.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.
@@ -47,8 +55,7 @@ def patch_model(
           swapped    1 x LayerNorm: LayerNorm(eps=1e-05, one rounding, bias)
               1
     """
-    plan, _ = _patch(model, include, exclude, strict, stacklevel=3)
-    return plan.report()
+    return _patch(model, include, exclude, strict, fuse_residual, stacklevel=3)[0]
 
 
 def unpatch_model(model: torch.nn.Module) -> int:
@@ -58,34 +65,46 @@ def unpatch_model(model: torch.nn.Module) -> int:
         model: a module that was patched, in whole or in part, or never.
 
     Returns:
-        The number of modules restored.
+        The number of norms restored.
 
     Raises:
         TypeError: model is not a module.
     """
     _check_module("unpatch_model", model)
+    for module in model.modules():
+        unfuse(module)
     return sum([restore(module) for module in model.modules()])
 
 
 @contextlib.contextmanager
 def patched(
-    model: torch.nn.Module, include: Globs = None, exclude: Globs = None, strict: bool = False
+    model: torch.nn.Module,
+    include: Globs = None,
+    exclude: Globs = None,
+    strict: bool = False,
+    fuse_residual: bool = True,
 ) -> Iterator[PatchReport]:
     """`patch_model` for the length of a ``with``; undone on exceptions too. Norms patched before stay patched.
 
     Args and errors: those of `patch_model`. Gives the report to ``as``.
     """
-    plan, changed = _patch(model, include, exclude, strict, stacklevel=4)
+    report, changed = _patch(model, include, exclude, strict, fuse_residual, stacklevel=4)
     try:
-        yield plan.report()
+        yield report
     finally:
-        for entry in changed:
-            restore(entry.module)
+        _undo(changed)
+
+
+def _undo(changed: list[torch.nn.Module]) -> None:
+    for module in changed:
+        unfuse(module)
+        restore(module)
 
 
 def _patch(
-    model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool, stacklevel: int
-) -> tuple[Plan, list[Entry]]:
+    model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool, fuse_residual: bool, stacklevel: int
+) -> tuple[PatchReport, list[torch.nn.Module]]:
+    """(the report, the modules that were changed)."""
     _check_module("patch_model", model)
     plan = make_plan(model, include, exclude)
     if strict:
@@ -95,15 +114,19 @@ def _patch(
         for entry in plan.entries:
             if entry.recipe is not None and not entry.already:
                 swap(entry.module, entry.recipe)
-                changed.append(entry)
+                changed.append(entry.module)
+        layers, fused = fuse_layers(model) if fuse_residual else ((), [])
+        changed += fused
     except BaseException:
-        for entry in changed:
-            restore(entry.module)
+        _undo(changed)
         raise
+    if not fuse_residual:
+        for module in model.modules():
+            unfuse(module)
     if not any(entry.recipe for entry in plan.entries):
         found = f"none of {len(plan.entries)} could be swapped, print the report" if plan.entries else "there is none"
         warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
-    return plan, changed
+    return replace(plan.report(), layers=layers), changed
 
 
 def _check_module(function: str, model) -> None:

@@ -42,6 +42,22 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class FusedLayer:
+    """A layer whose sums are computed with the norms that read them, or why it is not such a one.
+
+    Attributes:
+        path, class_name: where it is, and its class's name.
+        fused: ``"+ post_attention_layernorm, + the norm behind it"``; "" where nothing is.
+        reason: why nothing is; its norms are swapped all the same.
+    """
+
+    path: str
+    class_name: str
+    fused: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class PatchReport:
     """Every norm of a model after `patch_model`, in the order of ``model.named_modules()``.
 
@@ -49,13 +65,15 @@ class PatchReport:
         swapped: the modules that run the fused forward, those patched earlier included. A module that the model holds
             at several paths has a record for each.
         skipped: norms left alone, and modules that only carry a norm's name.
+        layers: decoder layers, fused or not.
     """
 
     swapped: tuple[Swapped, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    layers: tuple[FusedLayer, ...] = ()
 
     def to_dict(self) -> dict:
-        """Plain lists and dicts for JSON: ``{"swapped": [...], "skipped": [...]}``."""
+        """Plain lists and dicts for JSON: ``{"swapped": [...], "skipped": [...], "layers": [...]}``."""
         return {
             "swapped": [
                 {
@@ -68,6 +86,7 @@ class PatchReport:
                 for r in self.swapped
             ],
             "skipped": [asdict(record) for record in self.skipped],
+            "layers": [asdict(record) for record in self.layers],
         }
 
     def groups(self) -> list[tuple[str, str, str, list[str]]]:
@@ -94,5 +113,12 @@ class PatchReport:
             lines.append(f"  {verdict} {len(paths):>4} x {class_names}: {what}")
             if verdict == "skipped" and cures[class_names, what]:
                 lines.append(f"      what to do: {cures[class_names, what]}")
+            lines += [f"      {path}" for path in compact_paths(paths)]
+        layers: dict[tuple[str, str], list[str]] = {}
+        for record in self.layers:
+            said = f"sums fused: {record.fused}" if record.fused else f"sums not fused: {record.reason}"
+            layers.setdefault((record.class_name, said), []).append(record.path)
+        for (class_name, said), paths in layers.items():
+            lines.append(f"  layers  {len(paths):>4} x {class_name}: {said}")
             lines += [f"      {path}" for path in compact_paths(paths)]
         return "\n".join(lines)

@@ -7,6 +7,7 @@ import types
 
 import torch
 
+from ..fused_layers import Fusion, fused_layer_class, layer_part
 from ..layers import Recipe, fused_class, fused_part
 
 # Instance attributes that can hold a forward: one set on the module, and the one an accelerate hook calls.
@@ -50,10 +51,33 @@ def restore(module: torch.nn.Module) -> bool:
     fused = fused_part(type(module))
     if fused is None:
         return False
-    base = fused._hf_rmsnorm_base
+    _take_off(module, fused, fused._hf_rmsnorm_base)
+    return True
+
+
+def fuse(layer: torch.nn.Module, fusion: Fusion) -> None:
+    """Give a layer the subclass of its current class whose sums are fused.
+
+    Raises:
+        CannotRewrite, TypeError: there is none; nothing has changed then.
+    """
+    base = type(layer)
+    cls = fused_layer_class(base, fusion)
+    layer.__class__ = cls
+    _rebind(layer, base.forward, cls.forward)
+
+
+def unfuse(layer: torch.nn.Module) -> bool:
+    """Undo `fuse`, exactly; whether there was something to undo."""
+    fused = layer_part(type(layer))
+    if fused is not None:
+        _take_off(layer, fused, fused._hf_rmsnorm_layer_base)
+    return fused is not None
+
+
+def _take_off(module: torch.nn.Module, fused: type, base: type) -> None:
     module.__class__ = _without(type(module), fused, base)
     _rebind(module, fused.forward, base.forward)
-    return True
 
 
 def _rebind(module: torch.nn.Module, old, new) -> None:

@@ -236,9 +236,10 @@ def _evaluating(model: nn.Module):
             module.training = flag
 
 
-def _imposed(cls: type) -> bool:
-    """Whether a patched class computes what a converted checkpoint records, not what the module's own class does."""
-    return getattr(getattr(cls, "_hf_rmsnorm_recipe", None), "imposed", False)
+def _comparable(cls: type) -> bool:
+    """Whether this is a patched norm that computes what its own class does; a converted checkpoint's does not."""
+    recipe = getattr(cls, "_hf_rmsnorm_recipe", None)
+    return recipe is not None and not recipe.imposed
 
 
 class _OwnPatch:
@@ -266,7 +267,7 @@ class _OwnPatch:
             raise
         self.paths = [
             path for (path, module), (cls, _) in zip(self._modules, self._before, strict=True)
-            if type(module) is not cls and not _imposed(cls)
+            if type(module) is not cls and _comparable(cls)
         ]  # fmt: skip
         return self
 

@@ -1,0 +1,130 @@
+"""The forward of a patched decoder layer: its own, where sums that a norm reads next are computed with that norm."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from .derived import derive, marked
+from .handover import leave
+from .layers import operands
+from .ops import add_norm_backend, fused_add_norm
+from .rewrite import CannotRewrite, rewritten, wrappers
+
+_is_compiling = torch.compiler.is_compiling
+_NO_LINK = (lambda: None), ""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which sums of a layer's forward are computed with which norm.
+
+    Args:
+        sites: (position among the ``+`` of the forward's source, name of the child norm that reads the sum); the name
+            is "" for the sum that the layer returns, which the next layer's norm reads.
+        entry: name of the child norm that reads the layer's input; "" where none does.
+    """
+
+    sites: tuple[tuple[int, str], ...]
+    entry: str = ""
+
+
+# layer -> (the module that calls the norm that reads what the layer returns, the norm's name there). Not an attribute
+# of the layer, which would copy, pickle and show the next layer with it; a copy has no entry until it is patched
+# itself. An entry outlives the patch, and does nothing without it.
+_links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def link(layer: torch.nn.Module, owner: torch.nn.Module, name: str) -> None:
+    """Tell a fused layer which norm reads what it returns: the child `name` of `owner`, which calls it."""
+    _links[layer] = weakref.ref(owner), name
+
+
+def add(layer: torch.nn.Module, left, right, reader: str):
+    """``left + right``, with the norm that reads the sum computed in the same launch where that is the same.
+
+    Args:
+        layer: whose forward this is.
+        left, right: whatever the forward adds.
+        reader: name of the norm among the layer's children; "" for the one that reads what the layer returns.
+    """
+    if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
+        return left + right
+    norm = layer._modules.get(reader) if reader else _next_norm(layer)
+    if norm is None or not _untouched(norm):
+        return left + right
+    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
+    found = operands(norm, recipe) if recipe is not None and recipe.reads_sums else None
+    if found is None:
+        return left + right
+    weight, bias, spec = found
+    if not reader and not (weight is None or type(norm._parameters.get(recipe.weight)) is torch.nn.Parameter):
+        return left + right
+    backend = add_norm_backend(right, left, weight, bias, spec)
+    if backend == "original" or not recipe.fits(left, weight, bias):
+        return left + right
+    total, output = fused_add_norm(right, left, weight, bias, spec, backend)
+    leave(norm, total, output, weight)
+    return total
+
+
+def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """The norm behind the layer, where it may be computed before its owner is called; else None."""
+    owner, name = _links.get(layer, _NO_LINK)
+    owner = owner()
+    if (
+        owner is None
+        or owner._forward_pre_hooks  # they may fetch or change its weights: FSDP2, DeepSpeed, a user's own
+        or "_hf_hook" in owner.__dict__
+        or torch.is_inference_mode_enabled()  # tensors have no version there
+        or (layer.training and getattr(layer, "gradient_checkpointing", False))
+        # Non-reentrant checkpoints and offloading of activations: what one region makes no other may use.
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ):
+        return None
+    return owner._modules.get(name)
+
+
+def _untouched(norm: torch.nn.Module) -> bool:
+    """Whether calling the norm is running its forward: no hook, of a user or of what manages its weights."""
+    state = norm.__dict__
+    return not (
+        norm._forward_pre_hooks
+        or norm._forward_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+        or "forward" in state
+        or "_hf_hook" in state
+        or "_is_fsdp_managed_module" in state
+    )
+
+
+_classes: dict[tuple, type] = {}
+_classes_lock = threading.Lock()
+
+
+def fused_layer_class(base: type, fusion: Fusion) -> type:
+    """A subclass of base, with base's name and module, whose forward is base's own with its sums fused.
+
+    Raises:
+        CannotRewrite: the forward cannot be compiled again, or is wrapped by what its source does not show.
+        TypeError: base cannot be subclassed.
+    """
+    key = (base, base.forward, fusion)
+    with _classes_lock:
+        if key not in _classes:
+            forward = rewritten(base, dict(fusion.sites), add)
+            marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
+            cls = derive(base, forward, marks, fused_layer_class, fusion)
+            if wrappers(cls.forward) != wrappers(base.forward):
+                raise CannotRewrite("something has wrapped its forward that its source does not show")
+            _classes[key] = cls
+        return _classes[key]
+
+
+def layer_part(cls: type) -> type | None:
+    """The class in cls's ancestry that `fused_layer_class` made, or None."""
+    return marked(cls, "_hf_rmsnorm_fusion")

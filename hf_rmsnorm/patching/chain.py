@@ -1,0 +1,99 @@
+"""Which layers of a model have their sums fused, and which norm reads what each of them returns."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..fused_layers import Fusion, layer_part, link
+from ..rewrite import CannotRewrite
+from .dataflow import find_fusion, norms_of
+from .report import FusedLayer
+from .swap import fuse, replaced_forward
+
+
+@dataclass
+class Layer:
+    """A module with norms among its children."""
+
+    module: nn.Module
+    path: str
+    fusion: Fusion | None
+    reason: str = ""
+
+
+def fuse_layers(model: nn.Module) -> tuple[tuple[FusedLayer, ...], list[nn.Module]]:
+    """Fuse the sums of every layer of a patched model that allows it, and link the layers.
+
+    Returns:
+        (what was found, for the report; the modules that were changed).
+    """
+    layers = {module: _examine(module, path) for path, module in model.named_modules() if norms_of(module)}
+    places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
+    rows = [(p, name, list(row)) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
+    behind = _behind_each(rows, layers)
+    in_rows = {module for _, _, row in rows for module in row}
+    records, changed = [], []
+    for module, layer in layers.items():
+        inside = [reader for _, reader in layer.fusion.sites if reader] if layer.fusion is not None else []
+        if inside or module in behind:
+            try:
+                if layer_part(type(module)) is None:
+                    fuse(module, layer.fusion)
+                    changed.append(module)
+                if module in behind:
+                    reader, owner = behind[module]
+                    link(module, owner, reader)
+                    inside.append("the norm behind it")
+            except (CannotRewrite, TypeError) as error:  # a metaclass of the user's may refuse
+                layer.reason = str(error)
+        if layer.reason or inside:
+            what = ", ".join(f"+ {reader}" for reader in inside)
+            if not layer.reason or module in in_rows:
+                fused = "" if layer.reason else what
+                records.append(FusedLayer(layer.path, type(module).__name__, fused, layer.reason))
+    return tuple(records), changed
+
+
+def _examine(module: nn.Module, path: str) -> Layer:
+    part = layer_part(type(module))
+    if part is not None:
+        return Layer(module, path, part._hf_rmsnorm_fusion)
+    if other := replaced_forward(module):
+        return Layer(module, path, None, f"its forward was replaced on the instance by {other}")
+    found = find_fusion(module)
+    return Layer(module, path, None, found) if isinstance(found, str) else Layer(module, path, found)
+
+
+def _behind_each(rows, layers: dict[nn.Module, Layer]) -> dict[nn.Module, tuple[str, nn.Module]]:
+    """Layer -> (name of the norm that reads what it returns, the module whose child that is)."""
+    behind: dict[nn.Module, tuple[str, nn.Module]] = {}
+    for parent, name, row in rows:
+        for here, there in zip(row, [*row[1:], None], strict=True):
+            layer = layers.get(here)
+            if layer is None or layer.fusion is None or all(reader for _, reader in layer.fusion.sites):
+                continue
+            if there is None:
+                found = _behind(parent, name)
+            else:
+                follower = layers.get(there)
+                entry = follower.fusion.entry if follower is not None and follower.fusion is not None else ""
+                found = (entry, there) if entry else None
+            if found is not None:
+                behind[here] = found
+    return behind
+
+
+def _behind(parent: nn.Module | None, layers: str) -> tuple[str, nn.Module] | None:
+    """The patched norm among `parent`'s children that its forward calls last, after it has named `layers`."""
+    if parent is None:
+        return None
+    try:
+        source = inspect.getsource(inspect.unwrap(type(parent).forward))
+    except (OSError, TypeError):
+        return None
+    at = {name: source.rfind(f"self.{name}(") for name in norms_of(parent)}
+    name = max(at, key=at.get, default=None)
+    return (name, parent) if name is not None and at[name] > source.find(f"self.{layers}") >= 0 else None

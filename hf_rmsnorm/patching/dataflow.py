@@ -1,0 +1,229 @@
+"""Which sums of a layer's forward its norms read, learned by running it on stand-ins for all that is not a norm.
+
+The layer's own `+` are made to note what they return, its norms what they are given; a norm that is given the very
+tensor that a `+` returned reads that sum. The forward with those sums fused then has to give the same bits.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..fused_layers import Fusion
+from ..handover import leave
+from ..layers import fused_part, operands
+from ..rewrite import CannotRewrite, forward_source, rewritten, sums
+
+SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
+FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
+_cache: dict[tuple, Fusion | str] = {}
+
+
+def find_fusion(layer: nn.Module) -> Fusion | str:
+    """The fusion of a layer whose norms are patched; the reason where there is none to be had."""
+    key = _key(layer)
+    if key not in _cache:
+        try:
+            _cache[key] = _learn(layer)
+        except CannotRewrite as error:
+            _cache[key] = str(error)
+    return _cache[key]
+
+
+def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """The layer's children that are patched norms whose sums may be fused."""
+    found = {}
+    for name, child in layer.named_children():
+        part = fused_part(type(child))
+        if part is not None and part._hf_rmsnorm_recipe.reads_sums:
+            found[name] = child
+    return found
+
+
+def _key(layer: nn.Module) -> tuple:
+    plain = {k: v for k, v in vars(layer).items() if isinstance(v, (bool, str, float)) and k != "training"}
+    children = tuple((name, type(child)) for name, child in layer.named_children())
+    shapes = tuple(tuple(p.shape) for norm in norms_of(layer).values() for p in norm.parameters(recurse=False))
+    return type(layer), inspect.unwrap(type(layer).forward), children, shapes, tuple(sorted(plain.items()))
+
+
+def _learn(layer: nn.Module) -> Fusion | str:
+    base = type(layer)
+    _, definition = forward_source(base)
+    positions = range(len(sums(definition)))
+    if not positions:
+        return "its forward adds nothing"
+    norms = norms_of(layer)
+    size, dtype = _row(norms)
+    x = torch.randn(*SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    stubs = [name for name, child in layer.named_children() if name not in norms and not _stateless(child)]
+    noted = _Notes(x)
+    forward = rewritten(base, {at: str(at) for at in positions}, noted.add)
+    for forms in _forms(definition, stubs):
+        stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)), noted)
+        try:
+            expected = _run(base.forward, stand_in, x)
+            noted.clear()
+            output = _run(forward, stand_in, x)
+        except Exception:  # a stub returns what this forward does not expect, which any error can say
+            continue
+        if output.shape == x.shape and torch.equal(output, expected):
+            return _proven(base, stand_in, noted.fusion(output), expected, x)
+    return "its forward does not run on stand-ins for what is not a norm"
+
+
+def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
+    """(length of the norms' rows, dtype of their weights).
+
+    A norm without weight takes rows of any length, and so does the stand-in of one whose weights are elsewhere, empty.
+    """
+    dtype = torch.bfloat16
+    for norm in norms.values():
+        for p in norm.parameters(recurse=False):
+            dtype = p.dtype
+            if p.numel():
+                return p.shape[-1], dtype
+    sizes = [fused_part(type(norm))._hf_rmsnorm_recipe.hidden_size for norm in norms.values()]
+    return next(filter(None, sizes), 64), dtype
+
+
+def _proven(base: type, stand_in: nn.Module, fusion: Fusion, expected: torch.Tensor, x: torch.Tensor) -> Fusion | str:
+    if not fusion.sites and not fusion.entry:
+        return "no norm reads a sum of its forward"
+
+    def add(layer, left, right, reader):
+        total = left + right
+        if reader:
+            norm = layer._modules[reader]
+            leave(norm, total, type(norm).forward(norm, total), operands(norm, type(norm)._hf_rmsnorm_recipe)[0])
+        return total
+
+    if not torch.equal(_run(rewritten(base, dict(fusion.sites), add), stand_in, x), expected):
+        return "with its sums fused its forward gives other values"
+    return fusion
+
+
+class _Notes:
+    """What each ``+`` returned and each norm was given, in one run."""
+
+    def __init__(self, x: torch.Tensor):
+        self.input = x
+        self.clear()
+
+    def clear(self) -> None:
+        self.totals: dict[int, torch.Tensor] = {}
+        self.given: list[tuple[str, torch.Tensor]] = []
+
+    def add(self, layer, left, right, label):
+        total = left + right
+        if isinstance(total, torch.Tensor):
+            self.totals[int(label)] = total
+        return total
+
+    def fusion(self, output: torch.Tensor) -> Fusion:
+        sites = []
+        for at, total in sorted(self.totals.items()):
+            reader = next((name for name, x in self.given if x is total), None)
+            if reader is not None or total is output:
+                sites.append((at, reader or ""))
+        entry = next((name for name, x in self.given if x is self.input), "")
+        return Fusion(tuple(sites), entry)
+
+
+class _Stub(nn.Module):
+    """Something that mixes: one tensor of its input's shape, or a tuple that begins with it."""
+
+    def __init__(self, original: nn.Module, number: int, form: int):
+        super().__init__()
+        self.__dict__["original"], self.number, self.form = original, number, form
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["original"], name)
+
+    def forward(self, *args, **kwargs):
+        x = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point())
+        y = x.roll(1, -1) * 0.5 + 0.125 * self.number
+        return y if self.form == 1 else (y, *[None] * (self.form - 1))
+
+
+def _stateless(module: nn.Module) -> bool:
+    own = type(module).__module__.startswith("torch.nn.")  # dropout, identity, activations
+    return own and not module._modules and not module._parameters
+
+
+def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: dict[str, int], noted: _Notes):
+    """The layer with its norms on the CPU, hooks off, and stubs for all else; nothing of the layer is changed."""
+    twin = _bare(layer)
+    generator = torch.Generator().manual_seed(0)
+    modules = {}
+    for number, (name, child) in enumerate(layer.named_children()):
+        if name in norms:
+            modules[name] = norm = _bare(child)
+            for held in (norm._parameters, norm._buffers):
+                for key, t in held.items():
+                    if t is not None:
+                        shape = t.shape if t.numel() else (size,)
+                        held[key] = (0.7 + 0.4 * torch.randn(shape, generator=generator)).to(t.dtype)
+            norm.register_forward_pre_hook(lambda _, args, name=name: noted.given.append((name, args[0])))
+        else:
+            modules[name] = _Stub(child, number, forms[name]) if name in forms else _bare(child)
+    twin.__dict__["_modules"] = modules
+    return twin
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    new = object.__new__(type(module))  # FSDP2's classes have a __new__ of their own
+    new.__dict__.update(vars(module), training=False)
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") or name.startswith("_forward_hooks") or name.startswith("_forward_pre_hooks"):
+            new.__dict__[name] = OrderedDict()
+        elif name in ("_parameters", "_buffers", "_modules"):
+            new.__dict__[name] = dict(value)
+    for name in ("forward", "_old_forward", "_hf_hook", "_is_hf_initialized"):
+        new.__dict__.pop(name, None)
+    return new
+
+
+@torch.no_grad()
+def _run(forward: Callable, stand_in: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The first output of a forward for x, whatever else it asks for being None."""
+    rest = list(inspect.signature(forward).parameters.values())[2:]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    output = forward(stand_in, x, **{p.name: None for p in rest if p.default is p.empty and p.kind in named})
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _forms(definition: ast.FunctionDef, stubs: list[str]):
+    """What the stubs may return, the most likely first: how the source uses their outputs says it."""
+    guess = tuple(_used_as(definition, name) for name in stubs)
+    yield guess
+    if len(stubs) <= 4:
+        yield from (forms for forms in itertools.product(FORMS, repeat=len(stubs)) if forms != guess)
+
+
+def _used_as(definition: ast.FunctionDef, child: str) -> int:
+    def calls(node) -> bool:
+        return (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == child
+            and isinstance(node.func.value, ast.Name)
+        )
+
+    subscripts = [node.value for node in ast.walk(definition) if isinstance(node, ast.Subscript)]
+    indexed = {value.id for value in subscripts if isinstance(value, ast.Name)}
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Subscript) and calls(node.value):
+            return 2
+        if isinstance(node, ast.Assign) and calls(node.value):
+            target = node.targets[0]
+            if isinstance(target, (ast.Tuple, ast.List)):
+                return len(target.elts)
+            return 2 if isinstance(target, ast.Name) and target.id in indexed else 1
+    return 1
