@@ -3,13 +3,16 @@
 from .add_norm import add_norm_backend, fused_add_norm
 from .backend import describe_backend, resolve_backend, use_backend
 from .norm import fused_norm, layer_norm, rms_norm
+from .qk import fused_qk_norm, qk_norm_backend
 
 __all__ = [
     "add_norm_backend",
     "describe_backend",
     "fused_add_norm",
     "fused_norm",
+    "fused_qk_norm",
     "layer_norm",
+    "qk_norm_backend",
     "resolve_backend",
     "rms_norm",
     "use_backend",

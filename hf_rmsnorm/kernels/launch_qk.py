@@ -1,0 +1,197 @@
+"""From queries and keys to kernel launches; what depends on shapes and strides alone is worked out once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..formula import NormSpec
+from . import qk
+from .config import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
+from .launch import Kernel, _aligned, device_limits
+from .plan import VECTOR, _formula, _remember, _rounding
+
+QK_NORM_FORWARD = Kernel(qk.qk_norm_forward)
+QK_NORM_BACKWARD = Kernel(qk.qk_norm_backward)
+QK_REDUCE_PARTIALS = Kernel(qk.qk_reduce_partials)
+KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch. `strides`: of the outputs for q and k. The pairs are for the unaligned and the aligned variant."""
+
+    config: ForwardConfig | BackwardConfig
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    rows: int
+    parts: tuple[int, int]
+    vectorised: bool
+    sizes: tuple[int, int, int, int]
+    arguments: tuple[tuple, tuple]
+    constants: tuple[tuple, tuple]
+    keys: tuple[tuple, tuple]
+
+
+def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, contiguous: bool) -> tuple[int, ...]:
+    """The strides that eager's operators give a (batch, heads, length, head_dim) result."""
+    with _disable_current_modes():
+        memory_format = torch.contiguous_format if contiguous else torch.preserve_format
+        y = torch.empty_like(x, device="meta", memory_format=memory_format)
+        if cos is not None:  # rotate_half ends in a concatenation, and so does a rotary embedding of fewer columns
+            joined = torch.empty(x.shape, device="meta", dtype=x.dtype)
+            whole = cos.shape[-1] == x.shape[-1]
+            y = y * torch.empty_like(cos, device="meta").unsqueeze(1) + joined if whole else joined
+        return y.stride()
+
+
+def _plan(name, config, operands, outputs, cos, spec, weight, parts, dtypes) -> Plan:
+    """Addresses of `operands`, (q, k) or (dq, dk, q, k), then of outputs of the strides `outputs`."""
+    q = operands[-2]
+    batch, q_heads, length, head_dim = q.shape
+    strides = (*(t.stride() for t in operands), *outputs)
+    turns = (0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    numbers = (*((s[0], s[2], s[1]) for s in strides), turns)
+    flat = tuple(n for group in numbers for n in group)
+    formula = (spec.weight_offset, spec.rounds_offset, _rounding(spec, weight), spec.eps_outside)
+    turned = 0 if cos is None else cos.shape[-1]
+
+    def constants(unit):
+        shape = (head_dim, config.block, config.rows, unit, turned)
+        return (*shape, spec.centered, *formula) if name == "forward" else (*shape, *formula, config.stages)
+
+    pair = (constants(1), constants(VECTOR))
+    heads = (q_heads, operands[-1].shape[1])
+    return Plan(
+        config=config,
+        strides=outputs,
+        rows=batch * length * sum(heads),
+        parts=parts,
+        vectorised=head_dim % VECTOR == 0 and all(n % VECTOR == 0 for n in flat),
+        sizes=(batch * length, length, *heads),
+        arguments=(flat, tuple(n // VECTOR for n in flat)),
+        constants=pair,
+        keys=tuple((dtypes, c) for c in pair),
+    )
+
+
+def _forward_plan(q, k, weight, cos, spec: NormSpec, stats: bool, contiguous: bool) -> Plan:
+    dtypes = (q.dtype, weight is None, stats)
+    table = None if cos is None else (cos.shape, cos.stride())
+    key = ("qk forward", q.shape, q.stride(), k.shape, k.stride(), table, dtypes, _formula(spec), contiguous)
+
+    def make() -> Plan:
+        config = forward_config(q.shape[-1])
+        outputs = tuple(_output_strides(t, cos, contiguous) for t in (q, k))
+        parts = tuple(-(-(t.shape[0] * t.shape[1] * t.shape[2]) // config.rows) for t in (q, k))
+        return _plan("forward", config, (q, k), outputs, cos, spec, weight, parts, dtypes)
+
+    return _remember(key, make)
+
+
+def _backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> Plan:
+    dtypes = (q.dtype, weight is None, spec.centered, need[0] or need[1], need[2], need[3])
+    table = None if cos is None else (cos.shape, cos.stride())
+    strides = dq.stride(), dk.stride(), q.stride(), k.stride()
+    key = ("qk backward", q.shape, k.shape, strides, table, dtypes, _formula(spec), limits)
+
+    def make() -> Plan:
+        sms, shared = limits
+        config = qk_backward_config(q.shape[-1], spec.centered, q.element_size(), shared, cos is not None)
+        outputs = tuple(_output_strides(t, None, False) for t in (q, k))
+        tiles = [-(-(t.shape[0] * t.shape[1] * t.shape[2]) // config.rows) for t in (q, k)]
+        parts = _share(tiles, sms * config.programs_per_sm)
+        return _plan("backward", config, (dq, dk, q, k), outputs, cos, spec, weight, parts, dtypes)
+
+    return _remember(key, make)
+
+
+def qk_backward_config(head_dim: int, centered: bool, itemsize: int, shared: int, turned: bool) -> BackwardConfig:
+    """The shape for rows of `head_dim`: five operands pass through shared memory if they are `turned`, else two.
+
+    Arguments as in `backward_config`.
+    """
+    config = backward_config(head_dim, centered, itemsize, shared)
+    buffer = (5 if turned else 2) * config.rows * config.block * itemsize
+    return replace(config, stages=min(3, 1 + (shared - 1_024) // buffer))
+
+
+def _share(tiles: list[int], programs: int) -> tuple[int, int]:
+    """Split the persistent programs between q and k in proportion to their tiles, at least one for each."""
+    if sum(tiles) <= programs:
+        return tiles[0], tiles[1]
+    q_parts = min(max(1, round(programs * tiles[0] / sum(tiles))), programs - 1)
+    return q_parts, programs - q_parts
+
+
+def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: bool, contiguous: bool):
+    """Launch the norms of q and k, and their rotary embedding; see `hf_rmsnorm.ops` for the public function.
+
+    Args:
+        q, k: (batch, heads, length, head_dim), columns of unit stride, of one dtype with the weights, cos and sin.
+        q_weight, k_weight: (head_dim,), or both None.
+        cos, sin: (batch or 1, length, turned columns), of the same strides, or both None.
+        stats: also return what the backward needs.
+        contiguous: the norm gives row-major tensors (as `F.rms_norm`), not tensors of its input's own order.
+
+    Returns:
+        (q', k', rstd, mean): rstd and mean are float32, one for each row of q and then of k, or None; mean is None
+        for RMSNorm.
+    """
+    plan = _forward_plan(q, k, q_weight, cos, spec, stats, contiguous)
+    device, dtype = q.device, q.dtype
+    yq, yk = (
+        torch.empty_strided(t.shape, strides, dtype=dtype, device=device)
+        for t, strides in zip((q, k), plan.strides, strict=True)
+    )
+    rstd = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats else None
+    mean = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats and spec.centered else None
+    if plan.rows:
+        aligned = _aligned(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
+        tensors = (q, k, q_weight, k_weight, cos, sin, yq, yk, rstd, mean)
+        args = (*tensors, *plan.sizes, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+        QK_NORM_FORWARD(device, (sum(plan.parts), 1, 1), args, plan.keys[aligned], aligned, plan.config.num_warps)
+    return yq, yk, rstd, mean
+
+
+def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spec: NormSpec, need: tuple[bool, ...]):
+    """Launch the backward of q and k, then the sum of the partial gradients of their weights.
+
+    Args:
+        dq, dk: gradients of q' and k', of any strides and read only; one may be None.
+        need: whether gradients of q, k, q_weight and k_weight are wanted.
+        the rest: as in the forward, and what it returned.
+
+    Returns:
+        The four gradients, None where not wanted or where there is no gradient to take back; those of the weights are
+        deterministic, summed in float32.
+    """
+    device = q.device
+    need = tuple(n and d is not None for n, d in zip(need, (dq, dk, dq, dk), strict=True))
+    given = [d is not None for d in (dq, dk)]
+    dq, dk = (d if d is None or d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
+    dq, dk = (q if dq is None else dq), (k if dk is None else dk)  # stand-ins that no program reads
+    plan = _backward_plan(dq, dk, q, k, q_weight, cos, spec, need, device_limits(device.type, device.index))
+    dxq, dxk = (
+        torch.empty_strided(t.shape, strides, dtype=q.dtype, device=device) if need[0] or need[1] else None
+        for t, strides in zip((q, k), plan.strides, strict=True)
+    )
+    dwq, dwk = (torch.empty_like(w) if n else None for w, n in zip((q_weight, k_weight), need[2:], strict=True))
+    if plan.rows:
+        q_parts, k_parts = (parts * present for parts, present in zip(plan.parts, given, strict=True))
+        parts, head_dim = q_parts + k_parts, q.shape[-1]
+        partials = torch.empty((parts, head_dim), dtype=torch.float32, device=device) if need[2] or need[3] else None
+        aligned = _aligned(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
+        tensors = (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, dxq, dxk, partials)
+        args = (*tensors, q_parts, *plan.sizes, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+        QK_NORM_BACKWARD(device, (parts, 1, 1), args, plan.keys[aligned], aligned, plan.config.num_warps)
+        if partials is not None:
+            constants = (head_dim, REDUCE.block, REDUCE.rows)
+            QK_REDUCE_PARTIALS(
+                device, (-(-head_dim // REDUCE.block), 2, 1), (partials, dwq, dwk, q_parts, parts, *constants),
+                (q.dtype, need[2:], constants), head_dim % VECTOR == 0, REDUCE.num_warps,
+            )  # fmt: skip
+    else:
+        dwq, dwk = (None if t is None else t.zero_() for t in (dwq, dwk))
+    return (dxq if need[0] else None), (dxk if need[1] else None), dwq, dwk

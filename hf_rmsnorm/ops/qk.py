@@ -1,0 +1,283 @@
+"""The norms of queries and keys in one launch, with the rotary embedding that follows them where there is one."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..formula import NormSpec
+from ..reference import reference_backward, reference_norm, reference_stats
+from .backend import MAX_ROWS, PLAIN_TYPES, device_refusal, plain, resolve_backend
+from .norm import _batched, _is_compiling, transformed
+from .operators import _SPEC, _library, _none, contiguous_output, spec_args, spec_from
+
+MAX_HEAD_DIM = 512  # a tile holds several rows, and both halves of each
+
+
+def reference_qk_norm(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None):
+    """`fused_qk_norm` in the operators of Hugging Face's attention layers, bit-equal to them on the same device."""
+    normed = (reference_norm(q, q_weight, None, spec), reference_norm(k, k_weight, None, spec))
+    return normed if cos is None else tuple(_turn(y, cos, sin) for y in normed)
+
+
+def _turn(y, cos, sin, back: bool = False):
+    """`apply_rotary_pos_emb` of one tensor, or (`back`) the gradient in front of it."""
+    columns = cos.shape[-1]
+    if columns != y.shape[-1]:  # a rotary_dim: the other columns pass
+        return torch.cat([_turn(y[..., :columns], cos, sin, back), y[..., columns:]], dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    # rotate_half transposed is its negative.
+    return y * cos - _rotate_half(y * sin) if back else y * cos + _rotate_half(y) * sin
+
+
+def _rotate_half(y):
+    half = y.shape[-1] // 2
+    return torch.cat((-y[..., half:], y[..., :half]), dim=-1)
+
+
+def _reference_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec, need):
+    """The closed-form gradients (dq, dk, dq_weight, dk_weight) in plain torch, None where `need` is False."""
+
+    def side(dy, x, weight, need_x, need_weight):
+        if dy is None or not (need_x or need_weight):
+            return None, None
+        dy = dy if cos is None else _turn(dy, cos, sin, back=True)
+        return reference_backward(dy, x, weight, None, spec, (need_x, need_weight, False))[:2]
+
+    dxq, dwq = side(dq, q, q_weight, need[0], need[2])
+    dxk, dwk = side(dk, k, k_weight, need[1], need[3])
+    return dxq, dxk, dwq, dwk
+
+
+def _differentiable_backward(dq, dk, *operands):
+    *tensors, cos, sin, spec, need = operands
+    with torch.enable_grad():
+        inputs = [t if t is None else t.view_as(t) for t in tensors]  # views of their own, as in `fused_norm`
+        outputs = reference_qk_norm(*inputs, spec, cos, sin)
+        outputs, grads = zip(*((y, d) for y, d in zip(outputs, (dq, dk), strict=True) if d is not None), strict=True)
+        wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
+        grads = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+    return [next(grads) if needed else None for needed in need]
+
+
+class _FusedQKNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, spec):
+        yq, yk, rstd, mean = _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True)
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd, mean)
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        return yq, yk
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        *operands, rstd, mean = ctx.saved_tensors
+        need = ctx.needs_input_grad[:4]
+        if dq is None and dk is None:
+            grads = (None,) * 4
+        elif _is_compiling():
+            grads = _launch_backward(dq, dk, operands, rstd, mean, ctx.spec, need)
+        elif torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
+            grads = _differentiable_backward(dq, dk, *operands, ctx.spec, need)
+        elif transformed() or _batched(dq) or _batched(dk):
+            grads = _reference_backward(dq, dk, *operands, ctx.spec, need)
+        else:
+            grads = _launch_backward(dq, dk, operands, rstd, mean, ctx.spec, need)
+        return *grads, None, None, None
+
+
+def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats):
+    if _is_compiling() or not plain(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
+    from ..kernels import launch_qk
+
+    return launch_qk.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, contiguous_output(spec))
+
+
+def _launch_backward(dq, dk, operands, rstd, mean, spec, need):
+    if _is_compiling() or not plain(*operands, dq, dk):
+        mean = rstd.new_empty(0) if mean is None else mean
+        grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
+        given = (dq, dk, dq, dk)
+        return [g if n and d is not None else None for g, n, d in zip(grads, need, given, strict=True)]
+    from ..kernels import launch_qk
+
+    return launch_qk.qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
+
+
+def fused_qk_norm(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    spec: NormSpec,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise the heads of q and of k, then turn them by the rotary embedding if cos and sin are given.
+
+    The norm is `spec` on both, rounded to x's dtype; the rotary embedding is `apply_rotary_pos_emb` of the Llama family
+    (Su et al. 2021), each of its operators rounded.
+
+    Args:
+        q: (batch, heads, length, head_dim), and k: (batch, key heads, length, head_dim), of any strides: transposed
+            views and slices of a packed projection are read in place.
+        q_weight, k_weight: (head_dim,), or None as the spec says.
+        cos, sin: (batch or 1, length, head_dim) in x's dtype; or fewer, even columns: the columns behind them pass.
+        backend: what `qk_norm_backend` answered, if the caller has asked already.
+
+    Returns:
+        (q', k') in the dtypes and strides that the same operators in plain torch give.
+    """
+    if backend is None:
+        backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin)
+    if backend != "triton" or (not _is_compiling() and transformed()):
+        return reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or (q_weight is not None and (q_weight.requires_grad or k_weight.requires_grad))
+    ):
+        return _FusedQKNorm.apply(q, k, q_weight, k_weight, cos, sin, spec)
+    return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, False)[:2]
+
+
+def qk_norm_backend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    spec: NormSpec,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> str:
+    """What serves `fused_qk_norm`: as `resolve_backend`, but ``"original"`` also for whatever one launch cannot do.
+
+    Raises:
+        RuntimeError: as `resolve_backend`.
+    """
+    if not _fits(q, k, q_weight, k_weight, spec, cos, sin):
+        return "original"
+    # Under autocast these have operators of torch that compute in float32.
+    if (spec.functional or spec.rounding == "every_step") and torch.is_autocast_enabled(q.device.type):
+        return "original"
+    if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return "original"
+    return resolve_backend(q, q_weight)
+
+
+def _fits(q, k, q_weight, k_weight, spec, cos, sin) -> bool:
+    """Whether types, formula, shapes, dtypes, devices and strides are such as the kernels take, device aside."""
+    for t in (q, k, q_weight, k_weight, cos, sin):
+        if t is not None and type(t) not in PLAIN_TYPES and not isinstance(t, FakeTensor):
+            return False
+    if spec.gate is not None or spec.group_size is not None or spec.weight_first or spec.has_bias:
+        return False
+    if q.dim() != 4 or k.dim() != 4 or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        return False
+    batch, _, length, head_dim = q.shape
+    dtype, device = q.dtype, q.device
+    if k.shape[0] != batch or k.shape[2] != length or k.shape[3] != head_dim or k.dtype != dtype or k.device != device:
+        return False
+    if q.stride(3) != 1 or k.stride(3) != 1:
+        return False
+    if (q_weight is None) != (not spec.has_weight) or (k_weight is None) != (q_weight is None):
+        return False
+    for weight in (q_weight, k_weight):
+        if weight is not None and (
+            weight.dim() != 1
+            or weight.shape[0] != head_dim
+            or weight.dtype != dtype
+            or weight.device != device
+            or not weight.is_contiguous()
+        ):
+            return False
+    if (cos is None) != (sin is None):
+        return False
+    if cos is not None:
+        if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
+            return False
+        if cos.shape[1] != length or cos.shape[2] > head_dim or cos.shape[2] % 2 or not cos.shape[2]:
+            return False
+        if cos.shape[0] != 1 and cos.shape[0] != batch:
+            return False
+        if any(t.dtype != dtype or t.device != device for t in (cos, sin)):
+            return False
+    # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
+    return _is_compiling() or q.numel() + k.numel() <= MAX_ROWS * head_dim
+
+
+_QK = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
+_library.define(f"qk_norm_forward({_QK}, {_SPEC}, bool stats) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    f"qk_norm_backward(Tensor? dq, Tensor? dk, {_QK}, Tensor rstd, Tensor mean, {_SPEC}, bool[] need) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+qk_norm_forward_op = torch.ops.hf_rmsnorm.qk_norm_forward.default
+qk_norm_backward_op = torch.ops.hf_rmsnorm.qk_norm_backward.default
+
+
+def _served(q, k, q_weight, k_weight, cos, sin, spec) -> bool:
+    return (
+        plain(q, k, q_weight, k_weight, cos, sin)
+        and _fits(q, k, q_weight, k_weight, spec, cos, sin)
+        and device_refusal(q.device.type, q.device.index) is None
+    )
+
+
+def _rows(x):
+    """x with its rows in the order of the kernels: heads fastest."""
+    return x.transpose(1, 2)
+
+
+def _forward(q, k, q_weight, k_weight, cos, sin, *formula):
+    *fields, stats = formula
+    spec = spec_from(q_weight, None, *fields)
+    if _served(q, k, q_weight, k_weight, cos, sin, spec):
+        from ..kernels import launch_qk
+
+        yq, yk, rstd, mean = launch_qk.qk_norm_forward(
+            q, k, q_weight, k_weight, cos, sin, spec, stats, contiguous_output(spec)
+        )
+        return yq, yk, _none(q) if rstd is None else rstd, _none(q) if mean is None else mean
+    yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
+    if not stats:
+        return yq, yk, _none(q), _none(q)
+    rstd, mean = zip(*(reference_stats(_rows(x), spec) for x in (q, k)), strict=True)
+    return yq, yk, torch.cat(rstd), torch.cat(mean) if spec.centered else _none(q)
+
+
+def _backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
+    *fields, need = formula
+    spec = spec_from(q_weight, None, *fields)
+    if _served(q, k, q_weight, k_weight, cos, sin, spec) and plain(dq, dk):
+        from ..kernels import launch_qk
+
+        mean = mean if spec.centered else None
+        grads = launch_qk.qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spec, tuple(need))
+    else:
+        grads = list(_reference_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec, need))
+        grads[:2] = (g if g is None else torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k), strict=False))
+    return tuple(_none(q) if g is None else g for g in grads)
+
+
+_library.impl("qk_norm_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("qk_norm_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("hf_rmsnorm::qk_norm_forward", lib=_library)
+def _(q, k, q_weight, k_weight, cos, sin, *formula):
+    *fields, stats = formula
+    spec = spec_from(q_weight, None, *fields)
+    rows = q.shape[0] * q.shape[2] * (q.shape[1] + k.shape[1])
+    rstd = q.new_empty(rows, dtype=torch.float32) if stats else _none(q)
+    mean = q.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(q)
+    return *reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin), rstd, mean
+
+
+@torch.library.register_fake("hf_rmsnorm::qk_norm_backward", lib=_library)
+def _(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
+    need = formula[-1]
+    grads = zip((q, k, q_weight, k_weight), (dq, dk, dq, dk), need, strict=True)
+    return tuple(torch.empty_like(t) if n and d is not None else _none(q) for t, d, n in grads)

@@ -1,0 +1,350 @@
+"""The fused q/k norm, with and without rotary embedding, against the attention layers of Hugging Face.
+
+In half precision the results are bit-equal; in float32 the order of a sum shows, so the tolerance policy judges.
+"""
+
+import pytest
+import torch
+from tolerance import assert_as_accurate
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import apply_rotary_pos_emb as gemma3_rotary
+from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial_rotary
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from hf_rmsnorm import NormSpec, count_launches, use_backend
+from hf_rmsnorm.ops import fused_norm, fused_qk_norm, qk_norm_backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+QWEN3 = NormSpec(False, 1e-6, rounding="before_weight")
+NORMS = {
+    "qwen3": (Qwen3RMSNorm, QWEN3, apply_rotary_pos_emb),
+    "olmoe": (OlmoeRMSNorm, NormSpec(False, 1e-5, rounding="before_weight"), apply_rotary_pos_emb),
+    "gemma3": (Gemma3RMSNorm, NormSpec(False, 1e-6, weight_offset=1.0), gemma3_rotary),
+    "l2": (
+        lambda n: Llama4TextL2Norm(1e-6), NormSpec(False, 1e-6, has_weight=False), apply_rotary_pos_emb
+    ),
+    "layer_norm": (
+        lambda n: nn.LayerNorm(n, bias=False), NormSpec(True, 1e-5, functional=True), apply_rotary_pos_emb
+    ),
+    "rms_norm": (
+        lambda n: nn.RMSNorm(n, eps=1e-6), NormSpec(False, 1e-6, functional=True), apply_rotary_pos_emb
+    ),
+}  # fmt: skip
+
+
+def random(*shape, dtype, seed, scale=1.7, shift=0.25):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale + shift).to(DEVICE, dtype)
+
+
+def projected(batch, heads, length, head_dim, dtype, seed):
+    """As after `proj(x).view(batch, length, heads, head_dim).transpose(1, 2)`."""
+    return random(batch, length, heads * head_dim, dtype=dtype, seed=seed).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def packed(batch, heads, length, head_dim, dtype, seed):
+    """A slice of a packed qkv projection."""
+    whole = random(batch, length, (heads + 3) * head_dim, dtype=dtype, seed=seed)
+    return whole[..., head_dim : (heads + 1) * head_dim].unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def gated(batch, heads, length, head_dim, dtype, seed):
+    """The queries of a projection that holds a gate for every head beside them."""
+    whole = random(batch, length, heads, 2 * head_dim, dtype=dtype, seed=seed)
+    return whole[..., :head_dim].transpose(1, 2)
+
+
+def contiguous(batch, heads, length, head_dim, dtype, seed):
+    return random(batch, heads, length, head_dim, dtype=dtype, seed=seed)
+
+
+def length_first(batch, heads, length, head_dim, dtype, seed):
+    """As the backward of some attention kernels gives gradients."""
+    return random(length, batch, heads, head_dim, dtype=dtype, seed=seed).permute(1, 2, 0, 3)
+
+
+def unaligned(batch, heads, length, head_dim, dtype, seed):
+    return random(batch, heads, length, head_dim + 1, dtype=dtype, seed=seed)[..., 1:]
+
+
+def expanded(batch, heads, length, head_dim, dtype, seed):
+    return random(batch, 1, length, head_dim, dtype=dtype, seed=seed).expand(batch, heads, length, head_dim)
+
+
+def columns_apart(batch, heads, length, head_dim, dtype, seed):
+    return random(batch, heads, length, 2 * head_dim, dtype=dtype, seed=seed)[..., ::2]
+
+
+LAYOUTS = [projected, packed, gated, contiguous, length_first, unaligned, expanded]
+
+
+def angles(batch, length, columns, dtype, seed=5, shared=True):
+    """cos and sin as a rotary embedding gives them; the two halves differ unless `shared`, which no formula forbids."""
+    freqs = random(batch, length, columns // 2 if shared else columns, dtype=FP32, seed=seed, scale=3.0)
+    emb = torch.cat((freqs, freqs), dim=-1) if shared else freqs
+    return emb.cos().to(dtype), emb.sin().to(dtype)
+
+
+def norms(name, head_dim, dtype):
+    make, spec, rotary = NORMS[name]
+    pair = [make(head_dim).to(DEVICE, dtype) for _ in range(2)]
+    for i, norm in enumerate(pair):
+        for p in norm.parameters():
+            p.data.copy_(random(head_dim, dtype=dtype, seed=20 + i, scale=0.3, shift=1.0 - spec.weight_offset))
+    return pair, spec, rotary
+
+
+def weights_of(pair):
+    return [next(iter(norm.parameters()), None) for norm in pair]
+
+
+def doubled(*tensors):
+    return [t if t is None else t.detach().double() for t in tensors]
+
+
+def eager(pair, rotary, q, k, cos=None, sin=None):
+    q, k = pair[0](q), pair[1](k)
+    return (q, k) if cos is None else rotary(q, k, cos, sin)
+
+
+def real_strides(t):
+    """The stride of a dimension of one element is anybody's choice."""
+    return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
+
+
+def assert_strides(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert real_strides(a) == real_strides(b) and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("name", NORMS)
+def test_the_layers_of_hugging_face(name, dtype, turn):
+    """The reference is theirs bit for bit; the kernel adds in another order, which a rounding may show."""
+    pair, spec, rotary = norms(name, 64, dtype)
+    weights = weights_of(pair)
+    q, k = projected(2, 4, 5, 64, dtype, 0), projected(2, 2, 5, 64, dtype, 1)
+    tables = angles(2, 5, 64, dtype) if turn else ()
+    with torch.no_grad():
+        expected = eager(pair, rotary, q, k, *tables)
+        with use_backend("reference"), count_launches() as launches:
+            assert qk_norm_backend(q, k, *weights, spec, *tables) == "reference"
+            reference = fused_qk_norm(q, k, *weights, spec, *tables)
+            exact = fused_qk_norm(*doubled(q, k, *weights), spec, *doubled(*tables))
+        assert not launches
+        with use_backend("triton"), count_launches() as launches:
+            assert qk_norm_backend(q, k, *weights, spec, *tables) == "triton"
+            fused = fused_qk_norm(q, k, *weights, spec, *tables)
+        assert launches == {"qk_norm_forward": 1}
+    assert_strides(reference, expected)
+    assert_strides(fused, expected)
+    for side, a, r, b, c in zip("qk", fused, reference, expected, exact, strict=True):
+        assert torch.equal(r, b)
+        assert_as_accurate(a, b, c, side)
+        if dtype == BF16 and not spec.functional:
+            assert torch.equal(a, b)
+        elif dtype == FP16:
+            assert (a == b).double().mean() > 0.999
+
+
+@pytest.mark.parametrize("k_layout", LAYOUTS[:4])
+@pytest.mark.parametrize("q_layout", LAYOUTS)
+@pytest.mark.parametrize("turn", ["no", "whole", "part"])
+def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(turn, q_layout, k_layout):
+    """Against the kernels of the norms alone everything is bit-equal, in float32 too."""
+    weights = [random(48, dtype=FP32, seed=s, shift=1.0) for s in (2, 3)]
+    q, k = q_layout(2, 4, 5, 48, FP32, 0), k_layout(2, 3, 5, 48, FP32, 1)
+    rotary = partial_rotary if turn == "part" else apply_rotary_pos_emb
+    tables = {"no": (), "whole": angles(2, 5, 48, FP32, shared=False), "part": angles(1, 5, 16, FP32)}[turn]
+    with torch.no_grad(), use_backend("triton"):
+        got = fused_qk_norm(q, k, *weights, QWEN3, *tables)
+        expected = [fused_norm(x, w, None, QWEN3) for x, w in zip((q, k), weights, strict=True)]
+        expected = rotary(*expected, *tables) if tables else expected
+    assert_strides(got, expected)
+    assert all(map(torch.equal, got, expected))
+
+
+def gradients(function, q, k, weights, dq, dk):
+    """Outputs and gradients of everything that takes one; q and k keep their strides."""
+    leaves = [t if t is None else t.detach().requires_grad_() for t in (q, k, *weights)]
+    outputs = function(*leaves)
+    pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, (dq, dk), strict=True) if d is not None]
+    wanted = [t for t in leaves if t is not None]
+    grads = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True))
+    return [None if t is None else next(grads) for t in leaves]
+
+
+def check_backward(spec, q, k, weights, dq, dk, tables):
+    """Against float64 under the tolerance policy, with what plain torch errs as the measure."""
+    before = [d if d is None else d.clone() for d in (dq, dk)]
+
+    def fused(*leaves):
+        return fused_qk_norm(*leaves, spec, *tables)
+
+    with use_backend("triton"), count_launches() as launches:
+        got = gradients(fused, q, k, weights, dq, dk)
+    reduced = {} if weights[0] is None else {"qk_reduce_partials": 1}
+    assert launches == {"qk_norm_forward": 1, "qk_norm_backward": 1, **reduced}
+    for d, kept in zip((dq, dk), before, strict=True):
+        assert d is None or torch.equal(d, kept), "an incoming gradient was overwritten"
+    with use_backend("reference"):
+        plain = gradients(fused, q, k, weights, dq, dk)
+        # Which order adds up best is luck: eager with the positions in other orders.
+        orders = []
+        for seed in range(4):
+            order = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            moved = [t if t is None else t[:, :, order] for t in (q, k, dq, dk)]
+            turned = [t[:, order] for t in tables]
+
+            def shuffled(*leaves, turned=turned):
+                return fused_qk_norm(*leaves, spec, *turned)
+
+            orders.append(gradients(shuffled, *moved[:2], weights, *moved[2:]))
+        exact = gradients(
+            lambda *leaves: fused_qk_norm(*leaves, spec, *doubled(*tables)), *doubled(q, k), doubled(*weights),
+            *doubled(dq, dk),
+        )  # fmt: skip
+    for i, name in enumerate(("dq", "dk", "dq_weight", "dk_weight")):
+        assert (got[i] is None) == (plain[i] is None), name
+        if got[i] is not None:
+            others = [o[i] for o in orders] if i > 1 else []
+            assert_as_accurate(got[i], plain[i], exact[i], name, others)
+    return got
+
+
+SPECS = {
+    **{name: spec for name, (_, spec, _) in NORMS.items()},
+    "t5": NormSpec(False, 1e-6, rounding="weight_dtype"),
+    "rounded_rstd": NormSpec(False, 1e-6, rounding="rstd"),
+    "no_upcast": NormSpec(False, 1e-5, rounding="every_step"),
+    "textbook": NormSpec(False, 1e-2, eps_outside=True),
+    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, round_offset=True),
+    "layer_norm_no_affine": NormSpec(True, 1e-5, has_weight=False),
+    "no_upcast_layer_norm": NormSpec(True, 1e-5, rounding="every_step"),
+}
+
+
+def parameters(spec, head_dim, dtype):
+    if not spec.has_weight:
+        return [None, None]
+    return [random(head_dim, dtype=dtype, seed=s, scale=0.3, shift=1.0 - spec.weight_offset) for s in (2, 3)]
+
+
+@pytest.mark.parametrize("turn", ["no", "whole", "part"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("name", SPECS)
+def test_backward_of_every_formula(name, dtype, turn):
+    spec = SPECS[name]
+    q, k = projected(2, 4, 9, 80, dtype, 0), packed(2, 2, 9, 80, dtype, 1)
+    dq, dk = length_first(2, 4, 9, 80, dtype, 7), contiguous(2, 2, 9, 80, dtype, 8)
+    tables = {"no": (), "whole": angles(2, 9, 80, dtype, shared=False), "part": angles(1, 9, 32, dtype)}[turn]
+    check_backward(spec, q, k, parameters(spec, 80, dtype), dq, dk, tables)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("layout", [*LAYOUTS, columns_apart])
+def test_gradients_arrive_in_any_strides(layout, turn):
+    shape = (2, 4, 6, 48)
+    q, k = projected(*shape, BF16, 0), contiguous(*shape, BF16, 1)
+    tables = angles(2, 6, 48, BF16) if turn else ()
+    dq, dk = layout(*shape, BF16, 7), columns_apart(*shape, BF16, 8)
+    got = check_backward(QWEN3, q, k, parameters(QWEN3, 48, BF16), dq, dk, tables)
+    assert [g.stride() for g in got[:2]] == [q.stride(), k.stride()]
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 64, 72, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("name", ["qwen3", "layer_norm"])
+def test_every_head_dim(name, head_dim):
+    spec = SPECS[name]
+    weights = parameters(spec, head_dim, BF16)
+    q, k = projected(1, 3, 5, head_dim, BF16, 0), projected(1, 1, 5, head_dim, BF16, 1)
+    dq, dk = contiguous(1, 3, 5, head_dim, BF16, 7), contiguous(1, 1, 5, head_dim, BF16, 8)
+    tables = angles(1, 5, head_dim, BF16)
+    check_backward(spec, q, k, weights, dq, dk, tables)
+    with torch.no_grad(), use_backend("triton"):
+        got = fused_qk_norm(q, k, *weights, spec, *tables)
+        normed = [fused_norm(x, w, None, spec) for x, w in zip((q, k), weights, strict=True)]
+    assert all(map(torch.equal, got, apply_rotary_pos_emb(*normed, *tables)))
+
+
+def test_gradients_are_those_of_the_norm_kernels_bit_for_bit():
+    """The rotary embedding's gradient is rounded where eager rounds it, so that training does not drift from it."""
+    weights = parameters(QWEN3, 64, BF16)
+    q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
+    dq, dk = contiguous(2, 4, 5, 64, BF16, 7), contiguous(2, 2, 5, 64, BF16, 8)
+    tables = angles(2, 5, 64, BF16, shared=False)
+
+    def apart(q, k, q_weight, k_weight):
+        normed = fused_norm(q, q_weight, None, QWEN3), fused_norm(k, k_weight, None, QWEN3)
+        return apply_rotary_pos_emb(*normed, *tables)
+
+    with use_backend("triton"):
+        got = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables), q, k, weights, dq, dk)
+        expected = gradients(apart, q, k, weights, dq, dk)
+        again = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables), q, k, weights, dq, dk)
+    assert all(map(torch.equal, got[:2], expected[:2]))
+    assert all(map(torch.equal, got, again)), "a gradient is not deterministic"
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("missing", ["q", "k"])
+def test_one_of_two_gradients(missing, turn):
+    q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
+    dq = None if missing == "q" else contiguous(2, 4, 5, 64, BF16, 7)
+    dk = None if missing == "k" else contiguous(2, 2, 5, 64, BF16, 8)
+    got = check_backward(QWEN3, q, k, parameters(QWEN3, 64, BF16), dq, dk, angles(2, 5, 64, BF16) if turn else ())
+    assert [g is None for g in got] == 2 * [dq is None, dk is None]
+
+
+def test_frozen_weights_and_inputs_take_no_gradient():
+    q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
+    weights = parameters(QWEN3, 64, BF16)
+    dq, dk = torch.ones_like(q), torch.ones_like(k)
+    with use_backend("triton"):
+        whole = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3), q, k, weights, dq, dk)
+        for wanted in ([0], [1], [0, 1], [2], [3], [2, 3], [0, 3]):
+            leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((q, k, *weights))]
+            with count_launches() as launches:
+                outputs = fused_qk_norm(*leaves, QWEN3)
+                torch.autograd.backward(outputs, (dq, dk))
+            assert launches["qk_reduce_partials"] == (max(wanted) > 1)
+            for i, leaf in enumerate(leaves):
+                assert (leaf.grad is not None) == (i in wanted)
+                assert leaf.grad is None or torch.equal(leaf.grad, whole[i])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_no_rows(shape):
+    batch, length = shape
+    q, k = torch.empty(batch, 4, length, 64, device=DEVICE), torch.empty(batch, 2, length, 64, device=DEVICE)
+    weights = parameters(QWEN3, 64, FP32)
+    with use_backend("triton"), count_launches() as launches:
+        got = gradients(
+            lambda *leaves: fused_qk_norm(*leaves, QWEN3, *angles(1, length, 64, FP32)), q, k, weights, q, k
+        )
+    assert got[0].shape == q.shape and got[1].shape == k.shape and not got[2].any() and not got[3].any()
+    assert not launches
+
+
+def test_backward_keeps_no_copy():
+    """Views of what the projections gave, one float32 a row, and the rotary tables that are shared by all layers."""
+    whole = random(2, 5, 9 * 64, dtype=BF16, seed=0).requires_grad_()
+    q, k = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in whole.split((4 * 64, 5 * 64), dim=-1))
+    weights = [w.requires_grad_() for w in parameters(QWEN3, 64, BF16)]
+    tables = angles(2, 5, 64, BF16)
+    kept = {}
+
+    def remember(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with use_backend("triton"), torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
+        fused_qk_norm(q, k, *weights, QWEN3, *tables)
+    for known in (whole, *weights, *tables):
+        kept.pop(known.untyped_storage().data_ptr())
+    assert sum(kept.values()) == 2 * 5 * (4 + 5) * 4
