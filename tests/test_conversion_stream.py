@@ -104,6 +104,13 @@ def test_every_file_of_the_checkpoint(tmp_path):
     (src / "1_Pooling" / "config.json").write_text("{}")
     for name in ("pytorch_model.bin", "tf_model.h5", "model.gguf", "consolidated.safetensors", "onnx.onnx"):
         (src / name).write_bytes(b"old")
+    (src / "2_Dense").mkdir()  # a module of sentence-transformers; the others are this model, earlier or exported
+    (src / "2_Dense" / "config.json").write_text('{"in_features": 12}')
+    old = ("checkpoint-5/model.safetensors", "checkpoint-5/optimizer.pt", "best/model.safetensors", "onnx/model.onnx")
+    for name in ("2_Dense/pytorch_model.bin", *old):
+        (src / name).parent.mkdir(exist_ok=True)
+        (src / name).write_bytes(b"old")
+    (src / "best" / "config.json").write_text(json.dumps(CONFIG))
     (src / ".cache").mkdir()
     (src / ".cache" / "x").write_text("of the download")
     before = contents(src)
@@ -113,7 +120,8 @@ def test_every_file_of_the_checkpoint(tmp_path):
     dst = tmp_path / "dst"
     assert contents(src) == before
     names = [path.name for path in sorted(src.glob("model-*"))]
-    verbatim = {"tokenizer.json", "modeling_x.py", "1_Pooling/config.json"}
+    verbatim = {"tokenizer.json", "modeling_x.py", "1_Pooling/config.json", "best/config.json"}
+    verbatim |= {"2_Dense/config.json", "2_Dense/pytorch_model.bin"}
     assert set(contents(dst)) == {*names, "model.safetensors.index.json", "config.json", *verbatim}
     for name in verbatim:
         assert contents(dst)[name] == before[name]
@@ -129,17 +137,17 @@ def test_every_file_of_the_checkpoint(tmp_path):
     for name in names:
         with safe_open(dst / name, "pt") as file:
             assert file.metadata() == {"format": "pt", "who": "é"}
-    index, old = (json.loads((f / "model.safetensors.index.json").read_text()) for f in (dst, src))
+    index, before = (json.loads((f / "model.safetensors.index.json").read_text()) for f in (dst, src))
     head = shards[0]["wte.weight"]
     assert index["metadata"] == {
-        "total_size": old["metadata"]["total_size"] + head.nbytes,
+        "total_size": before["metadata"]["total_size"] + head.nbytes,
         "kept": "x",
-        "total_parameters": old["metadata"]["total_parameters"] + head.numel(),
+        "total_parameters": before["metadata"]["total_parameters"] + head.numel(),
     }
-    assert index["weight_map"] == old["weight_map"] | {"lm_head.weight": names[0]}
+    assert index["weight_map"] == before["weight_map"] | {"lm_head.weight": names[0]}
 
     assert set(result.not_copied) == {
-        "pytorch_model.bin", "tf_model.h5", "model.gguf", "consolidated.safetensors", "onnx.onnx"
+        "pytorch_model.bin", "tf_model.h5", "model.gguf", "consolidated.safetensors", "onnx.onnx", *old
     }  # fmt: skip
     assert result.added == ("lm_head.weight",) and result.resumed == 0
     assert set(result.changed) == {"h.0.scale", *(centre.key for centre in plan.centre)}

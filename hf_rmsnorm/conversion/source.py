@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -23,6 +24,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "", "adapte
 OTHER_WEIGHTS = {
     ".bin", ".pt", ".pth", ".ckpt", ".h5", ".gguf", ".ggml", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite"
 }  # fmt: skip
+# Of a whole model: a module of sentence-transformers, say, is never stored as one of them.
+EXPORTS = OTHER_WEIGHTS - {".bin", ".pt", ".pth"}
+COPIES = ("checkpoint*", "global_step*", "openvino*", "original")  # folders with this model, as it was or exported
 NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
 
 
@@ -98,7 +102,7 @@ class Source:
         index_name: its file name in the folder.
         config: parsed config.json, or the file that `config_name` names.
         others: relative paths of the files to copy.
-        not_copied: relative paths of weights in other formats.
+        not_copied: relative paths of this model's weights in other formats, or from earlier in its training.
         fingerprints: size and mtime_ns of every file that is read, by relative path.
     """
 
@@ -202,7 +206,7 @@ def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False, adapte
     for name in files:
         if name in names or name in (config_name, index_name if index is not None else None):
             continue
-        (not_copied if _is_weights(name) else others).append(name)
+        (not_copied if _is_old_model(folder, name, config) else others).append(name)
     read = {*names, *others, config_name, *([index_name] if index is not None else [])}
     return Source(
         folder, shards, index, index_name, config, tuple(others), tuple(not_copied),
@@ -218,11 +222,25 @@ def _files(folder: Path) -> list[str]:
     return found
 
 
-def _is_weights(name: str) -> bool:
-    stem = name.removesuffix(".index.json")
-    suffix = os.path.splitext(stem)[1]
-    # A safetensors file in a subfolder is another module's; beside the config it is this model under another name.
-    return suffix in OTHER_WEIGHTS or (suffix == ".safetensors" and os.sep not in name)
+def _is_old_model(folder: Path, name: str, config: dict) -> bool:
+    """Whether a file holds weights of this model; in a subfolder they are another module's, unless it is a copy."""
+    suffix = os.path.splitext(name.removesuffix(".index.json"))[1]
+    if suffix != ".safetensors" and suffix not in OTHER_WEIGHTS:
+        return False
+    *parents, _ = Path(name).parts
+    return not parents or suffix in EXPORTS or any(
+        any(fnmatch(parent, copy) for copy in COPIES) or _is_config_of(folder.joinpath(*parents[: i + 1]), config)
+        for i, parent in enumerate(parents)
+    )  # fmt: skip
+
+
+def _is_config_of(folder: Path, config: dict) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    other, wanted = read_json(folder / "config.json"), config.get("architectures")
+    return "model_type" in other and other["model_type"] == config.get("model_type") and (
+        other.get("architectures", wanted) == wanted
+    )  # fmt: skip
 
 
 def read_json(path: Path) -> dict:
