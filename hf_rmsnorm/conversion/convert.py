@@ -8,15 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from .. import __version__
 from ..invariant import RECORD_KEY
 from ..paths import compact_paths
 from .discovery import discover
 from .plan import ConversionPlan, ConversionRefused
 from .prove import ProofReport, prove
-from .publish import Judged, add_to_card
+from .publish import Judged, add_to_card, provenance
 from .stream import Result, carry_out
 from .twin import make_twin
 from .verify import Verification, verify_folder
@@ -89,9 +86,8 @@ class ConvertedCheckpoint:
         }
 
     def __str__(self) -> str:
-        result, proof = self.result, self.planned.proof
+        result = self.result
         lines = [
-            str(proof),
             f"{result.dst}: {result.tensors} tensors, {result.bytes / 1e6:,.1f} MB, {len(result.changed)} changed, "
             f"{len(result.added)} added",
         ]
@@ -182,9 +178,9 @@ class Publication(Judged):
     def __init__(self, src, dst, planned: PlannedConversion, **how):
         super().__init__(dst, self._verify, self._write_card)
         self.planned, self._src, self._how = planned, src, how
-        record = {"source": Path(src).name, "converted_by": f"hf-rmsnorm {__version__}", "torch": torch.__version__}
-        self.metadata = {RECORD_KEY: json.dumps(record, sort_keys=True)}
-        record = {**planned.plan.config[RECORD_KEY], **record, "proof": planned.to_dict()["proof"]}
+        self._made = provenance(src)
+        self.metadata = {RECORD_KEY: json.dumps(self._made, sort_keys=True)}
+        record = {**planned.plan.config[RECORD_KEY], **self._made, "proof": planned.to_dict()["proof"]}
         self.plan = replace(planned.plan, config={**planned.plan.config, RECORD_KEY: record})
 
     def _verify(self, folder: Path) -> Verification:
@@ -206,4 +202,4 @@ gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What w
 {verdict}
 ```
 """
-        add_to_card(folder, CARD_HEADING, text)
+        add_to_card(folder, CARD_HEADING, text, self._made)

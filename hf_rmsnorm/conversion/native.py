@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from .. import __version__
 from ..invariant import RECORD_KEY
 from .keys import saved_tensors
 from .native_target import NativeTarget, native_targets, refused
@@ -23,9 +22,9 @@ from .native_write import MAX_SHARD_SIZE, Folder, Written, write_computed
 from .pair import side_by_side
 from .plan import ConversionRefused
 from .prove import BOUND
-from .publish import Judged, add_to_card
+from .publish import Judged, add_to_card, provenance
 from .source import Source, open_source
-from .twin import Twin, give_weights, in_double, make_twin, new_model, one_line, quiet, run, shapes_of
+from .twin import Twin, config_of, give_weights, in_double, make_twin, new_model, quiet, run, shapes_of
 from .verify import Verification
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
@@ -93,7 +92,7 @@ class NativeCheckpoint:
         return {**self.planned.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
 
     def __str__(self) -> str:
-        return f"{self.planned.proof}\n{self.written}\n{self.verification}"
+        return f"{self.written}\n{self.verification}"
 
 
 class Memory:
@@ -152,15 +151,20 @@ def _reason_against(target: NativeTarget, values: Values) -> str | None:
     return None
 
 
-def plan_native(src: str | os.PathLike, *, fold_affine: bool = False) -> PlannedNative:
-    """The native target of a model folder, and its proof; nothing is written.
+def plan_native(src: str | os.PathLike, *, fold_affine: bool = False, allow_pickle: bool = False) -> PlannedNative:
+    """The native target of a model folder, and its proof; nothing is written, and no code of the folder runs.
+
+    Args:
+        src: a model folder.
+        fold_affine: as in `native_target`.
+        allow_pickle: as in `carry_out`.
 
     Raises:
         ConversionRefused: it has none, or the proof fails; the message says why.
         ConversionError: this is no whole checkpoint folder.
     """
     with ExitStack() as stack:
-        target = _target_of(open_source(src, allow_pickle=True), stack, fold_affine)
+        target = _target_of(open_source(src, allow_pickle=allow_pickle), stack, fold_affine)
     proof = prove_native(make_twin(src), target.model_type, fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
@@ -168,10 +172,12 @@ def plan_native(src: str | os.PathLike, *, fold_affine: bool = False) -> Planned
 
 
 def _target_of(source: Source, stack: ExitStack, fold_affine: bool) -> NativeTarget:
-    try:
-        config = AutoConfig.from_pretrained(source.folder)
-    except (ValueError, OSError) as error:
-        raise ConversionRefused(f"{source.folder}: {one_line(error)}") from error
+    model_type = source.config.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ConversionRefused(
+            f"{model_type} has no native target: Transformers does not know it; convert it without --target native"
+        )
+    config = config_of(source.folder)
     first = native_target(config)  # refuses by config alone, before any tensor is read
     values = Folder(source, stack, first.aliases)
     target = native_target(config, values, fold_affine=fold_affine)
@@ -226,6 +232,7 @@ def write_native(
     src: str | os.PathLike,
     dst: str | os.PathLike,
     *,
+    trust_remote_code: bool = False,
     prompts: list[str] | None = None,
     verify: bool = True,
     allow_pickle: bool = False,
@@ -243,6 +250,7 @@ def write_native(
     Args:
         src: a model folder with safetensors; it is only read.
         dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
+        trust_remote_code: verify against the model code that comes with the folder, with its tokenizer.
         prompts: texts to verify on, where there is a tokenizer.
         verify: run source and result after writing, and publish only what passes.
         allow_pickle, restart, progress: as in `carry_out`.
@@ -255,18 +263,12 @@ def write_native(
         ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
-    planned = planned or plan_native(src, fold_affine=fold_affine)
+    planned = planned or plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
     target = planned.target
-    record = {
-        "source": Path(src).name,
-        "source_type": target.source_type,
-        "converted_by": f"hf-rmsnorm {__version__}",
-        "torch": torch.__version__,
-        "fold_affine": target.fold_affine,
-    }
-    judged = Judged(
-        dst, partial(verify_native, src, prompts=prompts, run=verify), partial(_write_card, planned=planned)
-    )
+    made = provenance(src)
+    record = {**made, "source_type": target.source_type, "fold_affine": target.fold_affine}
+    how = {"trust_remote_code": trust_remote_code, "prompts": prompts, "run": verify}
+    judged = Judged(dst, partial(verify_native, src, **how), partial(_write_card, planned=planned, made=made))
     written = write_computed(
         src, dst, target.tensors, target.config.to_json_string(), aliases=target.aliases, check=judged.check,
         metadata={"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}, allow_pickle=allow_pickle,
@@ -275,9 +277,13 @@ def write_native(
     return NativeCheckpoint(planned, written, judged.verification)
 
 
-def verify_native(src, folder: Path, *, prompts: list[str] | None = None, run: bool = True) -> Verification:
-    """Run a checkpoint and its native form side by side, in the checkpoint's own dtype, as `verify_folder` does."""
-    return judge_folders(src, folder, model_class=AutoModelForCausalLM, prompts=prompts, run=run)
+def verify_native(src, folder: Path, **how) -> Verification:
+    """Run a checkpoint and its native form side by side, in the checkpoint's own dtype, as `verify_folder` does.
+
+    Args:
+        how: for `judge_folders`.
+    """
+    return judge_folders(src, folder, model_class=AutoModelForCausalLM, **how)
 
 
 def judge_folders(src, folder: Path, *, run: bool = True, **how) -> Verification:
@@ -296,7 +302,7 @@ def judge_folders(src, folder: Path, *, run: bool = True, **how) -> Verification
     )
 
 
-def _write_card(folder: Path, verification: Verification, planned: PlannedNative) -> None:
+def _write_card(folder: Path, verification: Verification, planned: PlannedNative, made: dict[str, str]) -> None:
     text = f"""{planned.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream was
 centred, the norms' biases were folded into the linears that read them, and the result is a
 {planned.proof.target_class}, which gives the same logits: any program that runs {planned.target.model_type} runs it.
@@ -305,7 +311,5 @@ centred, the norms' biases were folded into the linears that read them, and the 
 {planned.proof}
 {verification}
 ```
-
-Made with hf-rmsnorm {__version__} and PyTorch {torch.__version__}.
 """
-    add_to_card(folder, CARD_HEADING, text)
+    add_to_card(folder, CARD_HEADING, text, made)

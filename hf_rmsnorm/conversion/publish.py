@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+import transformers
+
+from .. import __version__
 from .source import ConversionError
 from .verify import Verification
+
+SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[^/]+)$")  # in the cache of the hub
 
 
 class VerificationFailed(ConversionError):
@@ -41,10 +49,28 @@ class Judged:
         self._passed(folder, verdict)
 
 
-def add_to_card(folder: Path, heading: str, text: str) -> None:
-    """Put a section at the end of the model card, instead of one of this heading that is there."""
+def provenance(src: str | os.PathLike) -> dict[str, str]:
+    """Where a result comes from and what made it, for its config, its shards' metadata and its model card."""
+    source = Path(os.path.realpath(src))
+    cached = SNAPSHOT.search(source.as_posix())
+    return {
+        "source": f"{cached['id'].replace('--', '/')}@{cached['commit']}" if cached else source.name,
+        "converted_by": f"hf-rmsnorm {__version__}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def add_to_card(folder: Path, heading: str, text: str, made: dict[str, str]) -> None:
+    """Put a section at the end of the model card, instead of one of this heading that is there.
+
+    Args:
+        made: what `provenance` says.
+    """
     card = folder / "README.md"
-    before = card.read_text(encoding="utf-8") if card.exists() else ""
-    before = before.partition(f"\n{heading}\n")[0].rstrip()
-    section = f"{heading}\n\n{text}"
-    card.write_text(f"{before}\n\n{section}" if before else section, encoding="utf-8")
+    # As bytes and not as text: neither line ends nor what is no UTF-8 changes.
+    before = card.read_bytes().decode("utf-8", "surrogateescape") if card.exists() else ""
+    before = re.sub(rf"(?ms)^{re.escape(heading)}[ \r]*\n.*?(?=^## |\Z)", "", before).rstrip()
+    by = f"{made['converted_by']}, PyTorch {made['torch']} and Transformers {made['transformers']}"
+    section = f"{heading}\n\n{text.rstrip()}\n\nMade from `{made['source']}` with {by}.\n"
+    card.write_bytes((f"{before}\n\n{section}" if before else section).encode("utf-8", "surrogateescape"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from ..invariant import RECORD_KEY, TRAINED_AS_RMS
 from ..verification.float64 import Float64Mode
 from .plan import ConversionRefused
 from .shrink import shrunk
+from .source import read_json
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
 # up to MIDDLE are tried before larger ones.
@@ -115,23 +115,7 @@ def make_twin(
 
 
 def config_and_class(source, trust_remote_code: bool, model_class) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    if isinstance(source, PretrainedConfig):
-        config = copy.deepcopy(source)
-    else:
-        path = Path(source)
-        if not (path / "config.json").is_file():
-            raise ConversionRefused(f"{path} has no config.json: give the folder of a model")
-        stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if stored.get("quantization_config"):
-            raise ConversionRefused(f"{path} is quantised: convert the checkpoint it was made from, then quantise")
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (ValueError, OSError) as error:
-            if stored.get("auto_map") and not trust_remote_code:
-                raise ConversionRefused(
-                    f"{path} brings model code of its own: read it, and pass trust_remote_code=True if you trust it"
-                ) from error
-            raise ConversionRefused(f"{path}: {one_line(error)}") from error
+    config = config_of(source, trust_remote_code)
     if (getattr(config, RECORD_KEY, None) or {}).get("computes") == TRAINED_AS_RMS:
         raise ConversionRefused(
             f"{config.model_type}: by the record in its config.json this is an RMSNorm model already, trained as one: "
@@ -156,6 +140,26 @@ def config_and_class(source, trust_remote_code: bool, model_class) -> tuple[Pret
         f"{', '.join(names) or type(config).__name__} is no model class of Transformers: "
         "pass model_class, or trust_remote_code=True where the folder brings its code"
     )
+
+
+def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of a model folder, or a copy of the given one; code that the folder brings runs only if trusted."""
+    if isinstance(source, PretrainedConfig):
+        return copy.deepcopy(source)
+    path = Path(source)
+    if not (path / "config.json").is_file():
+        raise ConversionRefused(f"{path} has no config.json: give the folder of a model")
+    stored = read_json(path / "config.json")
+    if stored.get("quantization_config"):
+        raise ConversionRefused(f"{path} is quantised: convert the checkpoint it was made from, then quantise")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=bool(trust_remote_code))  # None would ask on stdin
+    except (ValueError, OSError) as error:
+        if stored.get("auto_map") and not trust_remote_code:
+            raise ConversionRefused(
+                f"{path} brings model code of its own: read it, and pass trust_remote_code=True if you trust it"
+            ) from error
+        raise ConversionRefused(f"{path}: {one_line(error)}") from error
 
 
 def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
