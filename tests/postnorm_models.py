@@ -23,7 +23,7 @@ BART = {
     "encoder_ffn_dim": 72,
     "decoder_ffn_dim": 96,
 }
-_OPT = {
+OPT = {
     **_SIZES,
     "hidden_size": 48,
     "word_embed_proj_dim": 24,
@@ -45,7 +45,7 @@ KINDS = {
         ["hidden_dim"],
     ),
     "bart": (AutoModelForSeq2SeqLM, "bart", BART, 6, 12, ["decoder_ffn_dim", "encoder_ffn_dim"]),
-    "opt-350m": (AutoModelForCausalLM, "opt", _OPT, 2, 4, ["ffn_dim"]),
+    "opt-350m": (AutoModelForCausalLM, "opt", OPT, 2, 4, ["ffn_dim"]),
     "albert": (AutoModel, "albert", {**BERT, "embedding_size": 24}, 2, 3, ["intermediate_size"]),
 }
 

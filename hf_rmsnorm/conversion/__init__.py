@@ -5,7 +5,7 @@ from .convert import ConvertedCheckpoint, PlannedConversion, convert_checkpoint,
 from .fold import plan_fold, write_folded
 from .native import plan_native, write_native
 from .plan import ConversionPlan, ConversionRefused
-from .postnorm_write import PostNormCheckpoint, convert_post_norm
+from .postnorm_write import PostNormCheckpoint, convert_post_norm, plan_post_norm
 from .publish import VerificationFailed
 from .source import ConversionError
 
@@ -24,6 +24,7 @@ __all__ = [
     "plan_conversion",
     "plan_fold",
     "plan_native",
+    "plan_post_norm",
     "write_folded",
     "write_native",
 ]

@@ -100,8 +100,7 @@ class FoldedCheckpoint:
         return {**conversion, "fold": self.plan.to_dict(), **done}
 
     def __str__(self) -> str:
-        proof = f"{self.conversion.proof}\n" if self.conversion else ""
-        return f"{proof}{self.plan}\n{self.written}\n{self.verification}"
+        return f"{self.written}\n{self.verification}"
 
 
 def plan_fold(src, *, trust_remote_code: bool = False, model_class=None, inputs=None) -> FoldPlan:

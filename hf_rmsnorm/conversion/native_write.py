@@ -20,7 +20,7 @@ from .folder import copy_others
 from .native_tensors import Expression, Stored
 from .shards import sha256_of
 from .source import COPIED, FLOATS, INDEX, ConversionError, Source, open_source
-from .staging import Staging, already_exists, clear_errors, durable_file, staging_for, write_all
+from .staging import Staging, already_exists, clear_errors, destination, durable_file, staging_for, write_all
 from .stream import run_check
 
 MAX_SHARD_SIZE = "5GB"
@@ -90,13 +90,10 @@ def write_computed(
     Raises:
         ConversionError: as in `carry_out`.
     """
-    dst = Path(os.path.abspath(dst))
+    dst = destination(src, dst)
     with ExitStack() as stack:
         with clear_errors(Path(src)):
             source = open_source(src, allow_pickle=allow_pickle)
-            inside = os.path.realpath(src)
-            if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
-                raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
             layout = Layout(tensors, Folder(source, stack, aliases), max_shard_size)
             config = (source.folder / "config.json").read_text(encoding="utf-8") if config is None else config
         text = json.dumps([FORMAT, config, metadata, sorted(tensors), str(max_shard_size)], sort_keys=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from .twin import config_and_class, default_inputs, output_tensors, quiet
+from .source import ConversionError
+from .twin import config_and_class, default_inputs, one_line, output_tensors, quiet
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -20,6 +21,8 @@ PROMPTS = (
 )
 TOKENS = 64
 GREEDY_TOKENS = 16
+SHORT = 8
+ENOUGH = 128  # numbers to judge by: of a classifier's few logits the source's own error would be chance
 _IN_FLOAT64 = 6  # two models, and the widest weights of a run in float64, in sizes of the checkpoint
 _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are read
 
@@ -85,6 +88,13 @@ class Pair:
             figures["verdict"] = "FAIL"
         return figures, floor
 
+    def add_rows(self) -> None:
+        """Random inputs too, where the outputs are too few to judge by."""
+        outputs = self._outputs(self.source)
+        if outputs and sum(t.numel() for t in outputs) < ENOUGH:
+            more = default_inputs(self.source, tokens=(-(-ENOUGH // outputs[0].shape[-1]), SHORT))
+            self.inputs = [*self.inputs, _in_dtype_of(self.source, more)]
+
     def last_of(self, paths) -> str | None:
         """The module among these paths that runs last."""
         seen: list[str] = []
@@ -131,12 +141,16 @@ def side_by_side(
         source, result = source.eval(), result.eval()
         if not given:
             given = [inputs(source)] if inputs else _prompts(src, source, prompts, trust_remote_code)
-        batches = [
-            {k: v.to(source.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
-            for batch in (given or [default_inputs(source)])[: 1 if streamed else None]
-        ]
+        batches = [_in_dtype_of(source, batch) for batch in (given or [default_inputs(source)])]
         missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
-        yield Pair(source, result, batches, streamed, missing)
+        pair = Pair(source, result, batches[: 1 if streamed else None], streamed, missing)
+        if inputs is None:
+            pair.add_rows()
+        yield pair
+
+
+def _in_dtype_of(model, batch: Mapping) -> dict:
+    return {k: v.to(model.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
 
 
 def fits_memory(src: Path) -> bool:
@@ -150,12 +164,29 @@ def model_class_of(src, trust_remote_code: bool = False, model_class=None):
     return config_and_class(src, trust_remote_code, model_class)[1]
 
 
-def _prompts(src, model, prompts, trust_remote_code: bool) -> list[dict]:
-    """What the tokenizer makes of the prompts; none where there is no tokenizer."""
+def tokenizer_of(src, model, trust_remote_code: bool):
+    """The tokenizer of a folder, for a model or class that takes token ids; None where there is none.
+
+    Raises:
+        ConversionError: it does not load.
+    """
     if model.main_input_name != "input_ids" or not any(Path(src).glob("*token*")):
-        return []
+        return None
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(src, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(src, trust_remote_code=bool(trust_remote_code))
+    except Exception as error:  # whatever a tokenizer's own code raises
+        raise ConversionError(
+            f"{src}: its tokenizer does not load: pass trust_remote_code if it brings code, or convert without "
+            f"verification ({one_line(error)})"
+        ) from error
+
+
+def _prompts(src, model, prompts, trust_remote_code: bool) -> list[dict]:
+    """What the tokenizer makes of the prompts; none where there is no tokenizer."""
+    tokenizer = tokenizer_of(src, model, trust_remote_code)
+    if tokenizer is None:
+        return []
     texts = [{"input_ids": tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]} for text in prompts or PROMPTS]
     return [inputs for inputs in texts if inputs["input_ids"].numel()]

@@ -146,6 +146,18 @@ def staging_folder(dst: Path) -> Path:
     return dst.with_name(dst.name + ".converting")
 
 
+def destination(src: str | os.PathLike, dst: str | os.PathLike) -> Path:
+    """DST as an absolute path.
+
+    Raises:
+        ConversionError: it lies inside of the source.
+    """
+    dst, inside = Path(os.path.abspath(dst)), os.path.realpath(src)
+    if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
+        raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
+    return dst
+
+
 def already_exists(dst: Path) -> ConversionError:
     return ConversionError(f"{dst}: exists already: choose another DST, or move it away")
 

@@ -17,7 +17,7 @@ from .plan import ConversionPlan
 from .recipe import Job, make_job
 from .shards import WrittenShard, header_of, read_factors, sha256_of, write_shard
 from .source import ConversionError, open_source
-from .staging import REPORT, Staging, clear_errors, staging_for
+from .staging import REPORT, Staging, clear_errors, destination, staging_for
 
 FORMAT = 1  # of the bytes that a plan gives: a staging folder of another one is not taken up
 
@@ -87,14 +87,11 @@ def carry_out(
         ConversionError: the source, the plan or the destination does not fit, the source changed meanwhile, or the
             system refused (disk full, no permission): what, where, and the cure.
     """
-    dst = Path(os.path.abspath(dst))
+    dst = destination(src, dst)
     with ExitStack() as stack:
         with clear_errors(Path(src)):
             source = open_source(src, allow_pickle=allow_pickle, adapter=adapter)
             job = make_job(plan, source, factors)
-            inside = os.path.realpath(src)
-            if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
-                raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
             _check_metadata(metadata)
             with clear_errors(dst):
                 identity = _identity(plan, source.fingerprints, metadata, job.factors)
