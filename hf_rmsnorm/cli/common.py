@@ -36,6 +36,14 @@ def one_line(text: object, limit: int = 400) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
+def say(text: str) -> None:
+    """Print on stdout, as long as somebody reads it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        sys.stdout = None
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2")
     parser.add_argument(

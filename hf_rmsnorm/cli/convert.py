@@ -1,21 +1,25 @@
 """Convert the LayerNorm checkpoint SRC into one whose norms may run as RMSNorm, with the same logits.
 
 Which tensors write to the residual stream is found on a small random model of the same classes and proven there in
-float64; they are centred while the checkpoint streams through, and DST appears whole once it is verified. A run that
-was killed is taken up by the same command. Exits with 3 where the result fails verification. SRC may also be a LoRA
-adapter of PEFT, with --base.
+float64; the plan is printed, the tensors are centred while the checkpoint streams through, and DST appears whole once
+it is verified. A run that was killed is taken up by the same command. Exits with 3 where the result fails verification.
+SRC may also be a LoRA adapter of PEFT, with --base.
 """
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 
-from .common import CliError, Result
+from .common import CliError, Result, say
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("src", metavar="SRC", help="a local folder with safetensors, or demo:gpt2; or an adapter's")
-    parser.add_argument("dst", metavar="DST", nargs="?", help="the folder to make; leave it out with --plan")
+    parser.add_argument(
+        "dst", metavar="DST", nargs="?", type=os.path.expanduser, help="the folder to make; leave it out with --plan"
+    )
     parser.add_argument("--plan", action="store_true", help="print what would be done, and write nothing")
     parser.add_argument(
         "--base", nargs=2, metavar=("MODEL", "CONVERTED"),
@@ -55,59 +59,46 @@ def run(args) -> Result:
         raise CliError(f"{args.src} is no folder: download it first, with hf download {args.src} --local-dir FOLDER")
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
+    native, post_norm = args.target == "native", args.post_norm != "refuse"
+    if post_norm and (native or args.fold_affine):
+        raise CliError("--post-norm goes neither with --target native nor with --fold-affine: choose one")
     models.quieten()
     from ..conversion import (
-        VerificationFailed,
         convert_checkpoint,
         convert_post_norm,
         plan_conversion,
         plan_fold,
         plan_native,
+        plan_post_norm,
         write_folded,
         write_native,
     )
 
-    if args.target == "native" and args.post_norm != "refuse":
-        raise CliError("--target native and --post-norm are two ways: choose one")
-    if args.fold_affine and args.post_norm != "refuse":
-        raise CliError("--fold-affine and --post-norm are two ways: choose one")
-    if args.post_norm != "refuse":
-        if args.plan:
-            raise CliError("--post-norm has no --plan: it converts the model in memory, and says what it did")
-        made = convert_post_norm(
-            source.where, args.dst, args.post_norm, trust_remote_code=args.trust_remote_code, texts=args.prompt,
-            allow_pickle=args.allow_pickle, restart=args.restart,
-        )  # fmt: skip
-        return Result({"src": args.src, "published": True, **made.to_dict()}, str(made))
-    native = args.target == "native"
-    if native:
-        planned = plan_native(source.where, fold_affine=args.fold_affine)
-    else:
-        planned = plan_conversion(source.where, trust_remote_code=args.trust_remote_code)
+    where, trust = source.where, {"trust_remote_code": args.trust_remote_code}
+    read = {"allow_pickle": args.allow_pickle}
     fold = None
-    if args.fold_affine and not native:
-        fold = plan_fold(source.where, trust_remote_code=args.trust_remote_code)
+    if post_norm:
+        planned = plan_post_norm(where, args.post_norm, **read, **trust)
+        write = partial(convert_post_norm, where, args.dst, args.post_norm, planned=planned)
+    elif native:
+        planned = plan_native(where, fold_affine=args.fold_affine, **read)
+        write = partial(write_native, where, args.dst, planned=planned)
+    else:
+        planned = plan_conversion(where, **trust)
+        write = partial(convert_checkpoint, where, args.dst, planned=planned)
+        if args.fold_affine:
+            fold = plan_fold(where, **trust)
+            write = partial(write_folded, where, args.dst, planned=fold, conversion=planned)
+    text = f"{planned}\n{fold}" if fold else str(planned)
     if args.plan:
-        data = {"src": args.src, **planned.to_dict(), **({"fold": fold.to_dict()} if fold else {})}
-        return Result(data, f"{planned}\n{fold}" if fold else str(planned))
+        return Result({"src": args.src, **planned.to_dict(), **({"fold": fold.to_dict()} if fold else {})}, text)
+    if not args.json:
+        say(text)
+    how = {"prompts": args.prompt, "verify": not args.no_verify, "restart": args.restart, **read, **trust}
     with _progress(args.json) as progress:
-        how = {
-            "prompts": args.prompt, "verify": not args.no_verify, "allow_pickle": args.allow_pickle,
-            "restart": args.restart, "progress": progress,
-        }  # fmt: skip
-        try:
-            if native:
-                done = write_native(source.where, args.dst, planned=planned, **how)
-            else:
-                how["trust_remote_code"] = args.trust_remote_code
-                if fold:
-                    done = write_folded(source.where, args.dst, planned=fold, conversion=planned, **how)
-                else:
-                    done = convert_checkpoint(source.where, args.dst, planned=planned, **how)
-        except VerificationFailed as error:
-            data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
-            return Result(data, str(error), 3)
-    return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))
+        if not post_norm:  # that is written at once
+            how["progress"] = progress
+        return _result(args, partial(write, **how))
 
 
 def _run_adapter(args, adapter: Path, models) -> Result:
@@ -122,14 +113,21 @@ def _run_adapter(args, adapter: Path, models) -> Result:
     if not (base.is_local and converted.is_local):
         raise CliError(f"{' '.join(args.base)}: both have to be local folders")
     models.quieten()
-    from ..conversion import VerificationFailed, convert_adapter
+    from ..conversion import convert_adapter
+
+    write = partial(
+        convert_adapter, adapter, args.dst, base=base.where, converted=converted.where, prompts=args.prompt,
+        trust_remote_code=args.trust_remote_code, verify=not args.no_verify, allow_pickle=args.allow_pickle,
+        restart=args.restart,
+    )  # fmt: skip
+    return _result(args, write)
+
+
+def _result(args, write) -> Result:
+    from ..conversion import VerificationFailed
 
     try:
-        done = convert_adapter(
-            adapter, args.dst, base=base.where, converted=converted.where, prompts=args.prompt,
-            trust_remote_code=args.trust_remote_code, verify=not args.no_verify, allow_pickle=args.allow_pickle,
-            restart=args.restart,
-        )  # fmt: skip
+        done = write()
     except VerificationFailed as error:
         data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
         return Result(data, str(error), 3)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from . import convert, env, generate, inspect, report, verify
-from .common import CliError, one_line
+from .common import CliError, one_line, say
 
 COMMANDS = (report, verify, inspect, convert, generate, env)
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 1 where `verify` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert` wrote fails
-        its verification.
+        its verification; 130 where the user interrupted it.
     """
     args = build_parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -61,11 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = "" if isinstance(error, (CliError, ValueError)) else f"{type(error).__name__}: "
             print(f"hf-rmsnorm: error: {hint}{one_line(error)}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            resumed = ": the same command goes on where it stopped" if args.run is convert.run else ""
+            print(f"hf-rmsnorm: interrupted{resumed}", file=sys.stderr)
+            return 130
         finally:
             for line in dict.fromkeys(one_line(w.message) for w in caught if issubclass(w.category, UserWarning)):
                 print(f"hf-rmsnorm: warning: {line}", file=sys.stderr)
-    try:
-        print(json.dumps(result.data, indent=2) if args.json else result.text, flush=True)
-    except BrokenPipeError:  # the reader, `head` say, has what it wanted
-        sys.stdout = None
+    say(json.dumps(result.data, indent=2) if args.json else result.text)
     return result.code

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..invariant import RECORD_KEY, Writers
 from .convert import CARD_HEADING
 from .fold import FOLDED
 from .keys import KeyMap
 from .pair import fits_memory, side_by_side
 from .plan import Centre, ConversionPlan, ConversionRefused, Scale
-from .publish import Judged, add_to_card
+from .publish import Judged, add_to_card, provenance
 from .recipe import make_job
 from .shards import read_factors
 from .source import ADAPTER_FILES, FLOATS, ConversionError, Source, open_source
@@ -115,14 +114,15 @@ def convert_adapter(
         passed = all(figures["verdict"] == "PASS" for figures in runs.values())
         return Verification(passed, f"{tensors}; both pairs run side by side: {'PASS' if passed else 'FAIL'}", runs)
 
+    made = {**provenance(src), "base": provenance(base)["source"]}
+
     def describe(folder: Path, verdict: Verification) -> None:
         what = f"{len(plan.centre)} tensors were centred, as those of the base that they change were."
-        add_to_card(folder, CARD_HEADING, f"{what}\n\n```\n{verdict}\n```\n")
+        add_to_card(folder, CARD_HEADING, f"{what}\n\n```\n{verdict}\n```\n", made)
 
     judged = Judged(dst, judge, describe)
-    record = {"source": Path(src).name, "base": Path(base).name, "converted_by": f"hf-rmsnorm {__version__}"}
     result = carry_out(
-        plan, src, dst, metadata={RECORD_KEY: json.dumps(record, sort_keys=True)}, allow_pickle=allow_pickle,
+        plan, src, dst, metadata={RECORD_KEY: json.dumps(made, sort_keys=True)}, allow_pickle=allow_pickle,
         check=judged.check, restart=restart, adapter=True, factors=factors,
     )  # fmt: skip
     return ConvertedAdapter(result, judged.verification)

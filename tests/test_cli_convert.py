@@ -1,0 +1,145 @@
+"""`hf-rmsnorm convert`: every option reaches every way of converting, and what is said and when."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from hf_rmsnorm.cli import convert
+from hf_rmsnorm.cli.main import main
+from hf_rmsnorm.conversion.twin import give_weights, quiet
+
+SMALL = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+COHERE = ("CohereForCausalLM", "cohere", {**SMALL, "tie_word_embeddings": False})
+WAYS = {
+    "": COHERE,
+    "--target native": COHERE,
+    "--fold-affine": COHERE,
+    "--post-norm exact": ("BertModel", "bert", SMALL),
+}
+TOKENIZER = """
+from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_size = 96
+    def get_vocab(self): return {}
+    def _tokenize(self, text, **kwargs):
+        with open(MARK, "a") as file: file.write(text)
+        return list(text)
+    def _convert_token_to_id(self, token): return 3 + ord(token) % 90
+    def _convert_id_to_token(self, index): return "a"
+    def save_vocabulary(self, *args, **kwargs): return ()
+"""
+
+
+def save(folder, name, model_type, sizes):
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(AutoConfig.for_model(model_type, **sizes)).eval()
+    give_weights(model)
+    with quiet():
+        model.save_pretrained(folder)
+    return folder
+
+
+def run(capsys, *argv):
+    code = main(["convert", *map(str, argv)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_options_reach_every_way(way, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked on stdin"))
+    src, dst, mark = save(tmp_path / "src", *WAYS[way]), tmp_path / "dst", tmp_path / "ran"
+    torch.save(load_file(src / "model.safetensors"), src / "pytorch_model.bin")
+    (src / "model.safetensors").unlink()
+    (src / "own.py").write_text(TOKENIZER.replace("MARK", repr(str(mark))))
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (src / "tokenizer_config.json").write_text(json.dumps(own))
+    staging = tmp_path / "dst.converting"
+    staging.mkdir()
+    other = {"identity": {"plan": "of another", "source": {}}, "shards": {}, "publishing": False}
+    (staging / "journal.json").write_text(json.dumps(other))
+
+    options = [src, dst, *way.split(), "--prompt", "abcabc"]
+    for more, words in (  # the tokenizer is read last
+        ([], "--allow-pickle"),
+        (["--allow-pickle"], "restart"),
+        (["--allow-pickle", "--restart"], "trust_remote_code"),
+    ):
+        code, _, err = run(capsys, *options, *more)
+        assert code == 2 and words in err and err.count("\n") == 1, err
+    assert not mark.exists() and not dst.exists()
+    code, out, err = run(capsys, *options, "--allow-pickle", "--restart", "--trust-remote-code")
+    assert code == 0, err
+    assert "abcabc" in mark.read_text() and "not copied" not in out.replace("pytorch_model", "")
+    assert (dst / "README.md").is_file()
+
+
+@pytest.mark.parametrize("way", [*WAYS, "--plan"])
+def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    src, mark = save(tmp_path / "src", *COHERE), tmp_path / "ran"
+    (src / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass OwnConfig: pass\n")
+    config = json.loads((src / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    (src / "config.json").write_text(json.dumps(config))
+    code, _, err = run(capsys, src, *([] if way == "--plan" else [tmp_path / "dst"]), *way.split())
+    assert code == 2 and err.count("\n") == 1, err
+    assert "own has no native target" in err if "native" in way else "trust_remote_code" in err
+    assert not mark.exists() and not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    "options", ["DST --post-norm fit --target native", "DST --post-norm exact --fold-affine", "DST --plan", ""]
+)
+def test_options_that_do_not_go_together(options, tmp_path, capsys):
+    code, out, err = run(capsys, "demo:gpt2", *options.replace("DST", str(tmp_path / "dst")).split())
+    assert code == 2 and not out and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_the_plan_comes_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    said = []
+
+    def say(text):
+        said.append((text, list(home.iterdir())))
+
+    home = tmp_path / "home"
+    home.mkdir()
+    src = save(tmp_path / "src", *COHERE)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(convert, "say", say)
+    code, out, _ = run(capsys, src, "~/dst", "--no-verify")
+    assert code == 0 and (home / "dst").is_dir()
+    (text, present), = said
+    assert "tensors centred" in text and not present
+    assert "tensors centred" not in out and "proven" not in out and str(home / "dst") in out
+    said.clear()
+    code, out, _ = run(capsys, src, "~/json", "--no-verify", "--json")
+    assert code == 0 and not said and json.loads(out)["published"]
+
+
+def test_an_interrupt_is_one_line(tmp_path, capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_rmsnorm.conversion.plan_conversion", interrupt)
+    code, out, err = run(capsys, "demo:gpt2", tmp_path / "dst")
+    assert code == 130 and not out
+    assert err == "hf-rmsnorm: interrupted: the same command goes on where it stopped\n"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_broken_config_is_named(way, text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    code, _, err = run(capsys, tmp_path, Path("dst"), *way.split())
+    assert code == 2 and str(tmp_path / "config.json") in err and "download it again" in err and err.count("\n") == 1
