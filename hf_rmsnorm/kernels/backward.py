@@ -50,6 +50,8 @@ def norm_backward(
     col_mask = (cols < N)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after"
+    # Of wide rows dh, if it was prefetched, is added before the sum: after it, it would be one row more in registers.
+    EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1 and not WEIGHT_FIRST
     tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
     head = 0
     if HEADS != 1:
@@ -117,6 +119,10 @@ def norm_backward(
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N)
                 g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
+            if DH is not None:
+                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+            if EARLY_DH:
+                early = g * rstd[:, None] + load(DH + other_at, mask, DENSE).to(tl.float32)
             along = tl.sum(g * xhat, axis=1) * (1.0 / N)
             if EPS_OUTSIDE:
                 along = along * eps_outside_factor(tl.sum(x * x, axis=1) * (1.0 / N), eps)
@@ -127,6 +133,8 @@ def norm_backward(
             if MEAN is not None:
                 dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
             dx = dx * rstd[:, None]
+            if EARLY_DH:
+                dx = early - x * (along * rstd * rstd)[:, None]
             if WEIGHT_FIRST:
                 if DW is not None:
                     dw += dx * unscaled
@@ -135,8 +143,7 @@ def norm_backward(
                 if DG is not None:
                     store(DG + dx_at, dx * slope, mask, DENSE)
                 dx = dx * factor
-            if DH is not None:
-                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+            if DH is not None and not EARLY_DH:
                 dx = dx + load(DH + other_at, mask, DENSE).to(tl.float32)
             if DX is not None:
                 store(DX + dx_at, dx, mask, DENSE)

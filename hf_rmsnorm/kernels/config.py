@@ -98,6 +98,6 @@ def backward_config(
         num_warps=num_warps,
         stages=stages,
         reload_weight=reload_weight,
-        # As many as fit: one more would run alone, afterwards. A gate and its derivative take registers.
-        programs_per_sm=min(4, max(1, 4_096 // block)) if gated else min(6, max(1, 8_192 // block)),
+        # As many as fit: one more would run alone, afterwards. A third operand takes registers, a gate most.
+        programs_per_sm=min(4 if gated or added else 6, max(1, (4_096 if gated else 8_192) // block)),
     )

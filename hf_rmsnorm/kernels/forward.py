@@ -11,9 +11,9 @@ from .common import activation, load, normalised, root, round_hat, round_product
 
 
 @triton.jit
-def with_residual(x, RES, at, mask, X, DENSE: tl.constexpr):
-    """residual + x in float32, rounded to x's dtype as the tensor that PyTorch's addition makes; x is float32."""
-    return (load(RES + at, mask, DENSE).to(tl.float32) + x).to(X.dtype.element_ty).to(tl.float32)
+def plus_residual(x, RES, at, mask, X, DENSE: tl.constexpr):
+    """residual + x, of float32 x, rounded once to X's dtype as PyTorch's addition rounds it."""
+    return (load(RES + at, mask, DENSE).to(tl.float32) + x).to(X.dtype.element_ty)
 
 
 @triton.jit
@@ -71,8 +71,10 @@ def norm_forward(
     x = load(X + x_at, mask, DENSE).to(tl.float32)
     if RES is not None:
         other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
-        x = with_residual(x, RES, other_at, mask, X, DENSE)
-        store(H + y_at, x, mask, DENSE)
+        h = plus_residual(x, RES, other_at, mask, X, DENSE)
+        # An address of its own, not `y_at`: that would be held in registers until Y is stored.
+        store(H + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :], h, mask, DENSE)
+        x = h.to(tl.float32)
     if G is not None:
         other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
         factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), GATE)
@@ -141,7 +143,7 @@ def norm_forward_loop(
         col_mask = cols < N
         x = load(x_row + cols, col_mask, DENSE).to(tl.float32)
         if RES is not None:
-            x = with_residual(x, RES, other_at + cols, col_mask, X, DENSE)
+            x = plus_residual(x, RES, other_at + cols, col_mask, X, DENSE).to(tl.float32)
         if CENTERED:
             lane_count += col_mask.to(tl.float32)
             delta = tl.where(col_mask, x - lane_mean, 0.0)
@@ -166,8 +168,9 @@ def norm_forward_loop(
         col_mask = cols < N
         xhat = load(x_row + cols, col_mask, DENSE).to(tl.float32)
         if RES is not None:
-            xhat = with_residual(xhat, RES, other_at + cols, col_mask, X, DENSE)
-            store(H + tl.cast(row, tl.int64) * N + cols, xhat, col_mask, DENSE)
+            h = plus_residual(xhat, RES, other_at + cols, col_mask, X, DENSE)
+            store(H + tl.cast(row, tl.int64) * N + cols, h, col_mask, DENSE)
+            xhat = h.to(tl.float32)
         if CENTERED:
             xhat = step(xhat - mean, X, ROUNDING)
         xhat = normalised(xhat, divisor, rstd, X, ROUNDING)
