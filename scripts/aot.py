@@ -67,13 +67,14 @@ _LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 
 @dataclass(frozen=True)
 class Variant:
-    """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient."""
+    """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient; `added`: after a residual."""
 
     spec: NormSpec
     x: torch.dtype
     weight: torch.dtype | None
     frozen: bool = False
     aligned: bool = True
+    added: bool = False
 
 
 VARIANTS = {
@@ -99,6 +100,11 @@ VARIANTS = {
     ),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
+    "add_llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True),
+    "add_llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True),
+    "add_llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True),
+    "add_llama-fp32": Variant(_LLAMA, torch.float32, torch.float32, added=True),
+    "add_layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, added=True),
 }
 
 
@@ -151,10 +157,11 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     bias = tensor((hidden_size,), variant.weight) if spec.has_bias else None
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))
     gate = None if spec.gate is None else tensor((rows, hidden_size), variant.x)
-    _, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, True, False, gate)
+    residual, dh = (tensor((rows, hidden_size), variant.x) if variant.added else None for _ in range(2))
+    _, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, True, False, gate, residual)
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, spec.gate is not None)
-    launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False, gate)
+    launch.norm_backward(dy, x if h is None else h, weight, bias, rstd, mean, spec, need, False, gate, dh)
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,7 @@ class Compiled:
         shared: bytes of shared memory per program.
         blocks: programs that fit on a multiprocessor at once; waves per SIMD on AMD.
         widths: by operand, the distinct bytes per load or store of one thread, widest first.
+        sums: shape and layout over the threads of every tensor that is summed, which fix the order of the additions.
     """
 
     target: str
@@ -179,6 +187,7 @@ class Compiled:
     blocks: int
     warps: int
     widths: dict[str, list[int]]
+    sums: list[str]
 
 
 def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False) -> list[Compiled]:
@@ -202,6 +211,7 @@ def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False
             found.append(Compiled(
                 target=name, variant=variant, kernel=kernel.name, hidden_size=hidden_size,
                 shared=compiled.metadata.shared, warps=compiled.metadata.num_warps, **read,
+                sums=_sums(compiled.asm["ttgir"]),
             ))  # fmt: skip
     return found
 
@@ -237,6 +247,11 @@ def _read_amd(compiled, arguments: list[str]) -> dict:
         "blocks": int(re.search(r"; Occupancy: (\d+)", text)[1]),
         "widths": _widths(_llvm_accesses(compiled.asm["llir"]), arguments),
     }  # fmt: skip
+
+
+def _sums(text: str) -> list[str]:
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    return [shape + layouts[name] for shape, name in re.findall(r"\}\) : \(tensor<([^#]*)(#\w+)>\)", text)]
 
 
 def _widths(accesses: Iterator[tuple[set[int], int]], arguments: list[str]) -> dict[str, list[int]]:

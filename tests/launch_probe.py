@@ -6,6 +6,7 @@ It is a script for test_launch.py: Triton compiles nothing in a process where it
 import json
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -20,11 +21,14 @@ LLAMA = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
 LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 
 
-def step(x, dy, spec=LLAMA):
+def step(x, dy, spec=LLAMA, residual=None):
+    """One forward and one backward; where there is a residual, it also lies in memory like the gradient of the sum."""
     weight = torch.empty(x.shape[-1], dtype=x.dtype)
     bias = torch.empty_like(weight) if spec.has_bias else None
-    _, rstd, mean, _ = aot.launch.norm_forward(x, weight, bias, spec, True, False)
-    aot.launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, (True, True, spec.has_bias), False)
+    _, rstd, mean, h = aot.launch.norm_forward(x, weight, bias, spec, True, False, None, residual)
+    x = x if h is None else h
+    need = (True, True, spec.has_bias)
+    aot.launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False, None, residual)
 
 
 def forget():
@@ -75,25 +79,33 @@ def main(target):
         for x in (x for known in {True, aligned} for x in views(known)):
             step(x, torch.empty(x.shape, dtype=x.dtype))
         facts["compiles_aligned" if aligned else "compiles_with_unaligned"] = compiles()
+    residuals = [r for aligned in (True, False) for r in views(aligned)]
+    for again in (False, True):
+        for residual in residuals:
+            if not again:
+                forget()
+            dense = torch.empty(residual.shape, dtype=residual.dtype)
+            step(dense, dense, residual=residual)
+    facts["compiles_with_residual"] = compiles()
 
     recorder.launches.clear()
     forget()
-    for spec in (LLAMA, LAYER_NORM):
+    for spec, residual in product((LLAMA, LAYER_NORM), (False, True)):
         for hidden_size in (64, 65_536):
             x = torch.empty(3, hidden_size, dtype=torch.bfloat16)
-            step(x, x.clone(), spec)
+            step(x, x.clone(), spec, x if residual else None)
             half = len(recorder.launches)
-            step(x, x.clone(), spec)
+            step(x, x.clone(), spec, x if residual else None)
             first, again = recorder.launches[:half], recorder.launches[half:]
             facts.setdefault("repeats", []).append([list(map(described, first)), list(map(described, again))])
             if spec is LLAMA and hidden_size == 64:
-                facts["sources"] = {
-                    source.name: {
+                facts.setdefault("sources", {}).update({
+                    f"{source.name} {'with' if residual else 'without'} residual": {
                         "signature": dict(source.signature),
                         "aligned": [source.fn.arg_names[path[0]] for path, found in source.attrs.items() if found],
                     }
                     for source, *_ in first
-                }
+                })  # fmt: skip
             recorder.launches.clear()
 
     if target == "gfx942":

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = json.loads((ROOT / "tests/aot_budgets.json").read_text())
 REGISTER_SLACK = 8
 GATED = ("mamba-bf16", "qwen3_next-bf16")  # no model gates wider rows than 8,192, and these spill in the backward
-OPERANDS = ("X", "DY", "Y", "DX", "G", "DG")
+OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "RES", "H", "DH")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 DEFAULT = (
@@ -32,6 +32,10 @@ DEFAULT = (
     "sm_80,sm_100,gfx942:llama-bf16:96,896,4096,14336,65536",
     "sm_80,sm_86,gfx942:llama-fp32:16384",
     "sm_86,gfx942:layernorm-fp32:8192",
+    "sm_90:add_llama-bf16",
+    "sm_90:add_llama-bf16-frozen,add_llama-fp32,add_layernorm-bf16:128,4096,8192",
+    "sm_90:add_llama-bf16-unaligned:4096",
+    "sm_80,sm_100,gfx942:add_llama-bf16:128,896,4096,8192,14336,16384,65536",
 )
 EVERYTHING = ("::",)
 budgeted = pytest.mark.skipif(
@@ -69,11 +73,20 @@ def test_every_kernel_compiles_for_every_target(kernels):
         assert names[target] == rows | wide, target
 
 
+def residual_spill(kernel):
+    """Bytes that the backward may spill for the gradient it adds: two registers, and more of float32 rows too wide for
+    any prefetch on the smallest chip.
+    """
+    if not kernel["variant"].startswith("add_") or kernel["kernel"] != "norm_backward":
+        return 0
+    return 112 if kernel["target"] == "sm_86" and kernel["hidden_size"] > 8_192 else 8
+
+
 @budgeted
 def test_no_register_is_spilled(kernels):
     spilled = {
         name_of(k): k["spilled"] for k in kernels
-        if k["spilled"] and k["target"] == "sm_90" and not k["variant"].endswith("unaligned")
+        if k["spilled"] > residual_spill(k) and k["target"] == "sm_90" and not k["variant"].endswith("unaligned")
         and not (k["kernel"] == "norm_backward" and k["variant"] in GATED and k["hidden_size"] > 8_192)
     }  # fmt: skip
     assert not spilled, "bytes of local memory per thread"
@@ -82,10 +95,15 @@ def test_no_register_is_spilled(kernels):
 @budgeted
 def test_other_chips_spill_next_to_nothing(kernels):
     """Wide float32 rows may: they are held in registers where a chip has too little shared memory to prefetch them."""
+
+    def allowed(k):
+        wide = k["variant"].endswith("fp32") and k["hidden_size"] >= 16_384
+        return max(residual_spill(k), 32 if wide else 0)
+
     spilled = {
         name_of(k): k["spilled"] for k in kernels
         if k["target"] != "sm_90" and not k["variant"].endswith("unaligned") and k["variant"] not in GATED
-        and k["spilled"] > (32 if k["variant"].endswith("fp32") and k["hidden_size"] >= 16_384 else 0)
+        and k["spilled"] > allowed(k)
     }  # fmt: skip
     assert not spilled, "bytes of local memory per thread"
 
@@ -114,6 +132,18 @@ def test_nothing_is_assumed_of_unaligned_rows(kernels):
                        kernel["widths"]), name_of(kernel)  # fmt: skip
 
 
+def test_a_residual_leaves_the_order_of_the_norms_additions(kernels):
+    """So that residual + x and then the norm, and both in one launch, are the same bits on a GPU too."""
+    sums = {(k["target"], k["variant"], k["kernel"], k["hidden_size"]): k["sums"] for k in kernels}
+    compared = 0
+    for (target, variant, kernel, hidden_size), found in sums.items():
+        plain = sums.get((target, variant.removeprefix("add_"), kernel, hidden_size))
+        if variant.startswith("add_") and kernel.startswith("norm_forward") and plain is not None:
+            assert found == plain != [], f"{target} {variant} N={hidden_size}"
+            compared += 1
+    assert compared >= 20
+
+
 def test_shared_memory_fits_the_chip(kernels):
     over = {name_of(k): k["shared"] for k in kernels if k["shared"] > SHARED_LIMIT[k["target"]]}
     assert not over, "bytes per program"
@@ -138,9 +168,11 @@ def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     from hf_rmsnorm.kernels.config import backward_config
 
     for kernel in compiled(DEFAULT):
-        gated = kernel["variant"] in GATED
+        variant = kernel["variant"]
+        gated, added = variant in GATED, variant.startswith("add_")
         if kernel["kernel"] == "norm_backward" and kernel["target"] == "sm_90" and (
-            gated or kernel["variant"] == "llama-bf16"
+            gated or variant in ("llama-bf16", "add_llama-bf16", "add_layernorm-bf16")
         ):
-            config = backward_config(kernel["hidden_size"], False, 2, SHARED_LIMIT["sm_90"], gated)
+            limit = SHARED_LIMIT["sm_90"]
+            config = backward_config(kernel["hidden_size"], "layernorm" in variant, 2, limit, gated, 1, added)
             assert config.programs_per_sm <= kernel["blocks"], name_of(kernel)

@@ -37,6 +37,12 @@ def test_unaligned_tensors_compile_once_more(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_a_residual_compiles_once_for_all_its_strides(target):
+    both = {"norm_forward": [4, 2], "norm_backward": [4, 2], "reduce_partials": [1, 1]}
+    assert probe(target)["compiles_with_residual"] == both  # two with, and Triton still holds the two without
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_types_are_fixed_and_only_pointers_are_known_to_be_aligned(target):
     for name, source in probe(target)["sources"].items():
         kinds = {
