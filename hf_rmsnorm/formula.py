@@ -103,6 +103,9 @@ class NormSpec:
             raise ValueError("weight_first is for an RMSNorm with a weight, no gate, and one rounding at its end")
         if not self.has_weight and (self.weight_offset or self.rounding in ("before_weight", "weight_dtype")):
             raise ValueError("a norm without weight has no weight_offset, and no rounding that speaks of a weight")
+        if self.group_size is not None:
+            # The formula of one group, as of a whole row. Not a cached property, which Dynamo does not trace.
+            object.__setattr__(self, "ungrouped", replace(self, group_size=None))
 
     @property
     def kind(self) -> str:

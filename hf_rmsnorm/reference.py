@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
@@ -32,7 +30,7 @@ def reference_norm(
     """
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
-        return reference_norm(x, weight, bias, replace(spec, group_size=None), gate).flatten(-2)
+        return reference_norm(x, weight, bias, spec.ungrouped, gate).flatten(-2)
     weight_dtype = None if weight is None else weight.dtype
     if spec.functional and (spec.centered or bias is None or spec.rounding != "once"):
         if spec.weight_offset and weight is not None:

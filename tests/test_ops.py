@@ -105,6 +105,15 @@ def test_dynamic_compile_does_not_recompile_for_new_batches(block):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_compile_of_a_norm_in_groups(backend):
+    torch._dynamo.reset()
+    spec, x, weight = NormSpec(False, 1e-6, group_size=16), some_input(4, 64), some_input(64)
+    compiled = torch.compile(lambda t: fused_norm(t, weight, None, spec), fullgraph=True, backend="aot_eager")
+    with use_backend(backend):
+        assert torch.equal(compiled(x), fused_norm(x, weight, None, spec))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_inductor(block, backend):
     if DEVICE == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("Inductor needs a C++ compiler for the CPU, and there is none")

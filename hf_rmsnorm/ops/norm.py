@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import torch
 from torch.autograd import forward_ad
@@ -20,7 +19,7 @@ class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
     def forward(ctx, x, weight, bias, gate, spec):
-        y, rstd, mean = _launch_forward(x, weight, bias, gate, spec, True)
+        y, rstd, mean = _launch_forward(x, weight, bias, gate, spec, True)[:3]
         ctx.save_for_backward(x, weight, bias, gate, rstd, mean)
         ctx.spec = spec
         return y
@@ -49,13 +48,13 @@ def _teach_dtensor() -> bool:
     return True
 
 
-def _launch_forward(x, weight, bias, gate, spec, stats):
+def _launch_forward(x, weight, bias, gate, spec, stats):  # (y, rstd, mean, ...)
     if _is_compiling() or not plain(x, weight, bias, gate):
         _teach_dtensor()
         return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
     from ..kernels import launch
 
-    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)[:3]
+    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
 
 
 def _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, need):
@@ -108,7 +107,7 @@ def fused_norm(
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
-        return fused_norm(x, weight, bias, replace(spec, group_size=None), backend, gate).flatten(-2)
+        return fused_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
