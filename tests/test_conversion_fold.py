@@ -139,6 +139,8 @@ def test_converted_and_folded_in_one_pass(model_type, config, tmp_path, capsys):
     src = write_source(tmp_path / "src", model_type, config, torch.float32)
     assert main(["convert", str(src), str(tmp_path / "dst"), "--fold-affine"]) == 0
     assert "folded into the linears" in capsys.readouterr().out
+    card = (tmp_path / "dst" / "README.md").read_text()
+    assert card.index("## Converted") < card.index("## Norms folded") and card.count("Made from `src`") == 2
     convert_checkpoint(src, tmp_path / "rms", verify=False)
     folds = plan_fold(src).folds
     after, plain = load(tmp_path / "dst"), load(tmp_path / "rms")

@@ -158,6 +158,13 @@ def test_every_file_of_the_checkpoint(tmp_path):
     assert result.tensors == len(load(dst)) and result.bytes == sum(t.nbytes for t in load(dst).values())
 
 
+def test_the_record_of_another_conversion_goes(tmp_path):
+    shards, plan = tiny()
+    src = write_checkpoint(tmp_path / "src", shards, config={**CONFIG, "hf_rmsnorm": {"rms_norms": {"ln_f": {}}}})
+    carry_out(plan, src, tmp_path / "dst")
+    assert json.loads((tmp_path / "dst" / "config.json").read_text())["hf_rmsnorm"] == plan.config["hf_rmsnorm"]
+
+
 def test_a_plan_that_does_nothing_copies_every_byte(tmp_path):
     shards, _ = tiny()
     src = write_checkpoint(tmp_path / "src", shards)

@@ -16,10 +16,10 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from .. import __version__
 from .convert import PlannedConversion, Publication
 from .folder import merged
 from .keys import KeyMap, saved_tensors
@@ -29,12 +29,13 @@ from .native_write import MAX_SHARD_SIZE, Written, write_computed
 from .norms import find_layer_norms
 from .plan import ConversionRefused, Scale
 from .prove import BOUND, difference, load_tensors
-from .publish import Judged
+from .publish import Judged, add_to_card, provenance
 from .recipe import Job, Recipe, make_job
 from .source import open_source
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
 from .verify import Verification
 
+CARD_HEADING = "## Norms folded into the linears that read them"
 FOLDED = "hf_rmsnorm_folded"  # in the metadata of the shards
 TOLERANCE = 1e-8  # of the left side, for what the readers add up to
 
@@ -325,7 +326,8 @@ def write_folded(
     planned = planned or plan_fold(src, model_class=model_class, **how)
     source = open_source(src, allow_pickle=allow_pickle)
     metadata = next((shard.metadata for shard in source.shards if shard.metadata), None) or {"format": "pt"}
-    record = {"norms": [fold.path for fold in planned.folds], "converted_by": f"hf-rmsnorm {__version__}"}
+    made = provenance(src)
+    record = {**made, "norms": [fold.path for fold in planned.folds]}
     metadata = {**metadata, FOLDED: json.dumps(record, sort_keys=True)}
     how |= {"model_class": model_class, "prompts": prompts, "run": verify}
     if conversion is None:
@@ -336,8 +338,14 @@ def write_folded(
         tensors = converted(make_job(publication.plan, source))
         config = json.dumps(merged(source.config, publication.plan.config), indent=2) + "\n"
         metadata |= publication.metadata
+
+    def check(folder: Path) -> None:
+        publication.check(folder)
+        text = f"Weights and biases of norms are ones and zeros.\n\n```\n{planned}\n{publication.verification}\n```"
+        add_to_card(folder, CARD_HEADING, text, made)
+
     written = write_computed(
-        src, dst, folded(planned.folds, tensors), config, aliases={}, check=publication.check, metadata=metadata,
+        src, dst, folded(planned.folds, tensors), config, aliases={}, check=check, metadata=metadata,
         allow_pickle=allow_pickle, restart=restart, progress=progress, max_shard_size=max_shard_size,
     )  # fmt: skip
     return FoldedCheckpoint(planned, written, publication.verification, conversion and publication.planned)

@@ -8,6 +8,7 @@ import shutil
 from math import prod
 from pathlib import Path
 
+from ..invariant import RECORD_KEY
 from .recipe import Job
 from .source import INDEX, Source
 
@@ -45,10 +46,13 @@ def copy_others(source: Source, folder: Path, expected: set[str]) -> None:
 
 
 def merged(config: dict, changes: dict) -> dict:
-    """The config with the changes set, dictionaries in it merged; keys stay in their order, new ones come last."""
+    """The config with the changes set, dictionaries in it merged but for the record of another conversion.
+
+    Keys stay in their order, new ones come last.
+    """
     result = dict(config)
     for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        both = key != RECORD_KEY and isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = merged(result[key], value) if both else value
     return result
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from safetensors import safe_open
 
 from .plan import ConversionPlan, ConversionRefused
+from .source import read_json
 
 
 def stored_names(folder: Path) -> set[str]:
     """Names of all safetensors tensors of a folder, from its index or headers; none where it has no such file."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        return set(read_json(index).get("weight_map", ()))
     names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
