@@ -99,7 +99,8 @@ def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypa
 
 
 @pytest.mark.parametrize(
-    "options", ["DST --post-norm fit --target native", "DST --post-norm exact --fold-affine", "DST --plan", ""]
+    "options",
+    ["DST --post-norm fit --target native", "DST --post-norm exact --fold-affine", "DST --plan", "DST --text x", ""],
 )
 def test_options_that_do_not_go_together(options, tmp_path, capsys):
     code, out, err = run(capsys, "demo:gpt2", *options.replace("DST", str(tmp_path / "dst")).split())

@@ -110,6 +110,17 @@ def test_a_result_that_fails_is_not_published(bert, tmp_path, monkeypatch, capsy
     assert "not run, as asked" in capsys.readouterr().out and (tmp_path / "out").is_dir()
 
 
+def test_a_text_of_ones_own_is_fitted_on(tmp_path, capsys):
+    src, text = save(tmp_path / "src", "BertModel"), tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {i} of a text" for i in range(9)) + "\n")
+    fit = ["convert", str(src), "--post-norm", "fit", "--plan", "--json", "--text", str(text)]
+    assert main(fit) == 0
+    own = json.loads(capsys.readouterr().out)["report"]["measured"]["fit"]
+    assert own["rows"] == len("line 4 of a text") + 1  # every fifth is held out; a token is a byte; the pooler
+    text.write_text("a\nb\n")
+    assert main(fit) == 2 and "5 texts" in capsys.readouterr().err
+
+
 def test_the_plan_alone_writes_nothing(bert, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["convert", str(bert), "--plan", "--post-norm", "exact"]) == 0

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from .common import CliError, Result, say
+from .inspect import read_text
 
 
 def add_arguments(parser) -> None:
@@ -41,6 +42,8 @@ def add_arguments(parser) -> None:
         help="for models like BERT. exact: two neurons more in every FFN, so that its norm and the embeddings' become "
         "RMSNorm; fit: all norms, approximately, by least squares on text (default refuse)",
     )  # fmt: skip
+    parser.add_argument("--text", metavar="FILE", type=Path, help="with fit: a text to fit on in each line (default: "
+                        "Python's own help texts)")  # fmt: skip
     parser.add_argument("--restart", action="store_true", help="drop an unfinished conversion of something else")
     parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
@@ -62,6 +65,9 @@ def run(args) -> Result:
     native, post_norm = args.target == "native", args.post_norm != "refuse"
     if post_norm and (native or args.fold_affine):
         raise CliError("--post-norm goes neither with --target native nor with --fold-affine: choose one")
+    if args.text and args.post_norm != "fit":
+        raise CliError("--text is what --post-norm fit fits on: leave it out, or choose that")
+    texts = [line for line in read_text(args.text).splitlines() if line.strip()] if args.text else None
     models.quieten()
     from ..conversion import (
         convert_checkpoint,
@@ -78,8 +84,8 @@ def run(args) -> Result:
     read = {"allow_pickle": args.allow_pickle}
     fold = None
     if post_norm:
-        planned = plan_post_norm(where, args.post_norm, **read, **trust)
-        write = partial(convert_post_norm, where, args.dst, args.post_norm, planned=planned)
+        planned = plan_post_norm(where, args.post_norm, texts=texts, **read, **trust)
+        write = partial(convert_post_norm, where, args.dst, args.post_norm, texts=texts, planned=planned)
     elif native:
         planned = plan_native(where, fold_affine=args.fold_affine, **read)
         write = partial(write_native, where, args.dst, planned=planned)

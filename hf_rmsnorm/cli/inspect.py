@@ -25,7 +25,7 @@ def add_arguments(parser) -> None:
 
 def run(args) -> Result:
     plt = _matplotlib() if args.plot else None
-    text = _text(args.text)
+    text = read_text(args.text)
     before = _inspect(args.model, args, text)
     after = _inspect(args.after, args, text) if args.after else None
     data = {"model": args.model, **before.to_dict(), "after": after and {"model": args.after, **after.to_dict()}}
@@ -35,7 +35,8 @@ def run(args) -> Result:
     return Result(data, _table(args, before, after))
 
 
-def _text(file: Path | None) -> str:
+def read_text(file: Path | None) -> str:
+    """The text to run on; Python's help texts without a file."""
     if file is None:
         from pydoc_data.topics import topics
 

@@ -18,7 +18,7 @@ from ..invariant import RECORD_KEY
 from .folder import copy_others
 from .pair import side_by_side, tokenizer_of
 from .plan import ConversionRefused
-from .postnorm import PostNormConversion, PostNormReport, exact_post_norm, fit_post_norm
+from .postnorm import HELD_OUT, PostNormConversion, PostNormReport, exact_post_norm, fit_post_norm
 from .publish import Judged, add_to_card, provenance
 from .source import Source, open_source
 from .staging import clear_errors, destination, staging_for
@@ -123,6 +123,8 @@ def plan_post_norm(
     batches = _batches(src, config, cls, texts or _sentences(), trust_remote_code)
     if not batches:
         raise ConversionRefused(f"{src}: fit needs text, and there is no tokenizer: add one, or choose exact")
+    if len(batches) < HELD_OUT:
+        raise ConversionRefused(f"{src}: fit needs {HELD_OUT} texts or more, and {len(batches)} are here: add some")
     return PlannedPostNorm(source, fit_post_norm(model.eval(), batches))
 
 
