@@ -120,7 +120,7 @@ def test_the_plan_comes_before_anything_is_written(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(convert, "say", say)
     code, out, _ = run(capsys, src, "~/dst", "--no-verify")
     assert code == 0 and (home / "dst").is_dir()
-    (text, present), = said
+    ((text, present),) = said
     assert "tensors centred" in text and not present
     assert "tensors centred" not in out and "proven" not in out and str(home / "dst") in out
     said.clear()
