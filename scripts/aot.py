@@ -257,9 +257,10 @@ def _sums(text: str) -> list[str]:
 def _widths(accesses: Iterator[tuple[set[int], int]], arguments: list[str]) -> dict[str, list[int]]:
     widths: dict[str, set[int]] = {}
     for pointers, width in accesses:
-        if len(pointers) != 1:
+        if not pointers:
             raise ValueError(f"cannot tell which argument an access of {width} bytes belongs to")
-        widths.setdefault(arguments[pointers.pop()], set()).add(width)
+        for pointer in pointers:  # several where the compiler made one access of two branches
+            widths.setdefault(arguments[pointer], set()).add(width)
     return {name: sorted(found, reverse=True) for name, found in sorted(widths.items())}
 
 
