@@ -8,14 +8,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
-from . import qk
+from . import launch, qk
 from .config import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
-from .launch import Kernel, _aligned, device_limits
 from .plan import VECTOR, _formula, _remember, _rounding
 
-QK_NORM_FORWARD = Kernel(qk.qk_norm_forward)
-QK_NORM_BACKWARD = Kernel(qk.qk_norm_backward)
-QK_REDUCE_PARTIALS = Kernel(qk.qk_reduce_partials)
+QK_NORM_FORWARD = launch.Kernel(qk.qk_norm_forward)
+QK_NORM_BACKWARD = launch.Kernel(qk.qk_norm_backward)
+QK_REDUCE_PARTIALS = launch.Kernel(qk.qk_reduce_partials)
 PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
 KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
 
@@ -157,7 +156,7 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
     rstd = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats else None
     mean = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats and spec.centered else None
     if plan.rows:
-        aligned = _aligned(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
+        aligned = launch._aligned(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
         tensors = (q, k, q_weight, k_weight, cos, sin, yq, yk, rstd, mean)
         args = (*tensors, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
         QK_NORM_FORWARD(device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
@@ -181,7 +180,7 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
     given = [d is not None for d in (dq, dk)]
     dq, dk = (d if d is None or d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
     dq, dk = (q if dq is None else dq), (k if dk is None else dk)  # stand-ins that no program reads
-    plan = _backward_plan(dq, dk, q, k, q_weight, cos, spec, need, device_limits(device.type, device.index))
+    plan = _backward_plan(dq, dk, q, k, q_weight, cos, spec, need, launch.device_limits(device.type, device.index))
     dxq, dxk = (
         torch.empty_strided(t.shape, strides, dtype=q.dtype, device=device) if need[0] or need[1] else None
         for t, strides in zip((q, k), plan.strides, strict=True)
@@ -191,7 +190,7 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
         q_parts, k_parts = (parts * present for parts, present in zip(plan.parts, given, strict=True))
         parts, head_dim = q_parts + k_parts, q.shape[-1]
         partials = torch.empty((parts, head_dim), dtype=torch.float32, device=device) if need[2] or need[3] else None
-        aligned = _aligned(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
+        aligned = launch._aligned(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
         tensors = (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, dxq, dxk, partials)
         args = (*tensors, q_parts, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
         QK_NORM_BACKWARD(device, (parts, 1, 1), args, plan.keys[aligned], aligned, plan.config.num_warps)
