@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from .derived import derive, marked
 from .handover import leave
 from .layers import operands
 from .ops import add_norm_backend, fused_add_norm
-from .rewrite import CannotRewrite, rewritten, wrappers
+from .rewrite import CannotRewrite, with_sums, wrappers
 
 _is_compiling = torch.compiler.is_compiling
 _NO_LINK = (lambda: None), ""
@@ -30,6 +31,10 @@ class Fusion:
 
     sites: tuple[tuple[int, str], ...]
     entry: str = ""
+
+    def rewrite(self, base: type) -> Callable:
+        """The forward of a class, with these sums made by `add`."""
+        return with_sums(base, dict(self.sites), add)
 
 
 # layer -> (the module that calls the norm that reads what the layer returns, the norm's name there). Not an attribute
@@ -54,7 +59,7 @@ def add(layer: torch.nn.Module, left, right, reader: str):
     if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
     norm = layer._modules.get(reader) if reader else _next_norm(layer)
-    if norm is None or not _untouched(norm):
+    if norm is None or not untouched(norm):
         return left + right
     recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
     found = operands(norm, recipe) if recipe is not None and recipe.reads_sums else None
@@ -88,7 +93,7 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
     return owner._modules.get(name)
 
 
-def _untouched(norm: torch.nn.Module) -> bool:
+def untouched(norm: torch.nn.Module) -> bool:
     """Whether calling the norm is running its forward: no hook, of a user or of what manages its weights."""
     state = norm.__dict__
     return not (
@@ -106,8 +111,11 @@ _classes: dict[tuple, type] = {}
 _classes_lock = threading.Lock()
 
 
-def fused_layer_class(base: type, fusion: Fusion) -> type:
-    """A subclass of base, with base's name and module, whose forward is base's own with its sums fused.
+def fused_layer_class(base: type, fusion) -> type:
+    """A subclass of base, with base's name and module, whose forward is base's own but for a fusion.
+
+    Args:
+        fusion: hashable; its ``rewrite(base)`` makes the forward.
 
     Raises:
         CannotRewrite: the forward cannot be compiled again, or is wrapped by what its source does not show.
@@ -116,9 +124,8 @@ def fused_layer_class(base: type, fusion: Fusion) -> type:
     key = (base, base.forward, fusion)
     with _classes_lock:
         if key not in _classes:
-            forward = rewritten(base, dict(fusion.sites), add)
             marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
-            cls = derive(base, forward, marks, fused_layer_class, fusion)
+            cls = derive(base, fusion.rewrite(base), marks, fused_layer_class, fusion)
             if wrappers(cls.forward) != wrappers(base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")
             _classes[key] = cls

@@ -1,4 +1,4 @@
-"""A forward compiled again from its own source, with some of its ``+`` replaced by calls.
+"""A forward compiled again from its own source, with a few expressions replaced by calls.
 
 Nothing else changes: the same statements run in the same order, with the globals, defaults, decorators and line numbers
 of the original.
@@ -55,32 +55,50 @@ def sums(definition: ast.FunctionDef) -> list[ast.BinOp]:
     return sorted(found, key=lambda node: (node.lineno, node.col_offset, -node.end_lineno, -node.end_col_offset))
 
 
-def rewritten(cls: type, sites: Mapping[int, str], add: Callable) -> Callable:
-    """`cls.forward` with ``a + b`` replaced by ``add(self, a, b, label)`` at the sites: position -> label.
+def with_sums(cls: type, sites: Mapping[int, str], add: Callable) -> Callable:
+    """`cls.forward` with ``a + b`` replaced by ``add(self, a, b, label)`` at the sites: position -> label."""
+
+    def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
+        chosen = {id(node): sites[at] for at, node in enumerate(sums(definition)) if at in sites}
+
+        class Replace(ast.NodeTransformer):
+            def visit_BinOp(self, node):
+                label = chosen.get(id(node))
+                self.generic_visit(node)
+                return node if label is None else call(_ADD, node, itself, node.left, node.right, label)
+
+        return Replace().visit(definition)
+
+    return compiled_again(cls, change, {_ADD: add})
+
+
+def call(function: str, where: ast.AST, *arguments) -> ast.Call:
+    """``function(*arguments)`` at the place of a node; a string that is an identifier is a name, else a constant."""
+    nodes = [a if isinstance(a, ast.AST) else ast.Constant(a) for a in arguments]
+    if isinstance(arguments[0], str):
+        nodes[0] = ast.Name(arguments[0], ast.Load())
+    return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), nodes, []), where)
+
+
+def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable]) -> Callable:
+    """`cls.forward`, compiled from its own source once ``change(definition, name of self)`` has been made to it.
+
+    Args:
+        change: returns the definition to compile.
+        helpers: functions that the changed source calls, by name.
 
     Raises:
-        CannotRewrite: as in `forward_source`; or somebody has wrapped the forward since it was defined.
+        CannotRewrite: as in `forward_source`.
     """
     function, definition = forward_source(cls)
-    chosen = {id(node): sites[at] for at, node in enumerate(sums(definition)) if at in sites}
-    self_name = next(iter(inspect.signature(function).parameters))
-
-    class Replace(ast.NodeTransformer):
-        def visit_BinOp(self, node):
-            label = chosen.get(id(node))
-            self.generic_visit(node)
-            if label is None:
-                return node
-            arguments = [ast.Name(self_name, ast.Load()), node.left, node.right, ast.Constant(label)]
-            return ast.copy_location(ast.Call(ast.Name(_ADD, ast.Load()), arguments, []), node)
-
-    definition = Replace().visit(definition)
+    definition = change(definition, next(iter(inspect.signature(function).parameters)))
     for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs):
         argument.annotation = None  # they may name what only type checkers import
     definition.returns = None
-    # A function around it gives `super()` its class, and keeps the new name out of the module's globals.
+    # A function around it gives `super()` its class, and keeps the new names out of the module's globals.
+    names = ["__class__", *helpers]
     factory = ast.FunctionDef(
-        name=_FACTORY, args=ast.arguments([], [ast.arg("__class__"), ast.arg(_ADD)], None, [], [], None, []),
+        name=_FACTORY, args=ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, []),
         body=[definition, ast.Return(ast.Name(definition.name, ast.Load()))], decorator_list=[], type_params=[],
     )  # fmt: skip
     tree = ast.fix_missing_locations(ast.Module([factory], []))
@@ -88,7 +106,7 @@ def rewritten(cls: type, sites: Mapping[int, str], add: Callable) -> Callable:
     made: dict = {}
     exec(compile(tree, function.__code__.co_filename, "exec"), function.__globals__, made)
     owner = next((c for c in cls.__mro__ if inspect.unwrap(c.__dict__.get("forward")) is function), cls)
-    forward = made[_FACTORY](owner, add)
+    forward = made[_FACTORY](owner, *helpers.values())
     inner = inspect.unwrap(forward)
     inner.__defaults__, inner.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     inner.__qualname__, inner.__annotations__ = function.__qualname__, function.__annotations__

@@ -22,7 +22,7 @@ def pytest_configure(config):
 @pytest.fixture
 def fused_calls(monkeypatch):
     """The inputs that went through a patched module's fused forward."""
-    from hf_rmsnorm import fused_layers, layers
+    from hf_rmsnorm import fused_attention, fused_layers, layers
     from hf_rmsnorm.patching import chain
 
     calls = []
@@ -36,6 +36,10 @@ def fused_calls(monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
 
+    def spy_on_pairs(q, k, *args, real=fused_attention.fused_qk_norm, **kwargs):
+        calls.extend((q, k))
+        return real(q, k, *args, **kwargs)
+
     def find_fusion(layer, real=chain.find_fusion):
         before = len(calls)
         found = real(layer)
@@ -44,5 +48,6 @@ def fused_calls(monkeypatch):
 
     spy_on(layers, "fused_norm")
     spy_on(fused_layers, "fused_add_norm")
+    monkeypatch.setattr(fused_attention, "fused_qk_norm", spy_on_pairs)
     monkeypatch.setattr(chain, "find_fusion", find_fusion)
     return calls

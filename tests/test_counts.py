@@ -31,6 +31,11 @@ class Operators(TorchDispatchMode):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
+    @property
+    def computing(self):
+        """How many that compute: allocations left out."""
+        return sum(n for name, n in self.counts.items() if not name.startswith(("empty", "new_empty")))
+
 
 def saved_bytes(function, *parameters):
     """Bytes of the distinct storages saved for backward, parameters not counted."""
@@ -76,9 +81,10 @@ def test_a_patched_model_launches_once_for_each_norm_call(family):
     assert len(report.swapped) == len(tiny_models.norms(model))
     with torch.no_grad(), use_backend("triton"), Operators() as after, count_launches() as launches:
         model(ids, use_cache=False)
-    assert launches == {"norm_forward": norm_calls}
+    pairs = len(model.model.layers) if family == "qwen3" else 0  # q and k norm in one launch, rotary embedding included
+    assert launches == ({"norm_forward": norm_calls - 2 * pairs} | ({"qk_norm_forward": pairs} if pairs else {}))
     per_norm = 1 if family == "gpt2" else 7  # native_layer_norm is one operator; Llama's norm is seven in float32
-    removed = before.counts.total() - after.counts.total() + after.counts["empty_like"] - before.counts["empty_like"]
+    removed = before.computing - after.computing
     assert removed >= per_norm * norm_calls - norm_calls, (before.counts - after.counts)
 
 
@@ -122,13 +128,12 @@ def decode_step(family, layers, patch):
         cache = model(ids, use_cache=True).past_key_values
         with Operators() as operators, count_launches() as launches:
             model(ids[:, :1], past_key_values=cache, use_cache=True)
-    allocations = sum(n for name, n in operators.counts.items() if name.startswith(("empty", "new_empty")))
-    return operators.counts.total() - allocations + launches.total()
+    return operators.computing + launches.total()
 
 
 @pytest.mark.parametrize(
     ("family", "before", "after"),
-    [("llama", 40, 24), ("mistral", 40, 24), ("qwen2", 40, 24), ("qwen3", 56, 26)],
+    [("llama", 40, 24), ("mistral", 40, 24), ("qwen2", 40, 24), ("qwen3", 56, 15)],
 )
 def test_operators_and_launches_of_a_decoded_layer(family, before, after):
     counts = [decode_step(family, 3, patch) - decode_step(family, 2, patch) for patch in (False, True)]

@@ -442,7 +442,7 @@ def test_layers_of_a_model_without_source_keep_their_forward():
     model = nn.Sequential(namespace["Layer"](), namespace["Layer"]())
     (first, second) = patch_model(model).layers
     assert not first.fused and "source" in first.reason
-    assert "sums not fused: the source of its forward is not there" in str(patch_model(model))
+    assert "not fused: the source of its forward is not there" in str(patch_model(model))
 
 
 def test_auto_config_of_many_types_is_recognised_by_its_source():

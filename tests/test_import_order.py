@@ -23,8 +23,10 @@ ALLOWED = {
     "handover": set(),
     "layers": {"formula", "reference", "ops", "derived", "handover"},
     "fused_layers": {"ops", "layers", "derived", "handover", "rewrite"},
+    "fused_attention": {"ops", "layers", "fused_layers", "rewrite"},
     "patching": {
-        "formula", "reference", "ops", "layers", "fused_layers", "handover", "rewrite", "invariant", "paths"
+        "formula", "reference", "ops", "layers", "fused_layers", "fused_attention", "handover", "rewrite", "invariant",
+        "paths",
     },
     "integrations": CORE,
     "verification": {"formula", "reference", "invariant"},

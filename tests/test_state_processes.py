@@ -38,16 +38,17 @@ for family in sys.argv[2:]:
     model = torch.load(f"{sys.argv[1]}/{family}.pt", weights_only=False)
     ids, expected, paths = torch.load(f"{sys.argv[1]}/{family}.expected.pt")
     from hf_rmsnorm import patch_model, unpatch_model, use_backend
-    from hf_rmsnorm import fused_layers, layers
+    from hf_rmsnorm import fused_attention, fused_layers, layers
     fused = [path for path, module in model.named_modules() if layers.fused_part(type(module))]
     assert fused == paths, fused
-    calls, real = [], (layers.fused_norm, fused_layers.fused_add_norm)
+    calls, real = [], (layers.fused_norm, fused_layers.fused_add_norm, fused_attention.fused_qk_norm)
     layers.fused_norm = lambda *args: calls.append(1) or real[0](*args)
     fused_layers.fused_add_norm = lambda *args: calls.append(1) or real[1](*args)
+    fused_attention.fused_qk_norm = lambda *args, **how: calls.extend((1, 1)) or real[2](*args, **how)
     with use_backend("reference"):
         assert torch.equal(model(ids).logits, expected)
     assert len(calls) == len(paths)
-    layers.fused_norm, fused_layers.fused_add_norm = real
+    layers.fused_norm, fused_layers.fused_add_norm, fused_attention.fused_qk_norm = real
     assert [record.path for record in patch_model(model, strict=True).swapped] == paths
     assert unpatch_model(model) == len(paths)
     assert torch.equal(model(ids).logits, expected)
@@ -209,8 +210,8 @@ def test_two_patched_models_run_under_backends_of_their_own_at_once(eager_switch
                 logits = models[i](tokens).logits
                 torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
                 assert backend == "triton" or torch.equal(logits, expected)
-        counts[backend] = launches["norm_forward"]
+        counts[backend] = launches["norm_forward"] + 2 * launches["qk_norm_forward"]
 
     with count_launches() as launches:
         together(lambda: run(0, "triton"), lambda: run(1, "reference"))
-    assert launches["norm_forward"] == 3 * 9 == counts["triton"]
+    assert launches["norm_forward"] + 2 * launches["qk_norm_forward"] == 3 * 9 == counts["triton"]

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..fused_attention import QKFusion, find_qk
 from ..fused_layers import Fusion, layer_part, link
+from ..layers import fused_part
+from ..ops.qk import MAX_HEAD_DIM
 from ..rewrite import CannotRewrite
 from .dataflow import find_fusion, norms_of
 from .report import FusedLayer
@@ -22,6 +25,7 @@ class Layer:
     path: str
     fusion: Fusion | None
     reason: str = ""
+    qk: QKFusion | None = None
 
 
 def fuse_layers(model: nn.Module) -> tuple[tuple[FusedLayer, ...], list[nn.Module]]:
@@ -37,34 +41,50 @@ def fuse_layers(model: nn.Module) -> tuple[tuple[FusedLayer, ...], list[nn.Modul
     in_rows = {module for _, _, row in rows for module in row}
     records, changed = [], []
     for module, layer in layers.items():
-        inside = [reader for _, reader in layer.fusion.sites if reader] if layer.fusion is not None else []
+        inside = [f"+ {reader}" for _, reader in layer.fusion.sites if reader] if layer.fusion is not None else []
+        if layer.qk is not None:
+            inside = [str(layer.qk)]
         if inside or module in behind:
             try:
                 if layer_part(type(module)) is None:
-                    fuse(module, layer.fusion)
+                    fuse(module, layer.qk or layer.fusion)
                     changed.append(module)
                 if module in behind:
                     reader, owner = behind[module]
                     link(module, owner, reader)
-                    inside.append("the norm behind it")
+                    inside.append("+ the norm behind it")
             except (CannotRewrite, TypeError) as error:  # a metaclass of the user's may refuse
                 layer.reason = str(error)
-        if layer.reason or inside:
-            what = ", ".join(f"+ {reader}" for reader in inside)
-            if not layer.reason or module in in_rows:
-                fused = "" if layer.reason else what
-                records.append(FusedLayer(layer.path, type(module).__name__, fused, layer.reason))
+        if (layer.reason or inside) and (not layer.reason or module in in_rows):
+            fused = "" if layer.reason else ", ".join(inside)
+            records.append(FusedLayer(layer.path, type(module).__name__, fused, layer.reason))
     return tuple(records), changed
 
 
 def _examine(module: nn.Module, path: str) -> Layer:
     part = layer_part(type(module))
     if part is not None:
-        return Layer(module, path, part._hf_rmsnorm_fusion)
+        fusion = part._hf_rmsnorm_fusion
+        return Layer(module, path, None, qk=fusion) if isinstance(fusion, QKFusion) else Layer(module, path, fusion)
     if other := replaced_forward(module):
         return Layer(module, path, None, f"its forward was replaced on the instance by {other}")
     found = find_fusion(module)
-    return Layer(module, path, None, found) if isinstance(found, str) else Layer(module, path, found)
+    if isinstance(found, Fusion) and found.sites:
+        return Layer(module, path, found)
+    try:
+        return Layer(module, path, None, qk=find_qk(type(module), _heads(module)))
+    except CannotRewrite:
+        return Layer(module, path, None, found) if isinstance(found, str) else Layer(module, path, found)
+
+
+def _heads(attention: nn.Module) -> set[str]:
+    """The norms among its children that are short enough for heads and bear a weight alone or nothing."""
+    found = set()
+    for name, norm in norms_of(attention).items():
+        spec = fused_part(type(norm))._hf_rmsnorm_recipe.spec
+        if not spec.has_bias and all(p.shape[-1] <= MAX_HEAD_DIM for p in norm.parameters(recurse=False)):
+            found.add(name)
+    return found
 
 
 def _behind_each(rows, layers: dict[nn.Module, Layer]) -> dict[nn.Module, tuple[str, nn.Module]]:

@@ -18,7 +18,7 @@ from torch import nn
 from ..fused_layers import Fusion
 from ..handover import leave
 from ..layers import fused_part, operands
-from ..rewrite import CannotRewrite, forward_source, rewritten, sums
+from ..rewrite import CannotRewrite, forward_source, sums, with_sums
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
@@ -64,7 +64,7 @@ def _learn(layer: nn.Module) -> Fusion | str:
     x = torch.randn(*SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
     stubs = [name for name, child in layer.named_children() if name not in norms and not _stateless(child)]
     noted = _Notes(x)
-    forward = rewritten(base, {at: str(at) for at in positions}, noted.add)
+    forward = with_sums(base, {at: str(at) for at in positions}, noted.add)
     for forms in _forms(definition, stubs):
         stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)), noted)
         try:
@@ -104,7 +104,7 @@ def _proven(base: type, stand_in: nn.Module, fusion: Fusion, expected: torch.Ten
             leave(norm, total, type(norm).forward(norm, total), operands(norm, type(norm)._hf_rmsnorm_recipe)[0])
         return total
 
-    if not torch.equal(_run(rewritten(base, dict(fusion.sites), add), stand_in, x), expected):
+    if not torch.equal(_run(with_sums(base, dict(fusion.sites), add), stand_in, x), expected):
         return "with its sums fused its forward gives other values"
     return fusion
 

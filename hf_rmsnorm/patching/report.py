@@ -43,7 +43,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A layer whose sums are computed with the norms that read them, or why it is not such a one.
+    """A layer whose norms are computed with what surrounds them, or why it is not such a one.
 
     Attributes:
         path, class_name: where it is, and its class's name.
@@ -116,7 +116,7 @@ class PatchReport:
             lines += [f"      {path}" for path in compact_paths(paths)]
         layers: dict[tuple[str, str], list[str]] = {}
         for record in self.layers:
-            said = f"sums fused: {record.fused}" if record.fused else f"sums not fused: {record.reason}"
+            said = f"fused: {record.fused}" if record.fused else f"not fused: {record.reason}"
             layers.setdefault((record.class_name, said), []).append(record.path)
         for (class_name, said), paths in layers.items():
             lines.append(f"  layers  {len(paths):>4} x {class_name}: {said}")

@@ -1,0 +1,201 @@
+"""q norm, k norm and the rotary embedding in one launch, in unmodified models: the same bits, whatever happens."""
+
+import copy
+import pickle
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from transformers.models.qwen3 import modeling_qwen3
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+from hf_rmsnorm.fused_attention import QKFusion, find_qk, is_rotary
+from hf_rmsnorm.rewrite import CannotRewrite
+
+IDS = tiny_models.token_ids()
+FUSED = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
+
+
+def attentions(report):
+    return {layer.fused for layer in report.layers if layer.class_name.endswith("Attention")}
+
+
+def launched(model):
+    with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+        logits = model(IDS, use_cache=False).logits
+    return logits, launches["qk_norm_forward"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_logits_and_greedy_text_are_those_of_the_norms_alone(family, dtype, backend):
+    model = tiny_models.build(family, dtype)
+    how = {"max_new_tokens": 4, "do_sample": False}
+    with torch.no_grad(), use_backend(backend):
+        patch_model(model, fuse_residual=False)
+        expected, text = model(IDS).logits, model.generate(IDS[:1, :8], **how)
+        assert attentions(patch_model(model)) == {FUSED}
+        with count_launches() as launches:
+            assert torch.equal(model(IDS).logits, expected)
+        assert launches["qk_norm_forward"] == (2 if backend == "triton" else 0)
+        assert torch.equal(model.generate(IDS[:1, :8], **how), text)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_gradients_stay_within_the_rounding_of_the_norms_alone(family):
+    model = tiny_models.build(family)
+
+    def gradients():
+        model.zero_grad()
+        with use_backend("triton"), count_launches() as launches:
+            model(IDS, labels=IDS).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, launches
+
+    patch_model(model, fuse_residual=False)
+    expected, _ = gradients()
+    patch_model(model)
+    got, launches = gradients()
+    assert launches["qk_norm_backward"] == 2 and got.keys() == expected.keys()
+    for name in got:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+# What somebody does to a patched model's attention, and how many launches then serve both norms.
+def hook_on_a_norm(model):
+    model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda module, args, output: output * 1.5)
+    return 1
+
+
+def hook_before_a_norm(model):
+    model.model.layers[0].self_attn.k_norm.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    return 1
+
+
+def other_eps(model):
+    model.model.layers[0].self_attn.k_norm.variance_epsilon = 0.1
+    return 1
+
+
+def no_norm(model):
+    model.model.layers[0].self_attn.q_norm = nn.Identity()
+    return 1
+
+
+def weight_of_another_dtype(model):
+    model.model.layers[0].self_attn.q_norm.bfloat16()
+    return 1
+
+
+def replaced_forward(model):
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: (forward(*args, **kwargs)[0] * 2, None)
+    return 2
+
+
+def parametrized(model):
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(model.model.layers[0].self_attn.q_norm, "weight", Twice())
+    return None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hook_on_a_norm, hook_before_a_norm, other_eps, no_norm, weight_of_another_dtype, replaced_forward, parametrized],
+)
+def test_whatever_is_done_to_a_patched_model_the_result_is_the_unpatched_models(change):
+    model, plain = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    patch_model(model)
+    patch_model(plain, fuse_residual=False)  # its kernels are held to the original elsewhere
+    count = change(model)
+    change(plain)
+    logits, launches = launched(model)
+    assert torch.equal(logits, launched(plain)[0])
+    assert launches == count if count is not None else launches in (1, 2)
+
+
+def test_another_rotary_embedding_put_in_the_place_of_the_proven_one(monkeypatch):
+    model, plain = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    patch_model(model)
+    patch_model(plain, fuse_residual=False)
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k))
+    logits, launches = launched(model)
+    assert launches == 0 and torch.equal(logits, launched(plain)[0])
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_and_undoing(how):
+    model = tiny_models.build("qwen3")
+    types = [type(module) for module in model.modules()]
+    expected = launched(model)[0]
+    patch_model(model)
+    logits, launches = launched(how(model))
+    torch.testing.assert_close(logits, expected)
+    assert launches == 2
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == types
+
+
+def test_what_is_a_rotary_embedding_is_found_by_running_it():
+    assert is_rotary(modeling_qwen3.apply_rotary_pos_emb)
+    assert not is_rotary(lambda q, k, cos, sin: (q, k))
+    assert not is_rotary(lambda q, k: (q, k))
+    assert not is_rotary(None)
+
+    def interleaved(q, k, cos, sin):
+        def rotate(x):
+            return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+        return tuple(x * cos[:, None] + rotate(x) * sin[:, None] for x in (q, k))
+
+    assert not is_rotary(interleaved)
+
+
+class Attention(nn.Module):
+    def forward(self, x, cos, sin):
+        q = self.q_norm(x.view(1, 2, 4, 8)).transpose(1, 2)
+        k = self.k_norm(x.view(1, 2, 4, 8)).transpose(1, 2)
+        return q @ k.mT
+
+
+class UsesQFirst(nn.Module):
+    def forward(self, x):
+        q = self.q_norm(x).transpose(1, 2)
+        k = self.k_norm(q).transpose(1, 2)
+        return q @ k.mT
+
+
+class WritesInPlace(nn.Module):
+    def forward(self, x):
+        q = self.q_norm(x).transpose(1, 2)
+        x.mul_(2)
+        k = self.k_norm(x).transpose(1, 2)
+        return q @ k.mT
+
+
+class WholeRows(nn.Module):
+    def forward(self, x):
+        q = self.q_norm(x)
+        k = self.k_norm(x)
+        return q @ k.mT
+
+
+class OneNorm(nn.Module):
+    def forward(self, x):
+        q = self.q_norm(x).transpose(1, 2)
+        return q @ x.mT
+
+
+def test_the_pattern_is_found_without_a_rotary_embedding():
+    assert find_qk(Attention, {"q_norm", "k_norm"}) == QKFusion("q_norm", "k_norm", "")
+
+
+@pytest.mark.parametrize("cls", [UsesQFirst, WritesInPlace, WholeRows, OneNorm])
+def test_forwards_that_are_not_understood_are_left_alone(cls):
+    with pytest.raises(CannotRewrite):
+        find_qk(cls, {"q_norm", "k_norm"})
