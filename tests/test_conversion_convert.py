@@ -172,6 +172,28 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "transformer.h.0.mlp.c_proj.weight",
+            "transformer.h.0.mlp.c_proj.weight holds NaN or infinity, as in the source",
+        ),
+        ("transformer.h.0.ln_1.weight", "the reference gives NaN or infinity in float64 too"),
+    ],
+)
+def test_broken_weights_are_not_published(name, text, tmp_path, capsys):
+    model = tiny_models.build("gpt2")
+    with torch.no_grad():
+        model.get_parameter(name)[3] = float("nan")
+    model.save_pretrained(tmp_path / "src")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--json"]) == 3
+    out = capsys.readouterr().out
+    assert text in out and not (tmp_path / "dst").exists()
+    json.loads(out, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
+
+
 def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
     config = OlmoConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     config.hf_rmsnorm = {"version": 1, "computes": "rms_norm", "writers": {}, "rms_norms": {}}

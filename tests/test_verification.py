@@ -92,6 +92,12 @@ def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
     assert difference.max_abs == math.inf
 
 
+def test_nothing_to_compare_fails_and_says_so():
+    for outputs in ([], [torch.zeros(0, 6)], [torch.full((2, 6), -math.inf)]):
+        _, floor = compare_logits(outputs, outputs, [y.double() for y in outputs])
+        assert not floor.passed and "nothing to compare" in floor.reason
+
+
 def test_nan_fails_and_says_so():
     exact = torch.randn(4, 6, dtype=torch.float64)
     y = exact.float()
@@ -101,6 +107,10 @@ def test_nan_fails_and_says_so():
     assert not floor.passed and "candidate gives NaN or infinity" in floor.reason
     _, floor = compare_logits([broken], [broken], [exact])
     assert not floor.passed and "reference itself gives NaN or infinity" in floor.reason
+    for bad in (math.nan, math.inf):  # from broken weights, so that all three are alike
+        broken[1, 1] = bad
+        _, floor = compare_logits([broken], [broken], [broken.double()])
+        assert not floor.passed and "NaN or infinity in float64 too" in floor.reason
 
 
 # --- what passes --------------------------------------------------------------------------------------------------

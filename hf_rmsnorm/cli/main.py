@@ -68,5 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             for line in dict.fromkeys(one_line(w.message) for w in caught if issubclass(w.category, UserWarning)):
                 print(f"hf-rmsnorm: warning: {line}", file=sys.stderr)
-    say(json.dumps(result.data, indent=2) if args.json else result.text)
+    text = result.text
+    if args.json:
+        from ..verification.report import plain
+
+        text = json.dumps(plain(result.data), indent=2, allow_nan=False)
+    say(text)
     return result.code

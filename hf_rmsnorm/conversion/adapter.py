@@ -98,7 +98,7 @@ def convert_adapter(
 
     def judge(folder: Path) -> Verification:
         if wrong := not_centred(folder, plan):
-            return Verification(False, f"{wrong[0]} is not centred as the plan says")
+            return Verification(False, wrong)
         tensors = f"{len(plan.centre)} centred tensors read again"
         peft_there, fits = find_spec("peft") is not None, fits_memory(Path(base))
         if not (verify and peft_there and fits):

@@ -73,6 +73,7 @@ class Pair:
             "RMS error": floor.candidate_rms,
             "KL": difference.kl_mean,
             **extra,
+            **({"reason": floor.reason} if floor.reason else {}),
         }
         return figures, floor
 

@@ -58,8 +58,7 @@ def verify_folder(
     `folder` then says so, and the plan that is returned.
     """
     if wrong := not_centred(folder, plan):
-        more = f" and {len(wrong) - 1} more tensors are" if len(wrong) > 1 else " is"
-        return Verification(False, f"{wrong[0]}{more} not centred as the plan says"), plan
+        return Verification(False, wrong), plan
     tensors = f"{len(plan.centre)} centred tensors read again"
     if not run:
         return Verification(True, f"{tensors}; source and result were not run, as asked"), plan
@@ -100,14 +99,20 @@ def _without(plan: ConversionPlan, path: str) -> ConversionPlan:
     return replace(plan, norms=norms, config={**plan.config, RECORD_KEY: record})
 
 
-def not_centred(folder: Path, plan: ConversionPlan) -> list[str]:
-    """Tensors of the plan that the files of the folder do not hold as it says; one is in memory at a time."""
+def not_centred(folder: Path, plan: ConversionPlan) -> str:
+    """Which tensors the files of a folder do not hold as the plan says, or ""; one is in memory at a time."""
     wanted: dict[str, Centre] = {c.key: c for c in plan.centre}
-    wrong = set(wanted)
+    wrong, broken = set(wanted), set()
     for shard in sorted(folder.glob("*.safetensors")):
         with safe_open(shard, "pt") as file:
             for key in wanted.keys() & file.keys():
-                how = wanted[key]
-                if is_centred(file.get_tensor(key), how.axis, how.block, how.blocks):
+                tensor, how = file.get_tensor(key), wanted[key]
+                if is_centred(tensor, how.axis, how.block, how.blocks):
                     wrong.discard(key)
-    return sorted(wrong)
+                elif not bool(tensor.isfinite().all()):
+                    broken.add(key)
+    if broken:
+        more = f" and {len(broken) - 1} more tensors hold" if len(broken) > 1 else " holds"
+        return f"{min(broken)}{more} NaN or infinity, as in the source: mend that"
+    more = f" and {len(wrong) - 1} more tensors are" if len(wrong) > 1 else " is"
+    return f"{min(wrong)}{more} not centred as the plan says" if wrong else ""

@@ -79,7 +79,7 @@ class NoiseFloor:
 
     @property
     def passed(self) -> bool:
-        return self.max_passed and self.rms_passed
+        return not self.reason and self.max_passed and self.rms_passed
 
 
 class _Error:
@@ -111,14 +111,23 @@ def compare_logits(
 
     Returns:
         The difference and the noise floor. Words hidden from the vocabulary (-inf or the lowest value of a dtype) are
-        left out of the noise floor; where only one model hides them, ``max_abs`` is infinite.
+        left out of the noise floor; where only one model hides them, ``max_abs`` is infinite. The noise floor fails,
+        with a reason, where there is nothing to compare or something is not finite.
     """
     own, other, size = _Error(), _Error(), _Error()
     max_abs = sum_abs = kl_sum = kl_max = 0.0
     agree = tokens = count = 0
-    for full_r, full_c, full_y in zip(reference, candidate, exact, strict=True):
+    finite = True
+    triples = [each for each in zip(reference, candidate, exact, strict=True) if each[0].numel()]
+    if not triples:
+        nothing = NoiseFloor(
+            "", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "there is nothing to compare: the inputs gave no outputs"
+        )
+        return LogitDifference(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0), nothing
+    for full_r, full_c, full_y in triples:
         for r, c, y in zip(full_r.split(_ROWS), full_c.split(_ROWS), full_y.split(_ROWS), strict=True):
             keep = y.abs() < _MASKED
+            finite = finite and bool((keep | (y <= -_MASKED)).all())
             own.add(r, y, keep)
             other.add(c, y, keep)
             size.add(y, torch.zeros_like(y), keep)
@@ -131,7 +140,11 @@ def compare_logits(
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
     steps = ulp(torch.tensor([size.max, size.rms], dtype=torch.float64), dtype).tolist()
     reason = ""
-    if not math.isfinite(own.max):
+    if not finite:
+        reason = "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
+    elif not size.count:
+        reason = "there is nothing to compare: every output is that of a hidden word"
+    elif not math.isfinite(own.max):
         reason = f"the reference itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32"
     elif not math.isfinite(other.max):
         reason = "the candidate gives NaN or infinity where the reference does not"

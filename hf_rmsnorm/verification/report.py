@@ -108,7 +108,7 @@ class EquivalenceReport:
         data["greedy"] |= {"equal": greedy.equal, "passed": greedy.passed}
         if greedy.first_difference is not None:
             data["greedy"]["first_difference"]["is_tie"] = greedy.first_difference.is_tie
-        return _plain(data)
+        return plain(data)
 
     def __str__(self) -> str:
         logits, floor = self.logits, self.noise_floor
@@ -188,11 +188,12 @@ def _line(name: str, text: str, passed: bool | None = None, reason: str = "") ->
     return f"  {verdict:4}  {name:<26} : {text}".rstrip(" :")
 
 
-def _plain(value):
+def plain(value):
+    """The value for JSON: names as strings, tuples as lists, and as a string a number that is not finite."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
