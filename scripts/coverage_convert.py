@@ -50,7 +50,7 @@ def _with_patches(model) -> torch.Tensor:
 
 # By type: arguments of its forward that reach what those found by its signature do not, as in `coverage_hints.INPUTS`.
 INPUTS: dict[str, dict] = {
-    "efficientloftr": {"pixel_values": (2, 2, 3, 128, 128)},
+    "efficientloftr": {"pixel_values": (2, 2, 3, 64, 64)},
     "fuyu": {
         "input_ids": _with_patches,
         "pixel_values": lambda m: torch.randn(2, 4, m.config.patch_size**2 * m.config.num_channels),
