@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import tiny_models
 import torch
 import transformers
 
@@ -226,6 +227,23 @@ def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     (found,) = run_json(capsys, "verify", tmp_path, "--max-tokens", "2")["runs"]
     assert found["passed"] and len(found["norms"]) == 7 and found["unreached"] == []
+
+
+def test_verify_says_why_a_converted_model_keeps_its_layer_norms(capsys, tmp_path):
+    tiny_models.build("gpt2", torch.bfloat16).save_pretrained(tmp_path / "src")
+    assert run(capsys, "convert", tmp_path / "src", tmp_path / "dst", "--no-verify")[0] == 0
+    assert run_json(capsys, "verify", tmp_path / "dst", "--max-new-tokens", "2")["runs"][0]["conversion_doubt"] == ""
+    code, out, _ = run(capsys, "verify", tmp_path / "dst", "--dtype", "fp32", "--max-new-tokens", "2")
+    assert code == 0 and "has bfloat16 values" in out and "each norm that the conversion recorded stays" in out
+
+
+def test_verify_and_inspect_keep_to_a_short_context(capsys, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path("gpt2"))
+    tiny_models.build("gpt2", vocab_size=len(tokenizer), n_positions=32).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (done,) = run_json(capsys, "verify", tmp_path)["runs"]
+    assert done["passed"] and done["greedy"]["new_tokens"] == 16 and done["logits"]["tokens"] == 16
+    assert run_json(capsys, "inspect", tmp_path)["tokens"] == 32
 
 
 def test_verify_exits_with_1_on_fail(capsys, monkeypatch):

@@ -204,6 +204,17 @@ def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
     assert not (tmp_path / "dst").exists()
 
 
+@pytest.mark.parametrize("positions", [8, 32])
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_short_context_is_respected(positions, has_tokenizer, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(GPT2)
+    tiny_models.build("gpt2", vocab_size=len(tokenizer), n_positions=positions).save_pretrained(tmp_path / "src")
+    if has_tokenizer:
+        tokenizer.save_pretrained(tmp_path / "src")
+    done = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    assert {run["greedy"] for run in done.verification.runs.values()} == {"equal"}
+
+
 @pytest.mark.parametrize("cls", [GPT2Model, GPT2ForSequenceClassification])
 def test_a_model_without_a_head_gets_none_that_is_tied_to_the_centred_table(cls, tmp_path):
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=32, pad_token_id=0)

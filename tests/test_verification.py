@@ -92,6 +92,14 @@ def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
     assert difference.max_abs == math.inf
 
 
+def test_no_more_is_generated_than_the_model_has_positions():
+    model = tiny_models.build("gpt2", n_positions=16)
+    for prompt, new in ((12, 4), (16, 0)):
+        report = verify_equivalence(model, inputs=torch.arange(3, 3 + prompt), backend="reference")
+        assert report.passed and report.greedy.new_tokens == new
+    assert "fills the 16 positions" in report.greedy.reason
+
+
 def test_nothing_to_compare_fails_and_says_so():
     for outputs in ([], [torch.zeros(0, 6)], [torch.full((2, 6), -math.inf)]):
         _, floor = compare_logits(outputs, outputs, [y.double() for y in outputs])

@@ -55,13 +55,15 @@ def _inspect(name: str, args, text: str):
     device = pick_device(args.device)
     models.quieten()
     from ..verification import inspect_norms
+    from ..verification.context import max_positions
 
     config = models.load_config(source)
     model = models.load_model(source, config, DTYPES[args.dtype], device)
     if model.main_input_name != "input_ids":
         raise CliError(f"{source.name} takes {model.main_input_name} and not a text: call inspect_norms from Python")
     # No token is as long as that, and tokenizers take their time over a whole book.
-    ids = models.tokens(model, models.load_tokenizer(source), text[: 40 * args.max_tokens], args.max_tokens)
+    most = min(args.max_tokens, max_positions(model.config))
+    ids = models.tokens(model, models.load_tokenizer(source), text[: 40 * most], most)
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids

@@ -54,6 +54,8 @@ def run(args) -> Result:
     models.quieten()
     from .. import verify_equivalence
     from ..ops.backend import describe_backend
+    from ..patching.converted import conversion_of
+    from ..verification.context import prompt_length
 
     backend, reason = describe_backend(device)
     if backend != "triton":  # its own forward against itself would prove nothing
@@ -63,7 +65,7 @@ def run(args) -> Result:
     dtype = args.dtype or ("all" if source.is_demo else "auto")
     config = models.load_config(source)
     tokenizer = models.load_tokenizer(source)
-    runs = []
+    runs, doubts = [], []
     for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
         model = models.load_model(source, config, each, device)
         if model.main_input_name != "input_ids":
@@ -71,9 +73,12 @@ def run(args) -> Result:
                 f"{source.name} is a {type(model).__name__}, which takes {model.main_input_name} and not a text: call "
                 "verify_equivalence(model, inputs=...) from Python"
             )
-        inputs, new = models.tokens(model, tokenizer, args.prompt, args.max_tokens), args.max_new_tokens
+        new = args.max_new_tokens
+        inputs = models.tokens(model, tokenizer, args.prompt, prompt_length(model.config, args.max_tokens, new))
         if model.config.is_encoder_decoder:  # it would generate from the decoder's start token, not from a text
             inputs, new = {"input_ids": inputs, "decoder_input_ids": inputs}, 0
+        conversion = conversion_of(model)
+        doubts.append(conversion.doubt if conversion else "")
         runs.append(verify_equivalence(model, inputs=inputs, backend=backend, max_new_tokens=new))
         del model
 
@@ -84,8 +89,12 @@ def run(args) -> Result:
         "device": str(device),
         "backend": backend,
         "backend_reason": reason,
-        "runs": [verdict.to_dict() for verdict in runs],
+        "runs": [{**run.to_dict(), "conversion_doubt": doubt} for run, doubt in zip(runs, doubts, strict=True)],
     }
-    blocks = [f"{source.name} in {run.dtype}: {'PASS' if run.passed else 'FAIL'}\n{run}" for run in runs]
+    blocks = [
+        f"{source.name} in {run.dtype}: {'PASS' if run.passed else 'FAIL'}\n{run}"
+        + (f"\n  each norm that the conversion recorded {doubt}" if doubt else "")
+        for run, doubt in zip(runs, doubts, strict=True)
+    ]
     blocks.append(f"Backend {backend} on {device}: {reason}.")
     return Result(data, "\n\n".join(blocks), 0 if passed else 1)

@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..verification.context import prompt_length
 from .source import ConversionError
+from .twin import TOKENS as RANDOM_TOKENS
 from .twin import config_and_class, default_inputs, one_line, output_tensors, quiet
 
 PROMPTS = (
@@ -57,7 +59,8 @@ class Pair:
                 source, result, self.inputs, norms=False, max_new_tokens=GREEDY_TOKENS, backend="reference"
             )
             difference, floor, passed = report.logits, report.noise_floor, report.passed
-            extra = {"greedy": "equal" if report.greedy.equal else "tie" if report.greedy.passed else "different"}
+            greedy = report.greedy
+            extra = {"greedy": greedy.reason or ("equal" if greedy.equal else "tie" if greedy.passed else "different")}
         else:
             own, other = self._outputs(source), self._outputs(result)
             with in_float64(source):
@@ -93,7 +96,7 @@ class Pair:
         """Random inputs too, where the outputs are too few to judge by."""
         outputs = self._outputs(self.source)
         if outputs and sum(t.numel() for t in outputs) < ENOUGH:
-            more = default_inputs(self.source, tokens=(-(-ENOUGH // outputs[0].shape[-1]), SHORT))
+            more = _random(self.source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
             self.inputs = [*self.inputs, _in_dtype_of(self.source, more)]
 
     def last_of(self, paths) -> str | None:
@@ -142,7 +145,7 @@ def side_by_side(
         source, result = source.eval(), result.eval()
         if not given:
             given = [inputs(source)] if inputs else _prompts(src, source, prompts, trust_remote_code)
-        batches = [_in_dtype_of(source, batch) for batch in (given or [default_inputs(source)])]
+        batches = [_in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
         missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
         pair = Pair(source, result, batches[: 1 if streamed else None], streamed, missing)
         if inputs is None:
@@ -163,6 +166,10 @@ def fits_memory(src: Path) -> bool:
 def model_class_of(src, trust_remote_code: bool = False, model_class=None):
     """The class to load a folder with: the one its config names, where none is given."""
     return config_and_class(src, trust_remote_code, model_class)[1]
+
+
+def _random(model, rows: int, tokens: int) -> dict:
+    return default_inputs(model, tokens=(rows, prompt_length(model.config, tokens, GREEDY_TOKENS)))
 
 
 def tokenizer_of(src, model, trust_remote_code: bool):
@@ -189,5 +196,6 @@ def _prompts(src, model, prompts, trust_remote_code: bool) -> list[dict]:
     tokenizer = tokenizer_of(src, model, trust_remote_code)
     if tokenizer is None:
         return []
-    texts = [{"input_ids": tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]} for text in prompts or PROMPTS]
+    most = prompt_length(model.config, TOKENS, GREEDY_TOKENS)
+    texts = [{"input_ids": tokenizer(text, return_tensors="pt").input_ids[:, :most]} for text in prompts or PROMPTS]
     return [inputs for inputs in texts if inputs["input_ids"].numel()]

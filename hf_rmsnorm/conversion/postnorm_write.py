@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from ..invariant import RECORD_KEY
+from ..verification.context import max_positions
 from .folder import copy_others
 from .pair import side_by_side, tokenizer_of
 from .plan import ConversionRefused
@@ -225,7 +226,7 @@ def _batches(src, config, cls, texts: list[str], trust_remote_code: bool) -> lis
     tokenizer = tokenizer_of(src, cls, trust_remote_code)
     if tokenizer is None:
         return []
-    how = {"return_tensors": "pt", "truncation": True, "max_length": TOKENS}
+    how = {"return_tensors": "pt", "truncation": True, "max_length": min(TOKENS, max_positions(config))}
     inputs = [tokenizer(text, **how) for text in texts]
     accepted = inspect.signature(cls.forward).parameters
     inputs = [{k: v for k, v in dict(each).items() if k in accepted} for each in inputs]

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from transformers.utils import logging
 
 from ..invariant import RECORD_KEY, TRAINED_AS_RMS
+from ..verification.context import max_positions
 from ..verification.float64 import Float64Mode
 from .plan import ConversionRefused
 from .shrink import shrunk
@@ -271,6 +272,7 @@ def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int
     """
     generator = torch.Generator().manual_seed(seed)
     config, names = model.config, inspect.signature(model.forward).parameters
+    tokens = (tokens[0], min(tokens[1], max_positions(config)))
     main = getattr(model, "main_input_name", None) or next(iter(names))
 
     def number(*keys: str, default: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .compare import compare_logits
+from .context import max_positions
 from .float64 import in_float64
 from .norms import changed_modules, check_norms, recording, run_originals
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
@@ -346,6 +347,11 @@ def _generate(model: nn.Module, batch: dict, max_new_tokens: int) -> tuple[torch
         return "not asked for"
     if not (hasattr(model, "can_generate") and model.can_generate()):
         return f"{type(model).__name__} does not generate"
+    if "input_ids" in batch and not model.config.is_encoder_decoder:
+        most = max_positions(model.config)
+        max_new_tokens = min(max_new_tokens, most - batch["input_ids"].shape[1])
+        if max_new_tokens <= 0:
+            return f"the prompt fills the {most} positions of the model"
     config = model.generation_config
     pad = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
     pad = pad[0] if isinstance(pad, (list, tuple)) else pad
