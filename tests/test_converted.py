@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 from accelerate import disk_offload
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, GPT2Model
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
 from hf_rmsnorm.conversion.discovery import discover
@@ -138,6 +138,19 @@ def test_parameters_outside_of_the_converted_model_keep_layer_norm(folders):
     trained = Around(load(folders[1]))
     trained.language_model.config.hf_rmsnorm["computes"] = "rms_norm"
     assert all(r.converted for r in patch_model(trained).swapped)
+
+
+def test_a_head_that_is_loaded_with_a_base_model_is_not_outside(folders, tmp_path):
+    record = load(folders[1]).transformer
+    names = record.config.hf_rmsnorm
+    for part in ("writers", "rms_norms"):
+        names[part] = {name.removeprefix("transformer."): how for name, how in names[part].items()}
+    record.save_pretrained(tmp_path)
+    for cls in (GPT2Model, GPT2ForSequenceClassification):
+        model = cls.from_pretrained(tmp_path, pad_token_id=0)
+        assert all(r.converted for r in patch_model(model).swapped), cls
+    unpatch_model(model)
+    assert not any(r.converted for r in patch_model(Around(model)).swapped)
 
 
 def test_a_soft_prompt_keeps_layer_norm(folders):

@@ -58,6 +58,8 @@ def conversion_of(model: torch.nn.Module) -> Conversion | None:
 
 def _outside(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     """Why what surrounds the converted model is in the way: it may hand it rows of a stream that have a mean."""
+    record = getattr(converted.config, RECORD_KEY)
+    converted = next((m for m in model.modules() if _is_recorded(m, record)), converted)  # with a head, maybe
     inside = {id(parameter) for parameter in converted.parameters()}
     name = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
     if name is None:
@@ -66,6 +68,12 @@ def _outside(model: torch.nn.Module, converted: torch.nn.Module) -> str:
         f"{name} is outside of the {type(converted).__name__} that was converted and may write to its stream; where it "
         "does not, patch that model by itself"
     )
+
+
+def _is_recorded(module: torch.nn.Module, record: dict) -> bool:
+    """Whether a module is a model of this record by its own class; a wrapper, of PEFT say, may only pass it on."""
+    own = hasattr(type(module), "base_model_prefix")
+    return own and getattr(getattr(module, "config", None), RECORD_KEY, None) == record
 
 
 def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict], record: dict) -> Conversion:
