@@ -118,6 +118,14 @@ def test_the_record_is_followed_with_another_head(kind, auto, tmp_path):
     assert not any(s.converted for s in patch_model(loaded).swapped)
 
 
+def test_no_head_is_tied_to_a_centred_table(tmp_path):
+    model = postnorm_models.build("bert")
+    assert model.config.tie_word_embeddings and model.get_output_embeddings() is None
+    exact_post_norm(model).build(model).save_pretrained(tmp_path)
+    _, info = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert "cls.predictions.decoder.weight" in info["missing_keys"]
+
+
 def test_the_original_is_not_changed():
     model = postnorm_models.build("bert")
     before = {k: v.clone() for k, v in model.state_dict().items()}

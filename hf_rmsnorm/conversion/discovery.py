@@ -92,7 +92,7 @@ def discover(
     if copies:
         names = ", ".join(c.key for c in copies)
         notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
-    headless = not copies and _would_tie_a_head(twin, hits)
+    headless = not copies and would_tie_a_head(twin.model, twin.config, hits)
     if headless:
         notes.append(
             "tie_word_embeddings becomes false: there is no head here, and one that a class with a head would tie to "
@@ -292,14 +292,14 @@ def _untie(twin: Twin, keys: KeyMap, hits: list[Hit]) -> tuple[Copy, ...]:
     return keys.untie(tied)
 
 
-def _would_tie_a_head(twin: Twin, hits: list[Hit]) -> bool:
-    """Whether another class of this config would take the table of tokens, which is centred, for its head."""
+def would_tie_a_head(model, config, hits: list[Hit]) -> bool:
+    """Whether a class with a head would tie it to the table of tokens, which is centred, and this one has none."""
     try:
-        table = twin.model.get_input_embeddings().weight
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # there are no tokens
         return False
-    centred = any(twin.model.get_parameter(hit.parameter) is table for hit in hits)
-    return centred and bool(getattr(twin.config, "tie_word_embeddings", False))
+    centred = any(model.get_parameter(hit.parameter) is table for hit in hits)
+    return centred and head is None and bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _record(twin: Twin, path: str, norm: LayerNorm, cause: Cause | None) -> NormRecord:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from .discovery import ZERO_MEAN
+from .discovery import ZERO_MEAN, would_tie_a_head
 from .gauge import centre, centred, gauge_test, input_means
 from .keys import Hit, KeyMap
 from .norms import LayerNorm, find_layer_norms
@@ -89,7 +89,7 @@ def as_double(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def tie_changes(model: PreTrainedModel, hits: list[Hit], undetermined: set[str]) -> dict:
-    """Untie where a writer is tied to something that is not centred in the same way."""
+    """Untie where a writer is, or in a class with a head would be, tied to what is not centred in the same way."""
     groups: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), set()).add(name)
@@ -98,7 +98,7 @@ def tie_changes(model: PreTrainedModel, hits: list[Hit], undetermined: set[str])
         found = {ways.get(name) for name in names - undetermined} if len(names) > 1 else set()
         if len(found) > 1:
             return {"tie_word_embeddings": False}
-    return {}
+    return {"tie_word_embeddings": False} if would_tie_a_head(model, model.config, hits) else {}
 
 
 def real_hit(twin: Twin, hit: Hit) -> Hit:
