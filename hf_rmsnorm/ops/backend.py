@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import Parameter
 
+from ..configuration import settings
 from ..kernels.config import MAX_HIDDEN_SIZE, TILE_MAX
 from .recompute import same_as_forward
 
@@ -160,6 +161,8 @@ def resolve_backend(
     choice = _choice.name
     if choice == "reference":
         backend = "reference"
+    elif choice == "auto" and settings.while_compiling == "formula" and torch.compiler.is_compiling():
+        backend = "original"
     else:
         reason = refusal(x, weight, bias, gate, group_size)
         if reason is None:

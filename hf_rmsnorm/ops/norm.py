@@ -117,6 +117,8 @@ def fused_norm(
         or (bias is not None and bias.requires_grad)
         or (gate is not None and gate.requires_grad)
     ):
+        if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
+            return _launch_forward(x, weight, bias, gate, spec, True)[0]
         return _FusedNorm.apply(x, weight, bias, gate, spec)
     return _launch_forward(x, weight, bias, gate, spec, False)[0]
 

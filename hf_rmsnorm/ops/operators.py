@@ -146,3 +146,19 @@ def _(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
         torch.empty_like(bias) if need[2] else _none(x),
         _empty_output(x, spec, gate.dtype) if need[3] else _none(x),
     )
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.formula = inputs[4:-1]
+
+
+def _gradients(ctx, dy, *_):
+    x, weight, bias, gate, rstd, mean = ctx.saved_tensors
+    need = list(ctx.needs_input_grad[:4])
+    grads = norm_backward_op(dy, x, weight, bias, gate, None, rstd, mean, *ctx.formula, need)
+    wanted = [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
+    return *wanted, *[None] * (len(ctx.formula) + 1)
+
+
+torch.library.register_autograd("hf_rmsnorm::norm_forward", _gradients, setup_context=_keep, lib=_library)
