@@ -36,8 +36,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from hf_rmsnorm.formula import NormSpec  # noqa: E402
-from hf_rmsnorm.kernels import launch  # noqa: E402
+from hf_rmsnorm.kernels import launch, launch_qk  # noqa: E402
+from hf_rmsnorm.ops.qk import MAX_HEAD_DIM  # noqa: E402
 
+KERNELS = (*launch.KERNELS, *launch_qk.KERNELS)
 SASS_WIDTHS = {32: "256", 16: "128", 8: "64", 2: "U16", 1: "U8"}  # bytes by the mark of a load or store; 4 has none
 SIZES = (64, 96, 128, 896, 2048, 2560, 4096, 5120, 8192, 14336, 16384, 65536)
 
@@ -75,6 +77,7 @@ class Variant:
     frozen: bool = False
     aligned: bool = True
     added: bool = False
+    heads: str = ""  # of q and k: "apart", or "turned" by a rotary embedding behind the norms
 
 
 VARIANTS = {
@@ -98,6 +101,10 @@ VARIANTS = {
     "textbook-fp32": Variant(
         NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True), torch.float32, torch.float32
     ),
+    "qk-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="apart"),
+    "qk_rotary-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="turned"),
+    "qk_rotary-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads="turned"),
+    "qk_rotary-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads="turned"),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
     "add_llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True),
@@ -138,7 +145,7 @@ def compile_for(name: str) -> CompileOnly:
     """Make the launch code of this process compile for a target of `CHIPS`; returns the driver that records it."""
     recorder = CompileOnly(name)
     driver.set_active(recorder)
-    for kernel in launch.KERNELS:
+    for kernel in KERNELS:
         kernel._compiled.clear()
     launch.device_limits = lambda *_: (recorder.chip.sms, recorder.chip.shared_limit)
     return recorder
@@ -151,6 +158,8 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
         shape, shift = torch.Size(shape), 0 if variant.aligned else 1  # one element on is no multiple of 16 bytes
         return torch.empty(shift + shape.numel(), dtype=dtype)[shift:].view(shape)
 
+    if variant.heads:
+        return run_heads(variant, hidden_size, tensor)
     spec = variant.spec
     x = tensor((rows, hidden_size), variant.x)
     weight = tensor((hidden_size,), variant.weight) if spec.has_weight else None
@@ -162,6 +171,16 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, spec.gate is not None)
     launch.norm_backward(dy, x if h is None else h, weight, bias, rstd, mean, spec, need, False, gate, dh)
+
+
+def run_heads(variant: Variant, head_dim: int, tensor) -> None:
+    """As `run`, on four heads of q and two of k in the strides of a projection, with gradients of an attention's."""
+    q, k = (tensor((2, 5, heads, head_dim), variant.x).transpose(1, 2) for heads in (4, 2))
+    dq, dk = (tensor(t.shape, variant.x) for t in (q, k))
+    weights = [tensor((head_dim,), variant.weight) for _ in range(2)]
+    tables = [tensor((2, 5, head_dim), variant.x) if variant.heads == "turned" else None for _ in range(2)]
+    *_, rstd, mean = launch_qk.qk_norm_forward(q, k, *weights, *tables, variant.spec, True, False)
+    launch_qk.qk_norm_backward(dq, dk, q, k, *weights, *tables, rstd, mean, variant.spec, (True,) * 4)
 
 
 @dataclass(frozen=True)
@@ -198,7 +217,7 @@ def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False
     recorder = compile_for(name)
     run(VARIANTS[variant], hidden_size)
     found = []
-    for kernel in launch.KERNELS:
+    for kernel in KERNELS:
         for compiled in kernel._compiled.values():
             arguments = [arg for arg, kind in compiled.src.signature.items() if kind != "constexpr"]
             try:
@@ -257,9 +276,10 @@ def _sums(text: str) -> list[str]:
 def _widths(accesses: Iterator[tuple[set[int], int]], arguments: list[str]) -> dict[str, list[int]]:
     widths: dict[str, set[int]] = {}
     for pointers, width in accesses:
-        if len(pointers) != 1:
+        if not pointers:
             raise ValueError(f"cannot tell which argument an access of {width} bytes belongs to")
-        widths.setdefault(arguments[pointers.pop()], set()).add(width)
+        for pointer in pointers:  # several where the compiler made one access of two branches
+            widths.setdefault(arguments[pointer], set()).add(width)
     return {name: sorted(found, reverse=True) for name, found in sorted(widths.items())}
 
 
@@ -372,7 +392,8 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
 
     targets, variants, sizes, *_ = [*text.split(":"), "", ""]
     sizes = map(int, choose(sizes, SIZES))
-    return list(product(choose(targets, CHIPS), choose(variants, VARIANTS), sizes))
+    cases = product(choose(targets, CHIPS), choose(variants, VARIANTS), sizes)
+    return [case for case in cases if not VARIANTS[case[1]].heads or case[2] <= MAX_HEAD_DIM]
 
 
 def main() -> None:

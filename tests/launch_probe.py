@@ -33,7 +33,7 @@ def step(x, dy, spec=LLAMA, residual=None):
 
 def forget():
     """Empty the launch code's own cache, so that the next launches go through Triton."""
-    for kernel in aot.launch.KERNELS:
+    for kernel in aot.KERNELS:
         kernel._compiled.clear()
 
 
@@ -45,7 +45,7 @@ def compiles():
             sum(len(variant.device_caches[index][0]) for variant in set(kernel._variants.values())),
             len(kernel._compiled),
         ]
-        for kernel in aot.launch.KERNELS
+        for kernel in aot.KERNELS
         if kernel._compiled
     }
 

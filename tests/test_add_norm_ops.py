@@ -189,6 +189,21 @@ def test_opcheck():
         torch.library.opcheck(norm_backward_op, args)
 
 
+def test_operators_of_a_graph_serve_what_the_kernels_do_not():
+    """A graph exported for float32 may be run in float64."""
+    (x, residual), (dh, dy), (weight, _) = ([t.double() for t in some_input(*s)] for s in ((3, 8), (3, 8), (8,)))
+    h, y, rstd, mean = add_norm_forward_op(x, residual, weight, None, *spec_args(LLAMA), True)
+    leaves = [t.requires_grad_() for t in (x, residual, weight)]
+    expected = residual + x, reference_norm(residual + x, weight, None, LLAMA)
+    for a, b in zip((h, y), expected, strict=True):
+        torch.testing.assert_close(a, b.detach())
+    need = [True, True, False, False]
+    saved = (h, weight.detach(), None, None, dh, rstd, mean)
+    dsum, dweight, *_ = norm_backward_op(dy, *saved, *spec_args(LLAMA), need)
+    for a, b in zip((dsum, dsum, dweight), torch.autograd.grad(expected, leaves, [dh, dy]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_functorch_transforms(layers):
     inputs = some_input(3, 4, 64)
     with use_backend("triton"):

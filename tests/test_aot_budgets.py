@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = json.loads((ROOT / "tests/aot_budgets.json").read_text())
 REGISTER_SLACK = 8
 GATED = ("mamba-bf16", "qwen3_next-bf16")  # no model gates wider rows than 8,192, and these spill in the backward
-OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "RES", "H", "DH")
+OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK", "DXQ", "DXK", "COS",
+            "SIN")  # fmt: skip
+NORM_FORWARD = ("llama-bf16", "norm_forward")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 DEFAULT = (
@@ -36,6 +38,8 @@ DEFAULT = (
     "sm_90:add_llama-bf16-frozen,add_llama-fp32,add_layernorm-bf16:128,4096,8192",
     "sm_90:add_llama-bf16-unaligned:4096",
     "sm_80,sm_100,gfx942:add_llama-bf16:128,896,4096,8192,14336,16384,65536",
+    "sm_80,sm_90,sm_100,gfx942:qk-bf16,qk_rotary-bf16:64,128,256",
+    "sm_90:qk_rotary-bf16-unaligned,qk_rotary-fp32:128",
 )
 EVERYTHING = ("::",)
 budgeted = pytest.mark.skipif(
@@ -69,8 +73,9 @@ def test_every_kernel_compiles_for_every_target(kernels):
         names[kernel["target"]].add(kernel["kernel"])
     rows = {"norm_forward", "norm_backward", "reduce_partials"}
     wide = {"norm_forward_loop", "norm_backward_loop", "norm_backward_columns"}
+    heads = {"qk_norm_forward", "qk_norm_backward", "qk_reduce_partials"}
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert names[target] == rows | wide, target
+        assert names[target] == rows | wide | heads, target
 
 
 def residual_spill(kernel):
@@ -116,7 +121,7 @@ def test_rows_move_by_16_bytes(kernels):
             continue
         least = 8 if kernel["target"].startswith("gfx") else 16
         widths = {operand: w for operand, w in kernel["widths"].items() if operand in OPERANDS}
-        assert widths or kernel["kernel"] == "reduce_partials"
+        assert widths or kernel["kernel"].endswith("reduce_partials")
         narrow |= {f"{name_of(kernel)} {operand}": w for operand, w in widths.items() if min(w) < least}
     assert not narrow, "bytes per access"
 
@@ -127,9 +132,9 @@ def test_the_machine_code_keeps_these_widths():
 
 def test_nothing_is_assumed_of_unaligned_rows(kernels):
     for kernel in kernels:
-        if kernel["variant"].endswith("unaligned") and kernel["kernel"].startswith("norm_"):
-            assert all(kernel["widths"][operand] == [2] for operand in ("X", "Y", "DY", "DX") if operand in
-                       kernel["widths"]), name_of(kernel)  # fmt: skip
+        if kernel["variant"].endswith("unaligned") and not kernel["kernel"].endswith("reduce_partials"):
+            widths = [kernel["widths"][operand] for operand in OPERANDS if operand in kernel["widths"]]
+            assert widths and all(width == [2] for width in widths), name_of(kernel)
 
 
 def test_a_residual_leaves_the_order_of_the_norms_additions(kernels):
@@ -142,6 +147,15 @@ def test_a_residual_leaves_the_order_of_the_norms_additions(kernels):
             assert found == plain != [], f"{target} {variant} N={hidden_size}"
             compared += 1
     assert compared >= 20
+
+
+def test_queries_and_keys_are_summed_in_the_order_of_the_norms(kernels):
+    """So that fusing them changes no bit on a GPU either."""
+    sums = {(k["target"], k["variant"], k["kernel"], k["hidden_size"]): k["sums"] for k in kernels}
+    norms = {(target, n): s for (target, variant, name, n), s in sums.items() if (variant, name) == NORM_FORWARD}
+    pairs = [(s, norms[target, n]) for (target, variant, name, n), s in sums.items()
+             if name == "qk_norm_forward" and variant.endswith("bf16") and (target, n) in norms]  # fmt: skip
+    assert len(pairs) >= 4 and all(found == 2 * norm != [] for found, norm in pairs)
 
 
 def test_shared_memory_fits_the_chip(kernels):
@@ -166,6 +180,7 @@ def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
 @budgeted
 def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     from hf_rmsnorm.kernels.config import backward_config
+    from hf_rmsnorm.kernels.launch_qk import PROGRAMS_PER_SM as QK_PROGRAMS_PER_SM
 
     for kernel in compiled(DEFAULT):
         variant = kernel["variant"]
@@ -176,3 +191,5 @@ def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
             limit = SHARED_LIMIT["sm_90"]
             config = backward_config(kernel["hidden_size"], "layernorm" in variant, 2, limit, gated, 1, added)
             assert config.programs_per_sm <= kernel["blocks"], name_of(kernel)
+        if kernel["kernel"] == "qk_norm_backward" and not kernel["variant"].endswith("unaligned"):
+            assert kernel["blocks"] >= QK_PROGRAMS_PER_SM, name_of(kernel)

@@ -8,27 +8,27 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
-from . import qk
+from . import launch, qk
 from .config import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
-from .launch import Kernel, _aligned, device_limits
 from .plan import VECTOR, _formula, _remember, _rounding
 
-QK_NORM_FORWARD = Kernel(qk.qk_norm_forward)
-QK_NORM_BACKWARD = Kernel(qk.qk_norm_backward)
-QK_REDUCE_PARTIALS = Kernel(qk.qk_reduce_partials)
+QK_NORM_FORWARD = launch.Kernel(qk.qk_norm_forward)
+QK_NORM_BACKWARD = launch.Kernel(qk.qk_norm_backward)
+QK_REDUCE_PARTIALS = launch.Kernel(qk.qk_reduce_partials)
+PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
 KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch. `strides`: of the outputs for q and k. The pairs are for the unaligned and the aligned variant."""
+    """One launch: `parts` programs for q and for k, outputs of `strides`; pairs are (unaligned, aligned) variants."""
 
     config: ForwardConfig | BackwardConfig
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     rows: int
     parts: tuple[int, int]
+    grid: tuple[int, int, int]
     vectorised: bool
-    sizes: tuple[int, int, int, int]
     arguments: tuple[tuple, tuple]
     constants: tuple[tuple, tuple]
     keys: tuple[tuple, tuple]
@@ -46,31 +46,39 @@ def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, contiguous: bool)
         return y.stride()
 
 
-def _plan(name, config, operands, outputs, cos, spec, weight, parts, dtypes) -> Plan:
+def _plan(config, operands, outputs, cos, spec: NormSpec, weight, parts, dtypes) -> Plan:
     """Addresses of `operands`, (q, k) or (dq, dk, q, k), then of outputs of the strides `outputs`."""
-    q = operands[-2]
+    q, k = operands[-2:]
     batch, q_heads, length, head_dim = q.shape
-    strides = (*(t.stride() for t in operands), *outputs)
-    turns = (0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
-    numbers = (*((s[0], s[2], s[1]) for s in strides), turns)
-    flat = tuple(n for group in numbers for n in group)
+    heads = (q_heads, k.shape[1])
+    numbers: list[int] = []
+    for i, strides in enumerate((*(t.stride() for t in operands), *outputs)):
+        of_batch, of_head, of_position, _ = strides
+        # Where there is one of a kind its stride is anybody's choice, and need not be a multiple of anything.
+        used = (batch > 1, length > 1, heads[i % 2] > 1)
+        numbers += [s if u else 0 for s, u in zip((of_batch, of_position, of_head), used, strict=True)]
+    numbers += (0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1) if length > 1 else 0)
     formula = (spec.weight_offset, spec.rounds_offset, _rounding(spec, weight), spec.eps_outside)
     turned = 0 if cos is None else cos.shape[-1]
 
     def constants(unit):
         shape = (head_dim, config.block, config.rows, unit, turned)
-        return (*shape, spec.centered, *formula) if name == "forward" else (*shape, *formula, config.stages)
+        if isinstance(config, ForwardConfig):
+            return *shape, spec.centered, *formula
+        return *shape, *formula, config.stages
+
+    def arguments(unit):
+        return batch * length, length, *heads, *(n // unit for n in numbers)
 
     pair = (constants(1), constants(VECTOR))
-    heads = (q_heads, operands[-1].shape[1])
     return Plan(
         config=config,
         strides=outputs,
         rows=batch * length * sum(heads),
         parts=parts,
-        vectorised=head_dim % VECTOR == 0 and all(n % VECTOR == 0 for n in flat),
-        sizes=(batch * length, length, *heads),
-        arguments=(flat, tuple(n // VECTOR for n in flat)),
+        grid=(sum(parts), 1, 1),
+        vectorised=head_dim % VECTOR == 0 and all(n % VECTOR == 0 for n in numbers),
+        arguments=(arguments(1), arguments(VECTOR)),
         constants=pair,
         keys=tuple((dtypes, c) for c in pair),
     )
@@ -85,7 +93,7 @@ def _forward_plan(q, k, weight, cos, spec: NormSpec, stats: bool, contiguous: bo
         config = forward_config(q.shape[-1])
         outputs = tuple(_output_strides(t, cos, contiguous) for t in (q, k))
         parts = tuple(-(-(t.shape[0] * t.shape[1] * t.shape[2]) // config.rows) for t in (q, k))
-        return _plan("forward", config, (q, k), outputs, cos, spec, weight, parts, dtypes)
+        return _plan(config, (q, k), outputs, cos, spec, weight, parts, dtypes)
 
     return _remember(key, make)
 
@@ -102,7 +110,7 @@ def _backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, 
         outputs = tuple(_output_strides(t, None, False) for t in (q, k))
         tiles = [-(-(t.shape[0] * t.shape[1] * t.shape[2]) // config.rows) for t in (q, k)]
         parts = _share(tiles, sms * config.programs_per_sm)
-        return _plan("backward", config, (dq, dk, q, k), outputs, cos, spec, weight, parts, dtypes)
+        return _plan(config, (dq, dk, q, k), outputs, cos, spec, weight, parts, dtypes)
 
     return _remember(key, make)
 
@@ -110,11 +118,12 @@ def _backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, 
 def qk_backward_config(head_dim: int, centered: bool, itemsize: int, shared: int, turned: bool) -> BackwardConfig:
     """The shape for rows of `head_dim`: five operands pass through shared memory if they are `turned`, else two.
 
-    Arguments as in `backward_config`.
+    Arguments as in `backward_config`. There are as many stages as let `PROGRAMS_PER_SM` programs fit at once.
     """
     config = backward_config(head_dim, centered, itemsize, shared)
     buffer = (5 if turned else 2) * config.rows * config.block * itemsize
-    return replace(config, stages=min(3, 1 + (shared - 1_024) // buffer))
+    stages = 1 + (shared // PROGRAMS_PER_SM - 1_024) // buffer
+    return replace(config, stages=min(3, stages), programs_per_sm=PROGRAMS_PER_SM)
 
 
 def _share(tiles: list[int], programs: int) -> tuple[int, int]:
@@ -141,17 +150,16 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
     """
     plan = _forward_plan(q, k, q_weight, cos, spec, stats, contiguous)
     device, dtype = q.device, q.dtype
-    yq, yk = (
-        torch.empty_strided(t.shape, strides, dtype=dtype, device=device)
-        for t, strides in zip((q, k), plan.strides, strict=True)
-    )
+    q_strides, k_strides = plan.strides
+    yq = torch.empty_strided(q.shape, q_strides, dtype=dtype, device=device)
+    yk = torch.empty_strided(k.shape, k_strides, dtype=dtype, device=device)
     rstd = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats else None
     mean = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats and spec.centered else None
     if plan.rows:
-        aligned = _aligned(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
+        aligned = launch._aligned(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
         tensors = (q, k, q_weight, k_weight, cos, sin, yq, yk, rstd, mean)
-        args = (*tensors, *plan.sizes, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
-        QK_NORM_FORWARD(device, (sum(plan.parts), 1, 1), args, plan.keys[aligned], aligned, plan.config.num_warps)
+        args = (*tensors, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+        QK_NORM_FORWARD(device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
     return yq, yk, rstd, mean
 
 
@@ -172,7 +180,7 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
     given = [d is not None for d in (dq, dk)]
     dq, dk = (d if d is None or d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
     dq, dk = (q if dq is None else dq), (k if dk is None else dk)  # stand-ins that no program reads
-    plan = _backward_plan(dq, dk, q, k, q_weight, cos, spec, need, device_limits(device.type, device.index))
+    plan = _backward_plan(dq, dk, q, k, q_weight, cos, spec, need, launch.device_limits(device.type, device.index))
     dxq, dxk = (
         torch.empty_strided(t.shape, strides, dtype=q.dtype, device=device) if need[0] or need[1] else None
         for t, strides in zip((q, k), plan.strides, strict=True)
@@ -182,9 +190,9 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
         q_parts, k_parts = (parts * present for parts, present in zip(plan.parts, given, strict=True))
         parts, head_dim = q_parts + k_parts, q.shape[-1]
         partials = torch.empty((parts, head_dim), dtype=torch.float32, device=device) if need[2] or need[3] else None
-        aligned = _aligned(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
+        aligned = launch._aligned(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
         tensors = (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, dxq, dxk, partials)
-        args = (*tensors, q_parts, *plan.sizes, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
+        args = (*tensors, q_parts, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
         QK_NORM_BACKWARD(device, (parts, 1, 1), args, plan.keys[aligned], aligned, plan.config.num_warps)
         if partials is not None:
             constants = (head_dim, REDUCE.block, REDUCE.rows)

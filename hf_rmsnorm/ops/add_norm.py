@@ -88,8 +88,10 @@ def fused_add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch.
 
-    h is rounded to its dtype before it is normalised. Only h, the parameters and (rows,) statistics are kept for the
-    backward, which adds the gradient of h to the norm's in one launch too, rounded once: x and residual share it.
+    h is rounded to its dtype before it is normalised, and y is then, bit for bit, what the norm's kernel alone makes of
+    h (on a GPU: where x and residual start and step by multiples of 16 bytes, as a model's do). Only h, the parameters
+    and (rows,) statistics are kept for the backward, which adds the gradient of h to the norm's in one launch too,
+    rounded once: x and residual share it.
 
     Args:
         x: (..., hidden_size), any strides: what the attention or MLP returned.

@@ -169,40 +169,36 @@ def qk_norm_backend(
 
 def _fits(q, k, q_weight, k_weight, spec, cos, sin) -> bool:
     """Whether types, formula, shapes, dtypes, devices and strides are such as the kernels take, device aside."""
-    for t in (q, k, q_weight, k_weight, cos, sin):
-        if t is not None and type(t) not in PLAIN_TYPES and not isinstance(t, FakeTensor):
-            return False
     if spec.gate is not None or spec.group_size is not None or spec.weight_first or spec.has_bias:
         return False
-    if q.dim() != 4 or k.dim() != 4 or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+    if (q_weight is None) == spec.has_weight or (k_weight is None) == spec.has_weight or (cos is None) != (sin is None):
+        return False
+    dtype, device = q.dtype, q.device
+    for t in (q, k, q_weight, k_weight, cos, sin):
+        if t is not None:
+            if type(t) not in PLAIN_TYPES and not isinstance(t, FakeTensor):
+                return False
+            if t.dtype != dtype or t.device != device:
+                return False
+    if q.dim() != 4 or k.dim() != 4:
         return False
     batch, _, length, head_dim = q.shape
-    dtype, device = q.dtype, q.device
-    if k.shape[0] != batch or k.shape[2] != length or k.shape[3] != head_dim or k.dtype != dtype or k.device != device:
+    k_batch, _, k_length, k_dim = k.shape
+    if k_batch != batch or k_length != length or k_dim != head_dim or not 1 <= head_dim <= MAX_HEAD_DIM:
         return False
     if q.stride(3) != 1 or k.stride(3) != 1:
         return False
-    if (q_weight is None) != (not spec.has_weight) or (k_weight is None) != (q_weight is None):
-        return False
-    for weight in (q_weight, k_weight):
-        if weight is not None and (
-            weight.dim() != 1
-            or weight.shape[0] != head_dim
-            or weight.dtype != dtype
-            or weight.device != device
-            or not weight.is_contiguous()
-        ):
+    if q_weight is not None:
+        shape = (head_dim,)
+        if q_weight.shape != shape or k_weight.shape != shape:
             return False
-    if (cos is None) != (sin is None):
-        return False
+        if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
+            return False
     if cos is not None:
         if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
             return False
-        if cos.shape[1] != length or cos.shape[2] > head_dim or cos.shape[2] % 2 or not cos.shape[2]:
-            return False
-        if cos.shape[0] != 1 and cos.shape[0] != batch:
-            return False
-        if any(t.dtype != dtype or t.device != device for t in (cos, sin)):
+        tables, positions, columns = cos.shape
+        if positions != length or (tables != 1 and tables != batch) or columns > head_dim or columns % 2 or not columns:
             return False
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
     return _is_compiling() or q.numel() + k.numel() <= MAX_ROWS * head_dim
