@@ -7,6 +7,7 @@ import copy
 import threading
 
 import pytest
+import test_qk as qk
 import torch
 from gpu import (
     BF16,
@@ -27,6 +28,7 @@ from gpu import (
 from tolerance import assert_as_accurate, one_ulp
 
 from hf_rmsnorm import count_launches, rms_norm, use_backend
+from hf_rmsnorm.ops import fused_qk_norm
 from hf_rmsnorm.reference import reference_norm
 
 pytestmark = gpu_tests
@@ -316,3 +318,24 @@ def test_double_backward():
             seconds.append(torch.autograd.grad(dx.square().sum(), (x, weight)))
     for a, b in zip(*seconds, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256] if GPU else [64])
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("layout", [qk.projected, qk.packed, qk.contiguous])
+def test_queries_and_keys_in_one_launch(layout, turn, head_dim):
+    heads, length = (32, 1000) if GPU else (4, 6)
+    q, k = layout(2, heads, length, head_dim, BF16, 0), layout(2, heads // 4, length, head_dim, BF16, 1)
+    dq, dk = qk.length_first(*q.shape, BF16, 7), qk.projected(*k.shape, BF16, 8)
+    tables = qk.angles(2, length, head_dim, BF16) if turn else ()
+    weights = qk.parameters(qk.QWEN3, head_dim, BF16)
+    qk.check_backward(qk.QWEN3, q, k, weights, dq, dk, tables)
+    with torch.no_grad():
+        with use_backend("triton"):
+            fused = fused_qk_norm(q, k, *weights, qk.QWEN3, *tables)
+        with use_backend("reference"):
+            eager = fused_qk_norm(q, k, *weights, qk.QWEN3, *tables)
+            exact = fused_qk_norm(*qk.doubled(q, k, *weights), qk.QWEN3, *qk.doubled(*tables))
+    for a, b, c in zip(fused, eager, exact, strict=True):
+        assert_as_accurate(a, b, c)
+    qk.assert_strides(fused, eager)

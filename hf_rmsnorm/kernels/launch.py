@@ -92,7 +92,7 @@ def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
     return sms, shared
 
 
-def _aligned(vectorised: bool, *tensors: torch.Tensor | None) -> bool:
+def aligned_pointers(vectorised: bool, *tensors: torch.Tensor | None) -> bool:
     if not vectorised:
         return False
     pointers = 0
@@ -135,7 +135,7 @@ def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, ga
         gate, residual = (None if t is None else _in_order(t, plan.order).contiguous() for t in (gate, residual))
     out = y if plan.flat_output else _flat_like(y, plan.order)
     out_h = h if h is None or plan.flat_sum else _flat_like(h, plan.order)
-    aligned = _aligned(plan.vectorised, x, weight, bias, gate, residual)
+    aligned = aligned_pointers(plan.vectorised, x, weight, bias, gate, residual)
     rest = (residual, out_h, out, rstd, mean, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
     if plan.config.loop:
         kernel, args = NORM_FORWARD_LOOP, (x, weight, bias, *rest)
@@ -178,7 +178,7 @@ def norm_backward(
     )
     flat = plan.flat_output
     out, out_gate = (t if t is None or flat else _flat_like(t, plan.order) for t in (dx, dg))
-    aligned = _aligned(plan.vectorised, x, dy, weight, gate, dh)
+    aligned = aligned_pointers(plan.vectorised, x, dy, weight, gate, dh)
     config, addresses, constants = plan.config, plan.arguments[aligned], plan.constants[aligned]
     dw, db = (
         torch.empty((plan.parts, plan.heads * x.shape[-1]), dtype=torch.float32, device=device) if needed else None

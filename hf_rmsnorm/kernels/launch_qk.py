@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formula import NormSpec
 from . import launch, qk
 from .config import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
-from .plan import VECTOR, _formula, _remember, _rounding
+from .plan import VECTOR, formula_key, kernel_rounding, remember
 
 QK_NORM_FORWARD = launch.Kernel(qk.qk_norm_forward)
 QK_NORM_BACKWARD = launch.Kernel(qk.qk_norm_backward)
@@ -58,7 +58,7 @@ def _plan(config, operands, outputs, cos, spec: NormSpec, weight, parts, dtypes)
         used = (batch > 1, length > 1, heads[i % 2] > 1)
         numbers += [s if u else 0 for s, u in zip((of_batch, of_position, of_head), used, strict=True)]
     numbers += (0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1) if length > 1 else 0)
-    formula = (spec.weight_offset, spec.rounds_offset, _rounding(spec, weight), spec.eps_outside)
+    formula = (spec.weight_offset, spec.rounds_offset, kernel_rounding(spec, weight), spec.eps_outside)
     turned = 0 if cos is None else cos.shape[-1]
 
     def constants(unit):
@@ -87,7 +87,7 @@ def _plan(config, operands, outputs, cos, spec: NormSpec, weight, parts, dtypes)
 def _forward_plan(q, k, weight, cos, spec: NormSpec, stats: bool, contiguous: bool) -> Plan:
     dtypes = (q.dtype, weight is None, stats)
     table = None if cos is None else (cos.shape, cos.stride())
-    key = ("qk forward", q.shape, q.stride(), k.shape, k.stride(), table, dtypes, _formula(spec), contiguous)
+    key = ("qk forward", q.shape, q.stride(), k.shape, k.stride(), table, dtypes, formula_key(spec), contiguous)
 
     def make() -> Plan:
         config = forward_config(q.shape[-1])
@@ -95,14 +95,14 @@ def _forward_plan(q, k, weight, cos, spec: NormSpec, stats: bool, contiguous: bo
         parts = tuple(-(-(t.shape[0] * t.shape[1] * t.shape[2]) // config.rows) for t in (q, k))
         return _plan(config, (q, k), outputs, cos, spec, weight, parts, dtypes)
 
-    return _remember(key, make)
+    return remember(key, make)
 
 
 def _backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> Plan:
     dtypes = (q.dtype, weight is None, spec.centered, need[0] or need[1], need[2], need[3])
     table = None if cos is None else (cos.shape, cos.stride())
     strides = dq.stride(), dk.stride(), q.stride(), k.stride()
-    key = ("qk backward", q.shape, k.shape, strides, table, dtypes, _formula(spec), limits)
+    key = ("qk backward", q.shape, k.shape, strides, table, dtypes, formula_key(spec), limits)
 
     def make() -> Plan:
         sms, shared = limits
@@ -112,7 +112,7 @@ def _backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, 
         parts = _share(tiles, sms * config.programs_per_sm)
         return _plan(config, (dq, dk, q, k), outputs, cos, spec, weight, parts, dtypes)
 
-    return _remember(key, make)
+    return remember(key, make)
 
 
 def qk_backward_config(head_dim: int, centered: bool, itemsize: int, shared: int, turned: bool) -> BackwardConfig:
@@ -156,7 +156,7 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
     rstd = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats else None
     mean = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats and spec.centered else None
     if plan.rows:
-        aligned = launch._aligned(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
+        aligned = launch.aligned_pointers(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
         tensors = (q, k, q_weight, k_weight, cos, sin, yq, yk, rstd, mean)
         args = (*tensors, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
         QK_NORM_FORWARD(device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
@@ -190,7 +190,7 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
         q_parts, k_parts = (parts * present for parts, present in zip(plan.parts, given, strict=True))
         parts, head_dim = q_parts + k_parts, q.shape[-1]
         partials = torch.empty((parts, head_dim), dtype=torch.float32, device=device) if need[2] or need[3] else None
-        aligned = launch._aligned(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
+        aligned = launch.aligned_pointers(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
         tensors = (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, dxq, dxk, partials)
         args = (*tensors, q_parts, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
         QK_NORM_BACKWARD(device, (parts, 1, 1), args, plan.keys[aligned], aligned, plan.config.num_warps)

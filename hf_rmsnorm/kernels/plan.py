@@ -91,7 +91,7 @@ class BackwardPlan:
     dtypes: tuple
 
 
-def _remember(key: tuple, make: Callable[[], Plan]) -> Plan:
+def remember(key: tuple, make: Callable[[], Plan]) -> Plan:
     plan = _plans.get(key)
     if plan is None:
         plan = make()
@@ -124,14 +124,14 @@ def _sum_of(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return torch.add(*both)
 
 
-def _rounding(spec: NormSpec, weight: torch.Tensor | None) -> str:
+def kernel_rounding(spec: NormSpec, weight: torch.Tensor | None) -> str:
     """The kernel's rounding: where the weight is float32, rounding to its dtype is no rounding."""
     if spec.rounding == "weight_dtype" and weight.dtype == torch.float32:
         return "once"
     return spec.rounding
 
 
-def _formula(spec: NormSpec) -> tuple:
+def formula_key(spec: NormSpec) -> tuple:
     """All of a spec that compiled code depends on."""
     return (
         spec.centered, spec.weight_offset, spec.rounds_offset, spec.rounding, spec.eps_outside, spec.weight_first,
@@ -155,7 +155,7 @@ def forward_plan(
     x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_output: bool, residual=None
 ) -> ForwardPlan:
     """The launch of `spec` on tensors like these; none of their values is read."""
-    formula, heads = _formula(spec), _heads(weight, bias)
+    formula, heads = formula_key(spec), _heads(weight, bias)
     dtypes = (x.dtype, *map(_dtype, (weight, bias, gate)))
     other = gate if residual is None else residual
 
@@ -173,7 +173,7 @@ def forward_plan(
             return (rows, *x_rows.arguments(unit), *other_rows.arguments(unit))
 
         def constants(unit):
-            rounding = (spec.centered, spec.weight_offset, spec.rounds_offset, _rounding(spec, weight))
+            rounding = (spec.centered, spec.weight_offset, spec.rounds_offset, kernel_rounding(spec, weight))
             if config.loop:
                 return hidden_size, config.block, unit, *rounding, spec.eps_outside
             return (
@@ -202,7 +202,7 @@ def forward_plan(
 
     strides = x.stride(), None if other is None else other.stride()
     key = ("forward", x.shape, strides, dtypes, formula, heads, stats, contiguous_output, residual is None)
-    return _remember(key, make)
+    return remember(key, make)
 
 
 def backward_plan(
@@ -210,7 +210,7 @@ def backward_plan(
     limits: tuple[int, int], dh=None,
 ) -> BackwardPlan:  # fmt: skip
     """The backward of `spec`; limits: (multiprocessors, bytes of shared memory a program may use)."""
-    formula, heads = _formula(spec), _heads(weight, bias)
+    formula, heads = formula_key(spec), _heads(weight, bias)
     dtypes = (dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate, dh)), need, spec.centered)
     other = gate if dh is None else dh
 
@@ -223,7 +223,7 @@ def backward_plan(
         other_rows = NO_ROWS if other is None else RowsPlan.of(shape, other.stride(), order)
         itemsize = max(t.element_size() for t in (x, dy, weight, other) if t is not None)
         config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None)
-        rounding = _rounding(spec, weight)
+        rounding = kernel_rounding(spec, weight)
         offset = spec.weight_offset, spec.rounds_offset
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
@@ -261,4 +261,4 @@ def backward_plan(
 
     strides = x.stride(), dy.stride(), None if other is None else other.stride()
     key = ("backward", x.shape, strides, dtypes, formula, heads, contiguous_output, limits)
-    return _remember(key, make)
+    return remember(key, make)

@@ -66,7 +66,8 @@ class _FusedQKNorm(torch.autograd.Function):
         yq, yk, rstd, mean = _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd, mean)
         ctx.spec = spec
-        ctx.set_materialize_grads(False)
+        if not _is_compiling():  # Dynamo does not know it, and passes zeros
+            ctx.set_materialize_grads(False)
         return yq, yk
 
     @staticmethod
