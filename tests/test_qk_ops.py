@@ -63,12 +63,16 @@ def test_compile_without_graph_breaks(heads, backend, dynamic):
     assert bool(launches) == (backend == "triton")
 
 
-def test_dynamic_compile_does_not_recompile_for_new_batches_and_lengths(heads):
+@pytest.mark.parametrize("training", [False, True])
+def test_dynamic_compile_does_not_recompile_for_new_batches_and_lengths(heads, training):
     torch._dynamo.reset()
-    with use_backend("triton"), torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+    with use_backend("triton"), torch.set_grad_enabled(training), torch._dynamo.config.patch(error_on_recompile=True):
         compiled = torch.compile(heads, fullgraph=True, dynamic=True, backend="aot_eager")
         for batch, length in ((2, 5), (3, 7), (5, 2)):
-            compiled(*inputs(batch, length))
+            x, *tables = inputs(batch, length)
+            q, k = compiled(x.requires_grad_(training), *tables)
+            if training:
+                (q.sum() + k.sum()).backward()
 
 
 def test_a_compiled_loss_of_one_output(heads):

@@ -66,8 +66,7 @@ class _FusedQKNorm(torch.autograd.Function):
         yq, yk, rstd, mean = _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd, mean)
         ctx.spec = spec
-        if not _is_compiling():  # Dynamo does not know it, and passes zeros
-            ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)
         return yq, yk
 
     @staticmethod
@@ -76,14 +75,12 @@ class _FusedQKNorm(torch.autograd.Function):
         need = ctx.needs_input_grad[:4]
         if dq is None and dk is None:
             grads = (None,) * 4
-        elif _is_compiling():
+        elif _is_compiling() or not (torch.is_grad_enabled() or transformed() or _batched(dq) or _batched(dk)):
             grads = _launch_backward(dq, dk, operands, rstd, mean, ctx.spec, need)
         elif torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
             grads = _differentiable_backward(dq, dk, *operands, ctx.spec, need)
-        elif transformed() or _batched(dq) or _batched(dk):
-            grads = _reference_backward(dq, dk, *operands, ctx.spec, need)
         else:
-            grads = _launch_backward(dq, dk, operands, rstd, mean, ctx.spec, need)
+            grads = _reference_backward(dq, dk, *operands, ctx.spec, need)
         return *grads, None, None, None
 
 
@@ -140,6 +137,8 @@ def fused_qk_norm(
         or k.requires_grad
         or (q_weight is not None and (q_weight.requires_grad or k_weight.requires_grad))
     ):
+        if _is_compiling():  # as in `fused_norm`
+            return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True)[:2]
         return _FusedQKNorm.apply(q, k, q_weight, k_weight, cos, sin, spec)
     return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, False)[:2]
 
@@ -278,3 +277,18 @@ def _(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
     need = formula[-1]
     grads = zip((q, k, q_weight, k_weight), (dq, dk, dq, dk), need, strict=True)
     return tuple(torch.empty_like(t) if n and d is not None else _none(q) for t, d, n in grads)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:6], *output[2:])
+    ctx.formula = inputs[6:-1]
+
+
+def _gradients(ctx, dq, dk, *_):
+    need = list(ctx.needs_input_grad[:4])
+    grads = qk_norm_backward_op(dq, dk, *ctx.saved_tensors, *ctx.formula, need)
+    wanted = [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
+    return *wanted, *[None] * (len(ctx.formula) + 3)
+
+
+torch.library.register_autograd("hf_rmsnorm::qk_norm_forward", _gradients, setup_context=_keep, lib=_library)
