@@ -81,7 +81,7 @@ def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(famil
         expected, text = model(IDS, output_hidden_states=True), model.generate(IDS[:1, :8], **how)
         assert not taken["left"]
         report = patch_model(model)
-        assert {layer.fused for layer in report.layers} == {FUSED[family]}
+        assert {r.fused for r in report.layers if not r.class_name.endswith("Attention")} == {FUSED[family]}
         result = model(IDS, output_hidden_states=True)
         assert taken["left"] == taken["taken"] == (1 if family == "olmo2" else 4)
         assert torch.equal(result.logits, expected.logits)

@@ -89,11 +89,13 @@ def test_it_names_what_the_table_of_budgets_holds():
     assert f"for Triton {version} alone" in PROSE
     rows = [row.split() for row in table]
     on_sm_90 = {variant.split("-")[0] for target, variant, _ in rows if target == "sm_90"}
+    around = {"add_llama", "add_layernorm", "qk", "qk_rotary"}
     # plain has no weight; mamba's gate is before the norm, qwen3_next's after it
-    assert on_sm_90 == {"llama", "gemma", "t5", "plain", "textbook", "mamba", "qwen3_next", "layernorm"}
+    assert on_sm_90 == {"llama", "gemma", "t5", "plain", "textbook", "mamba", "qwen3_next", "layernorm"} | around
     elsewhere = {(target, variant.split("-")[0]) for target, variant, _ in rows if target != "sm_90"}
     assert {target for target, _ in elsewhere} == {"sm_80", "sm_86", "sm_100", "gfx942"}
-    assert {variant for _, variant in elsewhere} == {"llama", "layernorm"}
+    assert {variant for _, variant in elsewhere} == {"llama", "layernorm"} | around
+    assert "residual sums with the norms of LLaMA and LayerNorm, and q and k norm with and without rotary" in PROSE
     assert "LLaMA, Gemma and T5, one without weight, one with its eps outside the root, gated ones" in PROSE
     assert "of both orders, and LayerNorm for sm_90" in PROSE
     assert "LLaMA's and LayerNorm for sm_80, sm_86, sm_100 and gfx942" in PROSE
