@@ -101,6 +101,18 @@ def test_it_names_what_the_table_of_budgets_holds():
     assert "LLaMA's and LayerNorm for sm_80, sm_86, sm_100 and gfx942" in PROSE
 
 
+def test_the_numbers_of_types_are_those_of_the_results():
+    results = ROOT / "scripts/results"
+    causal = json.loads((results / "coverage-5.23.0.json").read_text(encoding="utf-8"))["mappings"]["causal"]
+    fused = [{text for run in t["runs"] for _, text, _ in run["layers"]} for t in causal["types"]]
+    sums, pairs = (sum(any(word in text for text in texts) for texts in fused) for word in ("+ ", "in one launch"))
+    assert f"Of Transformers' {len(fused)} causal types {sums} have sums fused and {pairs} their q and k norms" in PROSE
+    assert causal["totals"]["with_wrong_results"] == 0
+    counts = json.loads((results / "convert-5.23.0.json").read_text(encoding="utf-8"))["summary"]
+    assert f"{counts['converted']} convert in full, {counts['partly']} in part, {counts['refused']} are refused by" in PROSE
+    assert f"{counts['no LayerNorm']} have no LayerNorm" in PROSE
+
+
 def figures(row: str) -> list[str]:
     """The cells of the table's row that starts with `row`, without its name."""
     (line,) = [line for line in README.splitlines() if line.startswith(f"| {row}")]
