@@ -25,7 +25,6 @@ from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.pop("TRITON_INTERPRET", None)  # this process compiles
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,6 +34,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from hf_rmsnorm.bench.driver import StubDriver  # noqa: E402
 from hf_rmsnorm.formula import NormSpec  # noqa: E402
 from hf_rmsnorm.kernels import launch, launch_qk  # noqa: E402
 from hf_rmsnorm.ops.qk import MAX_HEAD_DIM  # noqa: E402
@@ -115,30 +115,16 @@ VARIANTS = {
 }
 
 
-class CompileOnly:
-    """A Triton driver of one target. It launches nothing and keeps what it was asked to launch, in `launches`."""
+class CompileOnly(StubDriver):
+    """The driver of one target of `CHIPS`. It keeps what it was asked to launch, in `launches`."""
 
     def __init__(self, name: str):
         self.chip = CHIPS[name]
-        self.index = list(CHIPS).index(name)  # Triton keeps its compiled kernels by device
+        super().__init__(self.chip.target, self.chip.shared_limit, index=list(CHIPS).index(name))
         self.launches: list[tuple] = []
-        self.utils = SimpleNamespace(
-            load_binary=lambda *_: (None, None, 0, 0, 1024),
-            unload_module=lambda _: None,
-            get_device_properties=lambda _: {"max_shared_mem": self.chip.shared_limit},
-        )
 
     def launcher_cls(self, source, metadata):
         return lambda *args: self.launches.append((source, metadata, args))
-
-    def get_current_target(self):
-        return self.chip.target
-
-    def get_current_device(self):
-        return self.index
-
-    def get_current_stream(self, device):
-        return 0
 
 
 def compile_for(name: str) -> CompileOnly:

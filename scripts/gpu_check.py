@@ -8,10 +8,10 @@
 Sections, each in a process of its own (a crashed CUDA context or a hang ends one section, not the run):
 
     tests    pytest -m gpu
-    kernels  forward, backward and both, for RMSNorm, LayerNorm and strided q/k norms, against Hugging Face eager,
-             F.rms_norm, torch.compile, Liger and Quack (those two where importable); every implementation is first
-             compared with float64 under the tests' tolerance policy, and marked where it fails
-    host     what one call at [1, 1, 4096] costs the host
+    kernels  forward, backward and both, for RMSNorm, LayerNorm, add + norm and strided q/k norms, against Hugging Face
+             eager, F.rms_norm, torch.compile, Liger and Quack (those two where importable); every implementation is
+             first compared with float64 under the tests' tolerance policy, and marked where it fails
+    host     what one call on one row costs the host
     llama, qwen3
              batch-1 decode, an 8K-token prefill and a training step of a random 8-layer model, unpatched and patched
              in turn, then with Liger's norms
@@ -29,9 +29,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,17 +37,13 @@ import tempfile
 import time
 import traceback
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
-import gpu_report
-
 ROOT = Path(__file__).resolve().parent.parent
-FORMAT = 1
+FORMAT = 2
 # The share of the budget that must have passed before a section is told to stop; time left over goes to the next.
 SECTIONS = {"tests": 0.38, "kernels": 0.72, "host": 0.76, "llama": 0.88, "qwen3": 1.0}
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "liger-kernel", "quack-kernels")
 
 
 class Section:
@@ -83,37 +77,9 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def run_environment(section: Section) -> None:
-    import torch
+    from hf_rmsnorm.bench.environment import environment
 
-    from hf_rmsnorm import __version__
-
-    versions = {"hf-rmsnorm": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):  # absent packages are absent from the list
-            versions[name] = metadata.version(name)
-    versions["torch"] = torch.__version__  # with the build's suffix
-    versions["cuda"], versions["hip"] = torch.version.cuda, torch.version.hip
-    section.data |= {"versions": versions, "platform": platform.platform(), "device": None, "driver": None}
-    if section.device == "cuda" and torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        section.data |= {
-            "device": properties.name,
-            "devices": torch.cuda.device_count(),
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "l2_bytes": getattr(properties, "L2_cache_size", None),
-            "memory_bytes": properties.total_memory,
-            "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        }
-    section.data["commit"] = ask("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
-
-
-def ask(*command: str) -> str | None:
-    """The first line that a command prints, None where there is no such command or it fails."""
-    if shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.partition("\n")[0].strip() or None if done.returncode == 0 else None
+    section.data |= environment(section.device == "cuda")
 
 
 def run_tests(section: Section) -> None:
@@ -186,24 +152,15 @@ def run_section(name: str, section: Section) -> None:
     else:
         stream = torch.cuda.stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
     with stream:
-        if name == "kernels":
-            import gpu_bench
+        import gpu_bench
 
-            gpu_bench.run_kernels(section)
-        elif name == "host":
-            import gpu_bench
-
-            gpu_bench.run_host(section)
-        else:
-            import gpu_models
-
-            gpu_models.run_model(name, section)
+        gpu_bench.run(name, section)
 
 
 def child(name: str, section: Section) -> None:
     """Body of a section's process: exceptions become part of its result, and its exit code."""
     os.setpgrp()  # so that the parent can end it with all it started
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the checkout, and the tests for their tolerance policy
+    sys.path.insert(0, str(ROOT))
     try:
         run_section(name, section)
     except BaseException:
@@ -268,6 +225,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    sys.path.insert(0, str(ROOT))
+    import gpu_report  # needs the package, which --help does not
+
     if args.show:
         print(gpu_report.tables(json.loads(args.show.read_text(encoding="utf-8"))))
         return 0

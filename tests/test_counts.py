@@ -1,56 +1,16 @@
 """What can be counted exactly without a GPU: launches, dispatched operators, bytes saved for backward."""
 
 import threading
-from collections import Counter
 
 import pytest
 import tiny_models
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, rms_norm, use_backend
+from hf_rmsnorm.bench.counting import Operators, saved_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VIEWS = (
-    "view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "as_strided",
-    "_unsafe_view",
-)  # fmt: skip
-
-
-class Operators(TorchDispatchMode):
-    """Names of dispatched operators, views left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::")
-        if name != "t" and not name.startswith(VIEWS):
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def computing(self):
-        """How many that compute: allocations left out."""
-        return sum(n for name, n in self.counts.items() if not name.startswith(("empty", "new_empty")))
-
-
-def saved_bytes(function, *parameters):
-    """Bytes of the distinct storages saved for backward, parameters not counted."""
-    storages = {}
-
-    def pack(t):
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = function()
-    for parameter in parameters:
-        storages.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(storages.values()), result
-
 
 def test_inference_is_one_launch_and_one_allocation():
     x = torch.randn(4, 128, device=DEVICE, dtype=torch.bfloat16)
@@ -94,8 +54,8 @@ def test_saved_bytes_of_rms_norm(hidden_size):
     x = torch.randn(rows, hidden_size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     module = LlamaRMSNorm(hidden_size).to(DEVICE, torch.bfloat16)
     with use_backend("triton"):
-        fused, _ = saved_bytes(lambda: rms_norm(x, module.weight), module.weight)
-    eager, _ = saved_bytes(lambda: module(x), module.weight)
+        fused = saved_bytes(lambda: rms_norm(x, module.weight), [module.weight])
+    eager = saved_bytes(lambda: module(x), [module.weight])
     assert fused <= rows * (2 * hidden_size + 4)
     assert eager == rows * (6 * hidden_size + 4), "eager keeps x in float32, xhat in bfloat16, and rstd"
 

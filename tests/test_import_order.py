@@ -33,9 +33,10 @@ ALLOWED = {
     "verification": {"formula", "reference", "invariant"},
     "conversion": {"formula", "reference", "invariant", "paths", "verification"},
     "demo": set(),
+    "bench": {"formula", "reference", "kernels", "ops"},
 }
 # These use what the package offers its users, from inside functions only: importing them loads nothing more.
-FACADE_USERS = {"verification", "conversion", "cli", "integrations"}
+FACADE_USERS = {"verification", "conversion", "bench", "cli", "integrations"}
 
 
 def parts():

@@ -1,35 +1,5 @@
-"""The tolerance policy: a fused result is judged against float64, by the error that Hugging Face eager itself makes."""
+"""The tolerance policy of the tests is the one by which `hf-rmsnorm bench` judges every implementation."""
 
-import torch
+from hf_rmsnorm.bench.gate import FACTOR, assert_as_accurate, one_ulp
 
-FACTOR = 1.5
-
-
-def one_ulp(value: float, dtype: torch.dtype) -> float:
-    """The distance from |value| to the next larger number of dtype."""
-    near = torch.tensor(abs(value), dtype=torch.float64).to(dtype)
-    return (torch.nextafter(near, torch.tensor(torch.inf, dtype=dtype)).double() - near.double()).item()
-
-
-def assert_as_accurate(
-    fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str = "y", other_orders: tuple = ()
-) -> None:
-    """Maximum and RMS error of `fused` at most 1.5 times those of `eager`, plus one ulp of max|exact|.
-
-    `other_orders`: for a sum over rows, eager's result with the rows in other orders. Which order adds up best is
-    luck, so eager's own error is the largest of them.
-    """
-    assert fused.shape == exact.shape, f"{what}: shape {tuple(fused.shape)}, expected {tuple(exact.shape)}"
-    assert fused.dtype == eager.dtype, f"{what}: {fused.dtype}, eager gives {eager.dtype}"
-    if exact.numel() == 0:
-        return
-    ulp = one_ulp(exact.abs().max().item(), fused.dtype)
-    errors = {
-        "max": lambda t: (t.double() - exact).abs().max().item(),
-        "rms": lambda t: (t.double() - exact).square().mean().sqrt().item(),
-    }
-    for name, error in errors.items():
-        ours, theirs = error(fused), max(error(t) for t in (eager, *other_orders))
-        assert ours <= FACTOR * theirs + ulp, (
-            f"{what}: {name} error {ours:.3e} against float64, eager's is {theirs:.3e} and one ulp {ulp:.3e}"
-        )
+__all__ = ["FACTOR", "assert_as_accurate", "one_ulp"]

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from .common import Result
-
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors")
 
 
 def add_arguments(parser) -> None:
@@ -20,14 +15,10 @@ def add_arguments(parser) -> None:
 def run(args) -> Result:
     import torch
 
-    from .. import __version__
+    from ..bench.environment import versions as installed
     from ..ops.backend import describe_backend
 
-    versions = {"hf-rmsnorm": __version__, "python": platform.python_version()}
-    versions |= {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}  # with its build
-    if torch.version.cuda or torch.version.hip:
-        versions["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
-
+    versions = installed()
     names = [("cpu", platform.processor() or platform.machine())]
     present = torch.accelerator.current_accelerator(check_available=True)
     if present is not None:
@@ -50,10 +41,3 @@ def run(args) -> Result:
     lines += [f"{'platform':<{width}}  {data['platform']}", ""]
     lines += [f"{d['device']} ({d['name']}): backend {d['backend']}, because {d['reason']}" for d in devices]
     return Result(data, "\n".join(lines))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # triton goes by other names too, pytorch-triton-rocm is one
-        return None if find_spec(name) is None else import_module(name).__version__

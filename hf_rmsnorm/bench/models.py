@@ -1,44 +1,30 @@
-"""End to end on random models of real layers' shape: the sections "llama" and "qwen3" of gpu_check.py."""
+"""End to end on random models of real layers' shape: decode, prefill, a training step, before and after the patch."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-import hf_rmsnorm
+from .counting import build
+from .shapes import ModelShape
 
-OURS = "patch_model"
-SHAPES = {  # eight layers of Llama-3.1-8B and of Qwen3-8B
-    "llama": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
-    },
-    "qwen3": {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    },
-}  # fmt: skip
-DRY_SHAPE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 128,
-}  # fmt: skip
+BEFORE, AFTER, PEER = "unpatched", "patch_model", "liger"
+LAYERS = 8
 SIZES = {"prompt": 128, "new_tokens": 128, "prefill": 8192, "batch": 2, "length": 2048, "rounds": 5}
-DRY_SIZES = {"prompt": 4, "new_tokens": 3, "prefill": 6, "batch": 2, "length": 5, "rounds": 1}
 
 
-def random_model(name: str, shape: dict, device: str) -> torch.nn.Module:
-    """A bf16 model of the shape; its norm weights are random too, so that a norm that ignores them is seen."""
+def random_model(shape: ModelShape, layers: int, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A model of the shape; its norm weights are random too, so that a norm that ignores them is seen."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **shape)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = build(shape, layers, device, dtype)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.dim() == 1 and "norm" in path:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(shape.weight_offset)
     model.generation_config.eos_token_id = None  # every run generates the same number of tokens
     return model
 
@@ -46,15 +32,12 @@ def random_model(name: str, shape: dict, device: str) -> torch.nn.Module:
 class Workload:
     """Three things to do with the model; each returns what it measured, and what its result was."""
 
-    def __init__(self, name: str, section):
-        self.cuda = section.device == "cuda"
-        self.sizes = DRY_SIZES if section.dry_run else SIZES
-        shape = DRY_SHAPE if section.dry_run else SHAPES[name]
-        self.model = random_model(name, shape, section.device)
-        vocabulary = shape["vocab_size"]
+    def __init__(self, shape: ModelShape, sizes: dict, layers: int, device: str, dtype: torch.dtype = torch.bfloat16):
+        self.cuda, self.sizes = device == "cuda", sizes
+        self.model = random_model(shape, layers, device, dtype)
 
         def ids(*size):
-            return torch.randint(vocabulary, size, device=section.device)
+            return torch.randint(shape.vocabulary, size, device=device)
 
         self.prompt = ids(1, self.sizes["prompt"])
         self.long = ids(1, self.sizes["prefill"])
@@ -131,20 +114,39 @@ def apply_liger(name: str, model) -> str | None:
     return None
 
 
-def run_model(name: str, section) -> None:
-    """Unpatched and patched in turn, round by round, then Liger; saves after every phase."""
-    work = Workload(name, section)
-    model, data = work.model, section.data
-    data["sizes"], data["dtype"] = work.sizes, "bfloat16"
+def run_phases(
+    work: Workload,
+    name: str,
+    data: dict,
+    phases: tuple[str, ...] = ("decode", "prefill", "train"),
+    left: Callable[[], float] = lambda: math.inf,
+    save: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Unpatched and patched in turn, round by round, then Liger, whose patch cannot be undone.
+
+    Args:
+        name: the model type, by which Liger knows its patch.
+        data: filled with ``phases`` (by phase and variant: medians, samples, ``speedup``), ``skipped``, and what was
+            patched.
+        left: seconds that are left; below 20 a measurement is skipped, and named.
+        save: called after each measurement.
+
+    Returns:
+        What failed of this package, in words.
+    """
+    from .. import patch_model, unpatch_model
+
+    model = work.model
+    data |= {"sizes": work.sizes, "dtype": str(model.dtype).removeprefix("torch."), "skipped": []}
+    data["layers"] = model.config.num_hidden_layers
     data["parameters"] = sum(p.numel() for p in model.parameters())
-    phases = data["phases"] = {"decode": {}, "prefill": {}, "train": {}}
-    data["skipped"] = []
+    data["phases"] = {phase: {} for phase in phases}
     results = {}
 
     def measure(phase: str, variant: str, rounds: int, switch=lambda variant: None):
         """Warm up, then the rounds; `switch` makes the model the variant, or the one it is compared with."""
-        names = [variant] if variant == "liger" else ["unpatched", variant]
-        if section.left() < 20:
+        names = [variant] if variant == PEER else [BEFORE, variant]
+        if left() < 20:
             data["skipped"].append(f"{phase}: {' and '.join(names)}")
             return
         samples = {n: [] for n in names}
@@ -158,35 +160,45 @@ def run_model(name: str, section) -> None:
                     samples[n].append(measured)
         for n in names:
             medians = {k: statistics.median(s[k] for s in samples[n]) for k in samples[n][0]}
-            entry = phases[phase][n] = {**medians, "samples": samples[n]}
-            if n != "unpatched" and (phase, "unpatched") in results:
-                entry |= compare(phase, results[phase, "unpatched"], results[phase, n])
-                before = phases[phase]["unpatched"]
+            entry = data["phases"][phase][n] = {**medians, "samples": samples[n]}
+            if n != BEFORE and (phase, BEFORE) in results:
+                entry |= compare(phase, results[phase, BEFORE], results[phase, n])
+                before = data["phases"][phase][BEFORE]
                 faster = "tokens_per_s" in medians
                 ratio = medians["tokens_per_s"] / before["tokens_per_s"] if faster else before["ms"] / medians["ms"]
                 entry["speedup"] = ratio
                 if "peak_gb" in medians:
                     entry["memory_ratio"] = medians["peak_gb"] / before["peak_gb"]
-        section.save()
+        save()
 
     def toggle(variant: str):
-        if variant == OURS:
-            report = hf_rmsnorm.patch_model(model)
+        if variant == AFTER:
+            report = patch_model(model)
             data["norms_swapped"] = len(report.swapped)
             data["formulas"] = sorted({str(record.formula) for record in report.swapped})
         else:
-            hf_rmsnorm.unpatch_model(model)
+            unpatch_model(model)
 
     for phase in phases:
-        measure(phase, OURS, work.sizes["rounds"], toggle)
-    hf_rmsnorm.unpatch_model(model)
-    if not data.get("norms_swapped") and not data["skipped"]:
-        section.failures.append("patch_model swapped no norm")
+        measure(phase, AFTER, work.sizes["rounds"], toggle)
+    unpatch_model(model)
+    failures = [] if data.get("norms_swapped") or data["skipped"] else ["patch_model swapped no norm"]
     data["liger"] = apply_liger(name, model) or "norms swapped"
     if data["liger"] == "norms swapped":
         for phase in phases:
             try:
-                measure(phase, "liger", work.sizes["rounds"])
-            except Exception as error:
-                phases[phase]["liger"] = {"error": f"{type(error).__name__}: {error}"[:300]}
-                section.save()
+                measure(phase, PEER, work.sizes["rounds"])
+            except Exception as error:  # as in `apply_liger`
+                data["phases"][phase][PEER] = {"error": f"{type(error).__name__}: {error}"[:300]}
+                save()
+    return failures
+
+
+def run(shapes: dict[str, ModelShape], phase: str, sizes: dict, layers: int, device: str, dtype: torch.dtype) -> dict:
+    """By name of the shape what `run_phases` gives for one phase, of a model with so many layers."""
+    found = {}
+    for name, shape in shapes.items():
+        work = Workload(shape, sizes, layers, device, dtype)
+        run_phases(work, shape.model_type, found.setdefault(name, {}), (phase,))
+        del work  # its memory, before the next one's
+    return found

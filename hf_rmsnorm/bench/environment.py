@@ -1,0 +1,67 @@
+"""Where a result was measured: versions, device, and the commit where git knows it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shutil
+import subprocess
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors")
+PEERS = ("liger-kernel", "quack-kernels")
+
+
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+    """Versions by name, Python's and this package's first; None for what is not installed."""
+    import torch
+
+    from .. import __version__
+
+    found = {"hf-rmsnorm": __version__, "python": platform.python_version()}
+    found |= {name: _version(name) for name in packages} | {"torch": torch.__version__}  # with its build
+    if torch.version.cuda or torch.version.hip:
+        found["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # triton goes by other names too, pytorch-triton-rocm is one
+        return None if find_spec(name) is None else import_module(name).__version__
+
+
+def ask(*command: str) -> str | None:
+    """The output of a program, or None where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def environment(cuda: bool) -> dict:
+    """Versions, platform, commit, and of the current GPU (if `cuda`) what a result depends on; None where unknown."""
+    import torch
+
+    facts = {"versions": versions(PACKAGES + PEERS), "platform": platform.platform(), "device": None, "driver": None}
+    if cuda and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts |= {
+            "device": properties.name,
+            "devices": torch.cuda.device_count(),
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "memory_bytes": properties.total_memory,
+            "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        }
+    facts["commit"] = None
+    root = Path(__file__).resolve().parents[2]
+    with contextlib.suppress(OSError):  # an installed copy lies in no checkout, or in somebody else's
+        if (root / "scripts" / "gpu_check.py").is_file():
+            facts["commit"] = ask("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
+    return facts

@@ -1,0 +1,172 @@
+"""What one call costs the host: on a GPU with its launches, on a CPU with the launch itself stubbed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from ..ops import backend, rms_norm
+from .counting import Operators, kernels_left_out
+from .driver import StubDriver
+from .peers import EAGER, EPS, OURS, Case, Implementation, calls_of, implementations, make_norms, make_set
+from .peers import other_libraries as find_libraries
+from .timing import Stopwatch
+
+FUNCTION, ONE_OPERATOR = f"{OURS}.rms_norm", "F.layer_norm"
+MODES = ("inference", "forward", "forward+backward")
+STUBBED = (
+    "no GPU: kernels are compiled for sm_90 and not launched, so the launch itself (2 to 3 us) and the check of the "
+    "current device are left out of the Triton rows; the rows of torch include the arithmetic of 64 elements, and "
+    "F.rms_norm is several operators on a CPU and one on a GPU: F.layer_norm, one on both, stands for it"
+)
+LOOPS = 50  # few enough that a launch queue never fills up
+HIDDEN_SIZE = 64  # small, so that the arithmetic of a CPU weighs little
+CASES = (
+    Case("RMSNorm", (1, 1, HIDDEN_SIZE)),
+    Case("add + RMSNorm", (1, 1, HIDDEN_SIZE)),
+    Case("q/k norm", (1, 1, 4, 2, HIDDEN_SIZE)),
+)
+
+
+def untimed() -> str | None:
+    """Why host costs cannot be measured in this process where there is no GPU, or None."""
+    try:
+        from ..kernels import launch
+    except ImportError as error:
+        return f"host costs need triton: {error}"
+    if launch.INTERPRETED:
+        return "host costs: TRITON_INTERPRET=1 replaces the launch path, unset it"
+    return None
+
+
+@contextmanager
+def launches_left_out() -> Iterator[None]:
+    """Send calls on CPU tensors through the whole launch path, with kernels compiled for sm_90, up to the launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    from ..kernels import launch
+
+    initialise = CompiledKernel._init_handles
+
+    def initialise_once(self):  # the stub loads no module, by which Triton knows that it has done this before
+        if self._run is None:
+            initialise(self)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, TRITON_DEFAULT_FP_FUSION="1"))  # Liger does not say
+        stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
+        stack.enter_context(mock.patch.object(launch, "device_limits", lambda *_: (132, 232_448)))
+        stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", initialise_once))
+        for kernel in launch.KERNELS:
+            stack.enter_context(mock.patch.object(kernel, "_compiled", {}))
+        stack.callback(setattr, driver, "_active", driver._active)  # asking for `active` would look for a GPU
+        driver.set_active(StubDriver(GPUTarget("cuda", 90, 32), 232_448))
+        yield
+
+
+def host_us(calls: dict[str, Callable], rounds: int, sync: Callable = lambda: None) -> dict[str, dict]:
+    """Microseconds that a call keeps the host busy, the calls taking turns so that a busy machine slows them alike.
+
+    Returns:
+        By name ``us``, the median over the rounds, and ``us_min``, the least, which other processes disturb least.
+    """
+    samples = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(20):  # compiles the kernels, fills caches
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            sync()  # then the device runs behind, and nobody waits for it
+            start = time.perf_counter()
+            for _ in range(LOOPS):
+                call()
+            samples[name].append((time.perf_counter() - start) * 1e6 / LOOPS)
+    return {name: {"us": statistics.median(s), "us_min": min(s)} for name, s in samples.items()}
+
+
+def _made(case: Case, device: str, dtype: torch.dtype, libraries: dict, compile_backend: str | None) -> dict:
+    norms = make_norms(case, device, dtype)
+    made = implementations(case, norms, libraries, compile_backend)
+    if case.kind == "RMSNorm":
+        weight = norms[0].weight
+        made[FUNCTION] = Implementation(lambda x: rms_norm(x, weight, EPS), [weight])
+        shape, parameters = weight.shape, list(make_norms(Case("LayerNorm", case.shape), device, dtype)[0].parameters())
+        made[ONE_OPERATOR] = Implementation(lambda x: F.layer_norm(x, shape, *parameters, EPS), parameters)
+    return made
+
+
+def modes_of(implementation: Implementation, inputs: list, gradients: list) -> dict[str, Callable]:
+    """By mode a call: for use without gradients, the forward that keeps what its backward needs, and both."""
+    both = calls_of(implementation, [(inputs, gradients)])["forward+backward"][0]
+    one = partial(implementation.call, *inputs)
+    return dict(zip(MODES, (one, one, both), strict=True))
+
+
+def run(device: str, dtype: torch.dtype, rounds: int = 60, rehearsal: bool = False) -> dict:
+    """Host costs of each implementation of a norm, add + norm and q/k norm.
+
+    Args:
+        rehearsal: go through it all where launches cannot be stubbed, in Triton's interpreter; the times mean nothing.
+
+    Returns:
+        ``cases``: by case, implementation and mode the figures of `host_us`, with ``operators``, how many are
+        dispatched in inference; ``ratios``: those that a fused norm is held to.
+    """
+    libraries, found = find_libraries()
+    cuda = device != "cpu"
+    data = {"peers": found, "not_measured": [] if cuda else [STUBBED], "cases": {}, "ratios": {}}
+    reason = None if cuda or rehearsal else untimed()
+    if reason is not None:
+        return data | {"not_measured": [reason]}
+    made = {c: _made(c, device, dtype, libraries, "inductor" if cuda and c is CASES[0] else None) for c in CASES}
+    with nullcontext() if cuda else kernels_left_out() if rehearsal else launches_left_out():
+        for case in CASES:
+            data["cases"][str(case)] = _time(case, made[case], device, dtype, 2 if rehearsal else rounds)
+    return data | {"ratios": _ratios(data["cases"][str(CASES[0])])}
+
+
+def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) -> dict:
+    entries = {name: {} for name in made}
+    calls = {mode: {} for mode in MODES}
+    for name, implementation in made.items():
+        try:
+            modes = modes_of(implementation, *make_set(case, device, dtype))
+            with torch.no_grad(), Operators() as operators:
+                modes["inference"]()
+            modes["forward+backward"]()
+        except Exception as error:  # a peer may fail in any way it likes; which way is in the result
+            entries[name]["error"] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        entries[name]["operators"] = operators.computing
+        for mode, call in modes.items():
+            calls[mode][name] = call
+    for mode, of_mode in calls.items():
+        with torch.set_grad_enabled(mode != "inference"):
+            for name, figures in host_us(of_mode, rounds, Stopwatch(device).sync).items():
+                entries[name][mode] = figures
+    return entries
+
+
+def _ratios(entries: dict) -> dict:
+    """Least times of the patched norm over those of others."""
+
+    def ratio(mode, name):
+        pair = [entries.get(n, {}).get(mode, {}).get("us_min") for n in (OURS, name)]
+        return None if None in pair else pair[0] / pair[1]
+
+    return {
+        "inference / F.rms_norm": ratio("inference", "F.rms_norm"),
+        "inference / F.layer_norm": ratio("inference", ONE_OPERATOR),
+        "inference / Hugging Face": ratio("inference", EAGER),
+        "forward+backward / Liger": ratio("forward+backward", "liger"),
+    }

@@ -1,0 +1,302 @@
+"""The implementations of one norm that are set side by side, and the gate each passes before it is timed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..formula import NormSpec
+from ..ops import fused_add_norm, fused_qk_norm
+from ..reference import reference_norm
+from . import gate
+
+EPS = 1e-6
+OURS, EAGER = "hf_rmsnorm", "hf_eager"
+Kind = Literal["RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One computation to measure.
+
+    Args:
+        kind: "add + RMSNorm" is ``h = residual + x`` and the norm of h; "q/k norm" that of the heads of q and of k,
+            which are slices of a packed projection and whose gradients arrive transposed, as attention sends them.
+        shape: of x; for "q/k norm" (batch, length, heads, key heads, head_dim).
+        weight_offset: 1.0 for the norms of Gemma.
+        compiled: also measure torch.compile, which takes seconds to compile.
+        models: names of the shapes that it comes from.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    weight_offset: float = 0.0
+    compiled: bool = False
+    models: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        offset = f" weight + {self.weight_offset:g}" if self.weight_offset else ""
+        return f"{self.kind} {'x'.join(map(str, self.shape))}{offset}"
+
+    @property
+    def elements(self) -> int:
+        """Elements of x, or of q and k together."""
+        if self.kind != "q/k norm":
+            return torch.Size(self.shape).numel()
+        batch, length, heads, key_heads, head_dim = self.shape
+        return batch * length * (heads + key_heads) * head_dim
+
+    @property
+    def rows(self) -> int:
+        return self.elements // self.shape[-1]
+
+    def passes(self, direction: str) -> int:
+        """How many x-sized tensors at least are read or written: the floor that bandwidth is computed from."""
+        forward, backward = (4, 4) if self.kind == "add + RMSNorm" else (2, 3)
+        return {"forward": forward, "backward": backward}.get(direction, forward + backward)
+
+
+@dataclass
+class Implementation:
+    """Something that computes a case: `call(*inputs)` gives its output or outputs; `parameters` have gradients."""
+
+    call: Callable
+    parameters: list[torch.Tensor]
+
+
+def other_libraries() -> tuple[dict[str, dict], dict[str, str]]:
+    """The functions of other libraries that can be imported here, and for each its version or why it is missing."""
+    functions, found = {}, {}
+
+    def liger():
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        def how(norm):  # in_place=False: the default writes dx over dy, which other readers of dy would notice
+            return EPS, norm.weight_offset, "gemma" if norm.weight_offset else "llama", False
+
+        def add(x, residual, norm):
+            y, h = LigerFusedAddRMSNormFunction.apply(x, residual, norm.weight, *how(norm))
+            return h, y
+
+        return {
+            "RMSNorm": lambda x, norm: LigerRMSNormFunction.apply(x, norm.weight, *how(norm), None),
+            "LayerNorm": lambda x, norm: LigerLayerNormFunction.apply(x, norm.weight, norm.bias, EPS),
+            "add + RMSNorm": add,
+        }
+
+    def quack():
+        from quack import rmsnorm
+
+        def weight(norm):
+            return norm.weight + norm.weight_offset if norm.weight_offset else norm.weight
+
+        def add(x, residual, norm):
+            y, h = rmsnorm(x, weight(norm), residual=residual, eps=EPS, prenorm=True)[:2]
+            return h, y
+
+        return {"RMSNorm": lambda x, norm: rmsnorm(x, weight(norm), eps=EPS), "add + RMSNorm": add}
+
+    for name, load, package in (("liger", liger, "liger-kernel"), ("quack", quack, "quack-kernels")):
+        try:
+            functions[name], found[name] = load(), metadata.version(package)
+        except Exception as error:  # a peer may fail to import in any way it likes; which way is in the result
+            found[name] = f"not importable: {type(error).__name__}: {error}"[:200]
+    return functions, found
+
+
+def make_norms(case: Case, device: str, dtype: torch.dtype) -> list[nn.Module]:
+    """The modules that Hugging Face models use for it, with random parameters: two for q and k."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def make():
+        if case.kind == "LayerNorm":
+            norm = nn.LayerNorm(case.shape[-1], eps=EPS)
+        else:
+            norm = (Gemma2RMSNorm if case.weight_offset else LlamaRMSNorm)(case.shape[-1], eps=EPS)
+        norm = norm.to(device, dtype)
+        norm.weight_offset = case.weight_offset  # for those who compute it by a function
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 1.5).sub_(case.weight_offset)
+            if case.kind == "LayerNorm":
+                norm.bias.uniform_(-0.5, 0.5)
+        return norm
+
+    return [make() for _ in range(2 if case.kind == "q/k norm" else 1)]
+
+
+def composed(kind: Kind, norms: Sequence[Callable]) -> Callable:
+    """The case in terms of norms of one tensor, as an unmodified model computes it."""
+    norm = norms[0]
+    if kind == "add + RMSNorm":
+
+        def add(x, residual):
+            h = residual + x
+            return h, norm(h)
+
+        return add
+    if kind == "q/k norm":
+        return lambda q, k: (norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2))
+    return norm
+
+
+def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
+    """A patched copy of a norm, and the formula it was recognised to compute.
+
+    Raises:
+        RuntimeError: it was not recognised.
+    """
+    from .. import patch_model
+
+    holder = nn.Sequential(copy.deepcopy(norm))
+    report = patch_model(holder)
+    if not report.swapped:
+        raise RuntimeError(f"patch_model did not swap {type(norm).__name__}: {report}")
+    return holder[0], report.swapped[0].formula
+
+
+def _ours(kind: Kind, norms: list[nn.Module]) -> Implementation:
+    fused, specs = zip(*map(fused_copy, norms), strict=True)
+    parameters, spec = [p for norm in fused for p in norm.parameters()], specs[0]
+    if kind == "add + RMSNorm":
+        weight = fused[0].weight
+        return Implementation(lambda x, residual: fused_add_norm(x, residual, weight, None, spec), parameters)
+    if kind == "q/k norm":
+        weights = [norm.weight for norm in fused]
+        return Implementation(
+            lambda q, k: fused_qk_norm(q.transpose(1, 2), k.transpose(1, 2), *weights, spec), parameters
+        )
+    return Implementation(fused[0], parameters)
+
+
+def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile_backend: str | None) -> dict:
+    """Name -> `Implementation`; `hf_eager` is first, because the others are judged by it."""
+    kind, parameters = case.kind, [p for norm in norms for p in norm.parameters()]
+    made = {EAGER: Implementation(composed(kind, norms), parameters), OURS: _ours(kind, norms)}
+    if kind != "LayerNorm":  # nn.LayerNorm is F.layer_norm already
+
+        def functional(norm):
+            shape, weight, offset = norm.weight.shape, norm.weight, norm.weight_offset
+            if offset:
+                return lambda x: F.rms_norm(x, shape, weight + offset, EPS)
+            return lambda x: F.rms_norm(x, shape, weight, EPS)
+
+        made["F.rms_norm"] = Implementation(composed(kind, [functional(norm) for norm in norms]), parameters)
+    if compile_backend is not None:
+        copies = [copy.deepcopy(norm) for norm in norms]
+        call = torch.compile(composed(kind, copies), dynamic=False, fullgraph=True, backend=compile_backend)
+        made["torch.compile"] = Implementation(call, [p for norm in copies for p in norm.parameters()])
+    for name, functions in libraries.items():
+        if kind == "add + RMSNorm" and kind in functions:
+            call = lambda x, residual, f=functions[kind]: f(x, residual, norms[0])  # noqa: E731
+        elif (one := functions.get("LayerNorm" if kind == "LayerNorm" else "RMSNorm")) is not None:
+            call = composed(kind, [lambda x, f=one, norm=norm: f(x, norm) for norm in norms])
+        else:
+            continue
+        made[name] = Implementation(call, parameters)
+    return made
+
+
+def make_set(case: Case, device: str, dtype: torch.dtype) -> tuple[list, list]:
+    """(inputs, gradients of the outputs) of one call; the inputs are leaves that ask for theirs."""
+
+    def random(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    if case.kind == "q/k norm":
+        batch, length, heads, key_heads, size = case.shape
+        packed = random(batch, length, (heads + 2 * key_heads) * size)  # q, k and v
+        q, k, _ = packed.split([heads * size, key_heads * size, key_heads * size], dim=-1)
+        inputs = [t.unflatten(-1, (-1, size)) for t in (q, k)]
+        gradients = [random(batch, h, length, size) for h in (heads, key_heads)]
+    else:
+        count = 2 if case.kind == "add + RMSNorm" else 1
+        inputs, gradients = ([random(*case.shape) for _ in range(count)] for _ in range(2))
+    return [x.detach().requires_grad_() for x in inputs], gradients
+
+
+def _outputs(outputs) -> tuple:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+_INPUTS = {"add + RMSNorm": ("x", "residual"), "q/k norm": ("q", "k")}
+_OUTPUTS = {"add + RMSNorm": ("h", "y"), "q/k norm": ("yq", "yk")}
+
+
+def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradients: list) -> dict:
+    """Compare every implementation's outputs and gradients with float64: name -> {"failures", "errors", ...}.
+
+    ``bit_equal_to_hf`` is the share of elements of the (last) output; ``raised`` is there where the call failed.
+    """
+    spec = fused_copy(norms[0])[1]
+    doubles = [p.detach().double().requires_grad_() for norm in norms for p in norm.parameters()]
+    leaves = [*(x.detach().double().requires_grad_() for x in inputs), *doubles]
+    per_norm = len(doubles) // len(norms)
+    exact_norms = [
+        lambda x, p=(*doubles[i * per_norm : (i + 1) * per_norm], None): reference_norm(x, p[0], p[1], spec)
+        for i in range(len(norms))
+    ]
+    outputs = _outputs(composed(case.kind, exact_norms)(*leaves[: len(inputs)]))
+    parameters = [f"d{name}{i or ''}" for i, norm in enumerate(norms) for name, _ in norm.named_parameters()]
+    names = [*_OUTPUTS.get(case.kind, ("y",)), *(f"d{x}" for x in _INPUTS.get(case.kind, ("x",))), *parameters]
+    exact = [t.detach() for t in outputs]
+    exact += torch.autograd.grad(outputs, leaves, [g.double() for g in gradients])
+    eager, verdicts = None, {}
+    for name, implementation in made.items():
+        poison = [torch.full_like(t, torch.nan, dtype=inputs[0].dtype) for t in exact[: len(outputs)] for _ in range(3)]
+        del poison  # what the implementation leaves unwritten in the memory it gets next is NaN
+        verdict = verdicts[name] = {"failures": [], "errors": {}}
+        try:
+            ys = _outputs(implementation.call(*inputs))
+            grads = torch.autograd.grad(ys, [*inputs, *implementation.parameters], [g.clone() for g in gradients])
+        except Exception as error:  # a peer may fail in any way it likes; which way is in the result
+            verdict["failures"].append(f"{type(error).__name__}: {error}"[:300])
+            verdict["raised"] = True
+            continue
+        got = [*(y.detach() for y in ys), *grads]
+        eager = eager or got
+        for what, value, theirs, truth in zip(names, got, eager, exact, strict=True):
+            errors = {k: (t.double() - truth).abs().max().item() for k, t in (("own", value), ("hf", theirs))}
+            verdict["errors"][what] = errors
+            try:
+                gate.assert_as_accurate(value, theirs, truth, what)
+            except AssertionError as error:
+                verdict["failures"].append(str(error))
+        last = len(outputs) - 1
+        verdict["bit_equal_to_hf"] = (got[last] == eager[last]).double().mean().item()
+    return verdicts
+
+
+def calls_of(implementation: Implementation, sets: list) -> dict[str, list[Callable]]:
+    """For each direction one call per argument set."""
+    compute = implementation.call
+
+    def forward(inputs):
+        def call():
+            with torch.no_grad():
+                return compute(*inputs)
+
+        return call
+
+    def backward(inputs, gradients):
+        outputs, leaves = compute(*inputs), [*inputs, *implementation.parameters]
+        return lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+
+    def both(inputs, gradients):
+        leaves = [*inputs, *implementation.parameters]
+        return lambda: torch.autograd.grad(compute(*inputs), leaves, gradients)
+
+    return {
+        "forward": [forward(inputs) for inputs, _ in sets],
+        "backward": [backward(*s) for s in sets],
+        "forward+backward": [both(*s) for s in sets],
+    }

@@ -1,0 +1,155 @@
+"""Results as text: tables of the rich library where it is installed, aligned columns elsewhere."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+
+
+def cell(value) -> str:
+    """Floats with three digits that matter, None as a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def columns(rows: list[tuple]) -> list[str]:
+    """Rows of cells as aligned lines, text to the left and figures to the right."""
+    cells, left = [[cell(value) for value in row] for row in rows], _text_columns(rows)
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return [
+        "  ".join(
+            c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _text_columns(rows: list[tuple]) -> list[bool]:
+    return [all(not isinstance(row[i], (int, float)) for row in rows) for i in range(len(rows[0]))]
+
+
+def table(title: str, rows: list[tuple]) -> str:
+    """A table whose first row is its header."""
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError:  # an extra
+        return "\n".join([title, *columns(rows)])
+    made = Table()
+    for name, is_left in zip(rows[0], _text_columns(rows), strict=True):
+        made.add_column(escape(cell(name)), justify="left" if is_left else "right")
+    for row in rows[1:]:
+        made.add_row(*(escape(cell(value)) for value in row))
+    out, terminal = io.StringIO(), sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else 200
+    Console(file=out, force_terminal=terminal, width=width).print(made)
+    return "\n".join([title, *(line.rstrip() for line in out.getvalue().rstrip().splitlines())])
+
+
+def text(result: dict) -> str:
+    """A result of `hf-rmsnorm bench` for people. `result` is what `--json` prints."""
+    device = result["device"] or "CPU"
+    versions = " ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    parts = [f"{device}: {versions}", *_TABLES[result["bench"]](result)]
+    parts += [f"{peer}: {found}" for peer, found in result.get("peers", {}).items()]
+    parts += [f"not measured here: {reason}" for reason in result["not_measured"]]
+    return "\n".join(parts)
+
+
+def verdict(entry: dict) -> str:
+    """What the gate said of an implementation, in a few words."""
+    gate = entry["gate"]
+    if entry.get("error"):
+        return entry["error"]
+    if gate.get("raised"):
+        return "FAILED: " + gate["failures"][0]
+    if gate["failures"]:
+        return "NUMERICS DIFFER: " + gate["failures"][0]
+    equal = gate["bit_equal_to_hf"]
+    return "ok" if equal >= 0.99 else f"ok, rounds otherwise: {equal:.0%} of bits as Hugging Face"
+
+
+def _mark(entry: dict, ratio: float | None) -> str | None:
+    if ratio is None:
+        return None
+    differs = entry["gate"]["failures"] or entry["gate"]["bit_equal_to_hf"] < 0.99
+    return f"{ratio:.2f}{'*' if differs else ''}"
+
+
+def kernels(result: dict) -> list[str]:
+    """The tables of what `bench.kernels` measured."""
+    made = []
+    if result.get("copy_gb_per_s"):
+        made.append(f"copy: {result['copy_gb_per_s']['best']:.0f} GB/s; x ours: its time over ours, * other numerics")
+    pairs = result.get("against_layer_norm", [])
+    for case in result.get("cases", []) + [case for pair in pairs for case in pair["cases"]]:
+        timed = any("us" in e.get("forward", {}) for e in case["implementations"].values())
+        header = ["implementation"]
+        if timed:
+            header += ["forward us", "of copy", "x ours", "backward us", "of copy", "x ours"]
+        rows = [(*header, "saved B/row", "gate")]
+        for name, entry in case["implementations"].items():
+            figures = []
+            for direction in ("forward", "backward") if timed else ():
+                timing = entry.get(direction, {})
+                figures += [timing.get("us"), timing.get("of_copy"), _mark(entry, timing.get("times_ours"))]
+            rows.append((name, *figures, entry.get("saved_bytes_per_row"), verdict(entry)[:90]))
+        title = f"{case['case']} {case['dtype']}"
+        if case["cold"] is False:
+            title += ", in cache"
+        made.append(table(f"{title} ({', '.join(case['models'])})" if case["models"] else title, rows))
+    rows = [("time RMSNorm saves", "hidden", "sequence", "forward", "backward", "both")]
+    for pair in pairs:
+        for name, saved in pair["time_saved"].items():
+            rows.append((name, pair["hidden_size"], pair["sequence"], *(f"{v:.1%}" for v in saved.values())))
+    return [*made, table("RMSNorm against LayerNorm", rows)] if pairs else made
+
+
+def host(result: dict) -> list[str]:
+    """The tables of what `bench.host` measured."""
+    made = []
+    for case, entries in result.get("cases", {}).items():
+        rows = [("median (least)", *_MODES, "torch operators", "")]
+        for name, entry in entries.items():
+            figures = [f"{entry[m]['us']:.1f} ({entry[m]['us_min']:.1f})" if m in entry else None for m in _MODES]
+            rows.append((name, *figures, entry.get("operators"), entry.get("error", "")[:60]))
+        made.append(table(f"host us per call, {case}", rows))
+    return made + [f"hf_rmsnorm, {what}: {cell(ratio)}" for what, ratio in result.get("ratios", {}).items()]
+
+
+_MODES = ("inference", "forward", "forward+backward")
+
+
+def _layers(result: dict) -> list[str]:
+    header = ("operators + launches before", "after", "of which launches", "saved bytes before", "after")
+    rows = [("a token and layer", *header)]
+    for name, count in result["layers"].items():
+        before, after = count["unpatched"], count["patched"]
+        row = (name, before["sum"], after["sum"], after["launches"])
+        rows.append((*row, before["saved_bytes_per_token"], after["saved_bytes_per_token"]))
+    return [table("decode, and bytes saved for backward in bf16", rows)]
+
+
+def _models(result: dict) -> list[str]:
+    made = _layers(result)
+    for name, data in result["models"].items():
+        rows = [("variant", "tokens/s", "ms", "x unpatched", "peak GB", "")]
+        for variant, entry in data["phases"].get(result["phase"], {}).items():
+            figures = [entry.get(k) for k in ("tokens_per_s", "ms", "speedup", "peak_gb")]
+            rows.append((variant, *figures, entry.get("error", "")[:60]))
+        made.append(table(f"{name}, {data['layers']} layers, {data['dtype']}: {result['phase']}", rows))
+        made.append(f"liger: {data['liger']}")
+    return made
+
+
+_TABLES = {
+    "kernels": kernels,
+    "host": lambda result: host(result) + _layers(result),
+    "generate": _models,
+    "train": _models,
+}
