@@ -102,3 +102,27 @@ def interpret_on_cpu(device) -> None:
     """
     if device.type == "cpu" and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def load_matplotlib():
+    """matplotlib.pyplot, drawing into files."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise CliError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_figure(plt, figure, file) -> None:
+    """Write a figure where --plot says, and close it."""
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as error:
+        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --plot") from error
+    except ValueError as error:
+        raise CliError(f"cannot write {file}: {error}; pass a name that ends in .png") from error
+    finally:
+        plt.close(figure)

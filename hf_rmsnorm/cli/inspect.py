@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import models
-from .common import DTYPES, CliError, Result, add_device, add_model, pick_device, positive
+from .common import DTYPES, CliError, Result, add_device, add_model, load_matplotlib, pick_device, positive, save_figure
 
 
 def add_arguments(parser) -> None:
@@ -24,7 +24,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    plt = _matplotlib() if args.plot else None
+    plt = load_matplotlib() if args.plot else None
     text = read_text(args.text)
     before = _inspect(args.model, args, text)
     after = _inspect(args.after, args, text) if args.after else None
@@ -94,17 +94,6 @@ def _table(args, before, after) -> str:
     return "\n".join(lines)
 
 
-def _matplotlib():
-    try:
-        import matplotlib
-    except ImportError:
-        raise CliError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def _draw(plt, file: Path, before, after) -> None:
     figure, axes = plt.subplots(figsize=(max(6.0, 0.22 * len(before.norms)), 4.5), layout="constrained")
     for inspection, label, marker in ((before, "before", "o"), (after, "after conversion", "s")):
@@ -113,11 +102,4 @@ def _draw(plt, file: Path, before, after) -> None:
     axes.set_xticks(range(len(before.norms)), [norm.path for norm in before.norms], rotation=90, fontsize=6)
     axes.set_ylabel("median of |mean| / RMS of the norm's input")
     axes.legend()
-    try:
-        figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --plot") from error
-    except ValueError as error:
-        raise CliError(f"cannot write {file}: {error}; pass a name that ends in .png") from error
-    finally:
-        plt.close(figure)
+    save_figure(plt, figure, file)

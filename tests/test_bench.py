@@ -1,0 +1,237 @@
+"""`hf-rmsnorm bench`: what it measures and counts without a GPU, its gate, and its GPU paths with stubbed clocks."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+from hf_rmsnorm.bench import kernels, models, peers, plot, tables
+from hf_rmsnorm.bench.shapes import SHAPES, TINY
+from hf_rmsnorm.bench.timing import Stopwatch
+from hf_rmsnorm.cli.main import main
+
+ENVELOPE = {"format", "bench", "started", "versions", "device", "driver", "platform", "commit", "dtype", "not_measured"}
+MODES = ("inference", "forward", "forward+backward")
+PNG = b"\x89PNG\r\n"
+
+
+def bench(capsys, *arguments):
+    assert main(["bench", *map(str, arguments), "--device", "cpu", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data.keys() >= ENVELOPE
+    assert {"torch", "transformers", "liger-kernel"} <= data["versions"].keys()
+    return data
+
+
+def fails(capsys, *arguments):
+    try:
+        code = main(["bench", *map(str, arguments), "--device", "cpu"])
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    return err
+
+
+@cache
+def host(*arguments):
+    """(text, result) of `bench host`, in a process where Triton compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "hf_rmsnorm", "bench", "host", "--models", "tiny", "--device", "cpu", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class StubbedClock(Stopwatch):
+    """A GPU's clock that runs every call once, and counts instead of measuring."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.cuda, self.ticks = True, 0
+
+    def sync(self):
+        pass
+
+    def device_us(self, calls):
+        for call in calls[:2]:
+            call()
+        self.ticks += 1
+        us = 10.0 + self.ticks % 3
+        return {"us": us, "us_p20": us, "us_p80": us}
+
+    def wall_us(self, calls):
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def rehearsed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "AGAINST_LAYER_NORM", ((16, 4),))
+        torch.manual_seed(0)
+        data = kernels.run(TINY, [1, 5], torch.bfloat16, StubbedClock())
+    return {"bench": "kernels", "device": "stub", "versions": {}, **data}
+
+
+def test_kernels_on_a_cpu_are_judged_and_not_timed(capsys):
+    data = bench(capsys, "kernels", "--models", "tiny", "--tokens", 3)
+    assert [case["case"] for case in data["cases"]] == [
+        "RMSNorm 3x64", "add + RMSNorm 3x64", "q/k norm 1x3x4x2x16"
+    ]  # fmt: skip
+    assert data["copy_gb_per_s"] is None and "need a GPU" in data["not_measured"][0]
+    for case in data["cases"]:
+        entries = case["implementations"]
+        assert {"hf_eager", "hf_rmsnorm", "F.rms_norm"} <= entries.keys()
+        ours = entries["hf_rmsnorm"]
+        assert ours["gate"]["failures"] == [] and ours["gate"]["bit_equal_to_hf"] == 1.0
+        assert ours["saved_bytes_per_row"] < entries["hf_eager"]["saved_bytes_per_row"]
+        assert not any(mode in entry for entry in entries.values() for mode in ("forward", "backward"))
+
+
+def test_kernels_of_every_model_are_there_once():
+    cases = kernels.cases(SHAPES, [4])
+    rows = {str(case): case.models for case in cases}
+    assert rows["RMSNorm 4x4096"] == ("Llama-3-8B", "Qwen3-8B", "Mistral-7B")
+    assert rows["q/k norm 1x4x16x8x128"] == ("Qwen3-0.6B",)
+    assert rows["add + RMSNorm 4x3584 weight + 1"] == ("Gemma-2-9B",)
+    assert len(cases) == len(rows) == 10
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio(offset):
+    wrong = {
+        "no weight": {"RMSNorm": lambda x, norm: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + 0 * norm.weight},
+        "raises": {"RMSNorm": lambda x, norm: x.no_such_method()},
+    }
+    case = peers.Case("RMSNorm", (4, 64), offset)
+    result = kernels.time_case(case, StubbedClock(), torch.bfloat16, wrong, 100.0)
+    entries = result["implementations"]
+    assert any("y: max error" in failure for failure in entries["no weight"]["gate"]["failures"])
+    assert "no_such_method" in entries["raises"]["gate"]["failures"][0] and "forward" not in entries["raises"]
+    assert entries["hf_rmsnorm"]["gate"]["failures"] == []
+    rival = entries["F.rms_norm"]["forward"]["times_ours"] if offset else None  # without offset it rounds otherwise
+    assert entries["hf_rmsnorm"]["forward"]["of_best_with_same_numerics"] == rival
+    lines = "\n".join(tables.kernels({"cases": [result]})).splitlines()
+    (line,) = (line for line in lines if "no weight" in line)
+    assert "NUMERICS DIFFER: y" in line and f"{entries['no weight']['forward']['times_ours']:.2f}*" in line
+    assert any("raises" in line and "FAILED: AttributeError" in line for line in lines)
+
+
+def test_missing_peers_are_named(capsys, monkeypatch):
+    for name in ("liger_kernel", "quack"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["bench", "kernels", "--models", "tiny", "--tokens", "1", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "liger: not importable: " in out and "quack: not importable: " in out
+
+
+def test_gpu_paths_of_kernels_with_a_stubbed_clock(rehearsed):
+    best = rehearsed["copy_gb_per_s"]["best"]
+    assert len(rehearsed["cases"]) == 6
+    for case in rehearsed["cases"]:
+        ours = case["implementations"]["hf_rmsnorm"]
+        assert "torch.compile" in case["implementations"] and case["sets"] >= 2
+        for entry in case["implementations"].values():
+            for direction in kernels.DIRECTIONS:
+                timing = entry[direction]
+                assert timing["of_copy"] == timing["gb_per_s"] / best
+                assert timing["times_ours"] == timing["us"] / ours[direction]["us"]
+    x, weights = 5 * 64 * 2, 4  # bytes; h is written and read besides x, residual and y
+    case = next(case for case in rehearsed["cases"] if case["case"] == "add + RMSNorm 5x64")
+    timing = case["implementations"]["hf_rmsnorm"]["forward"]
+    assert timing["gb_per_s"] == pytest.approx(weights * x / timing["us"] / 1e3)
+    (pair,) = rehearsed["against_layer_norm"]
+    rms, layer = (case["implementations"]["hf_rmsnorm"]["forward"]["us"] for case in pair["cases"])
+    assert pair["time_saved"]["hf_rmsnorm"]["forward"] == 1 - rms / layer
+    assert {"hf_eager", "F.rms_norm", "torch.compile"} <= pair["time_saved"].keys()
+    text = tables.text(rehearsed)
+    assert "of copy" in text and "RMSNorm against LayerNorm" in text
+
+
+def test_the_table_needs_no_rich(rehearsed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    text = tables.text(rehearsed)
+    assert text.isascii() and "hf_rmsnorm" in text and "x ours" in text
+
+
+def test_bandwidth_is_drawn_under_its_roof(rehearsed, tmp_path):
+    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is an extra")
+    figure = plot.draw(plt, rehearsed)
+    lines = [line.get_label() for line in figure.axes[0].get_lines()]
+    assert {"hf_eager", "hf_rmsnorm", "torch.compile", "copy"} <= set(lines)
+    figure.savefig(tmp_path / "roof.png")
+    plt.close(figure)
+    assert (tmp_path / "roof.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("phase, unit", [("decode", "tokens_per_s"), ("train", "ms")])
+def test_models_before_and_after(phase, unit):
+    sizes = {"prompt": 4, "new_tokens": 3, "prefill": 6, "batch": 1, "length": 5, "rounds": 1}
+    found = models.run(TINY, phase, sizes, 2, "cpu", torch.bfloat16)
+    variants = found["tiny"]["phases"][phase]
+    assert variants["unpatched"][unit] > 0 and variants["patch_model"]["speedup"] > 0
+    assert found["tiny"]["norms_swapped"] == 9 and found["tiny"]["layers"] == 2
+    result = {"bench": "train", "device": None, "versions": {}, "layers": {}, "not_measured": []}
+    assert "patch_model" in tables.text({**result, "phase": phase, "models": found})
+
+
+@pytest.mark.parametrize("what", ["generate", "train"])
+def test_on_a_cpu_models_are_counted(capsys, what):
+    data = bench(capsys, what, "--models", "tiny")
+    before, after = data["layers"]["tiny"]["unpatched"], data["layers"]["tiny"]["patched"]
+    assert before["sum"] == 56 and before["launches"] == 0
+    assert after["sum"] == after["operators"] + after["launches"] <= 26
+    saved = before["saved_bytes_per_token"] - after["saved_bytes_per_token"]
+    assert saved == 2 * 4 * 64 + 6 * 4 * 16, "xhat in half and x in single precision, of two norms and six heads"
+    assert data["models"] == {} and "before and after" in data["not_measured"][0]
+
+
+def test_host_costs_on_a_cpu(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra")
+    out, picture = tmp_path / "host.json", tmp_path / "host.png"
+    printed = json.loads(host("--json", "--out", str(out), "--plot", str(picture)))
+    assert json.loads(out.read_text()) == printed
+    assert picture.read_bytes().startswith(PNG)
+    assert printed.keys() >= ENVELOPE
+    assert list(printed["cases"]) == ["RMSNorm 1x1x64", "add + RMSNorm 1x1x64", "q/k norm 1x1x4x2x64"]
+    for entries in printed["cases"].values():
+        for mode in MODES:
+            assert 0 < entries["hf_rmsnorm"][mode]["us_min"] <= entries["hf_rmsnorm"][mode]["us"]
+        assert entries["hf_rmsnorm"]["operators"] == 0, "nothing but allocations and the launch"
+        assert entries["hf_eager"]["operators"] >= 8
+    assert printed["ratios"]["inference / F.rms_norm"] > 0
+    known = "liger" in printed["cases"]["RMSNorm 1x1x64"]
+    assert (printed["ratios"]["forward+backward / Liger"] is None) is not known
+    assert "not launched" in printed["not_measured"][0]
+
+
+def test_host_costs_are_not_taken_from_the_interpreter(capsys, monkeypatch):
+    data = bench(capsys, "host", "--models", "tiny")
+    assert data["cases"] == {} and data["ratios"] == {}
+    assert "TRITON_INTERPRET=1" in data["not_measured"][0]
+    assert data["layers"]["tiny"]["unpatched"]["sum"] == 56
+    assert "TRITON_INTERPRET=1" in fails(capsys, "host", "--models", "tiny", "--plot", "x.png")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["kernels", "--models", "tiny,GPT-5"], "no such shape: GPT-5; choose among Llama-3-8B"),
+        (["kernels", "--tokens", "4,0"], "0 is below 1"),
+        (["nothing"], "invalid choice"),
+        (["kernels", "--plot", "x.png"], "bench host --plot draws host costs"),
+        (["train", "--models", "tiny", "--out", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
+    ],
+)
+def test_bad_input_gets_one_line(capsys, arguments, message):
+    assert message in fails(capsys, *arguments)
+
+
+def test_a_missing_matplotlib_is_named_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "--plot needs matplotlib: pip install matplotlib" in fails(capsys, "host", "--plot", "x.png")
