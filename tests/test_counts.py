@@ -12,6 +12,7 @@ from hf_rmsnorm.bench.counting import Operators, saved_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+
 def test_inference_is_one_launch_and_one_allocation():
     x = torch.randn(4, 128, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.rand(128, device=DEVICE, dtype=torch.bfloat16)
