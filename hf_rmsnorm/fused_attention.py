@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,7 +48,9 @@ class QKFusion:
 
 def defer(attention: torch.nn.Module, held: dict, name: str, x):
     """x as it is, its norm put off until `settle`; or normalised, where that would not be computed in one launch."""
-    norm = attention._modules[name]
+    norm = attention._modules.get(name)
+    if norm is None:
+        return getattr(attention, name)(x)
     recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
     if (
         not _is_compiling()
@@ -55,6 +59,7 @@ def defer(attention: torch.nn.Module, held: dict, name: str, x):
         and recipe.reads_sums
         and untouched(norm)
         and (found := operands(norm, recipe)) is not None
+        and (found[0] is None or found[0].dim() == 1)
         and resolve_backend(x, found[0], found[1]) != "original"
         and recipe.fits(x, found[0], found[1])
     ):
@@ -81,14 +86,35 @@ def settle(attention: torch.nn.Module, held: dict, names: tuple[str, str], rotat
     return (q, k) if rotate is None else rotate(q, k, *tables)
 
 
-_rotaries: dict[Callable, bool] = {}
+# A function that was proven -> the globals that it and they name, which are to be the same when it is not run.
+_proven: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def is_rotary(function: Callable | None) -> bool:
-    """Whether a function computes ``x * cos + rotate_half(x) * sin`` of q and k, to the bit; it is run once."""
-    if function not in _rotaries:
-        _rotaries[function] = _rotates(function)
-    return _rotaries[function]
+def prove_rotary(function: Callable | None) -> bool:
+    """Whether a function computes ``x * cos + rotate_half(x) * sin`` of q and k, to the bit; it is run to see that."""
+    if not isinstance(function, types.FunctionType) or function.__closure__ or not _rotates(function):
+        return False
+    _proven[function] = _named(function)
+    return True
+
+
+def is_rotary(function: Callable) -> bool:
+    """Whether this is a function that was proven, and nothing that it calls has been exchanged since."""
+    named = _proven.get(function) if isinstance(function, types.FunctionType) else None
+    return named is not None and all(space.get(name) is value for space, name, value in named)
+
+
+def _named(function: types.FunctionType) -> list[tuple[dict, str, object]]:
+    found, waiting = [], [function]
+    while waiting:
+        each = waiting.pop()
+        for name in each.__code__.co_names:
+            if name in each.__globals__ and (each.__globals__, name) not in [(s, n) for s, n, _ in found]:
+                value = each.__globals__[name]
+                found.append((each.__globals__, name, value))
+                if isinstance(value, types.FunctionType):
+                    waiting.append(value)
+    return found
 
 
 @torch.no_grad()
@@ -142,7 +168,7 @@ def find_qk(cls: type, norms: set[str]) -> QKFusion:
     itself = next(iter(inspect.signature(function).parameters))
     place = _find(definition, itself, norms)
     rotary = "" if place.rotary is None else place.rotary.value.func.id
-    if rotary and not is_rotary(function.__globals__.get(rotary)):
+    if rotary and not prove_rotary(function.__globals__.get(rotary)):
         place, rotary = _find(definition, itself, norms, rotates=False), ""
     return QKFusion(*place.names, rotary)
 
@@ -196,7 +222,13 @@ def _rotates_both(statement: ast.stmt, q: str, k: str) -> bool:
 
 
 def _in_place(node: ast.AST) -> bool:
-    return isinstance(node, ast.AugAssign) or (isinstance(node, ast.Attribute) and node.attr.endswith("_"))
+    if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+        return True
+    return (
+        isinstance(node, ast.AugAssign)
+        or (isinstance(node, ast.Attribute) and node.attr.endswith("_"))
+        or (isinstance(node, ast.keyword) and node.arg == "out")
+    )
 
 
 def _mentions(node: ast.AST, name: str) -> bool:

@@ -12,10 +12,11 @@ import torch
 from .derived import derive, marked
 from .handover import leave
 from .layers import operands
-from .ops import add_norm_backend, fused_add_norm
-from .rewrite import CannotRewrite, with_sums, wrappers
+from .ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
+from .rewrite import CannotRewrite, guarded, with_sums, wrappers
 
 _is_compiling = torch.compiler.is_compiling
+_any_global_hook = torch.nn.modules.module._has_any_global_hook
 _NO_LINK = (lambda: None), ""
 
 
@@ -66,13 +67,18 @@ def add(layer: torch.nn.Module, left, right, reader: str):
     if found is None:
         return left + right
     weight, bias, spec = found
-    if not reader and not (weight is None or type(norm._parameters.get(recipe.weight)) is torch.nn.Parameter):
-        return left + right
     backend = add_norm_backend(right, left, weight, bias, spec)
     if backend == "original" or not recipe.fits(left, weight, bias):
         return left + right
-    total, output = fused_add_norm(right, left, weight, bias, spec, backend)
-    leave(norm, total, output, weight)
+    if reader or backend != "triton":
+        if not reader and torch.is_grad_enabled():
+            return left + right
+        total, output = fused_add_norm(right, left, weight, bias, spec, backend)
+    elif weight is None or type(norm._parameters.get(recipe.weight)) is torch.nn.Parameter:
+        total, output = sum_ahead_of_norm(right, left, weight, bias, spec)
+    else:
+        return left + right
+    leave(norm, total, output, weight, bias, spec, backend)
     return total
 
 
@@ -94,10 +100,15 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def untouched(norm: torch.nn.Module) -> bool:
-    """Whether calling the norm is running its forward: no hook, of a user or of what manages its weights."""
-    state = norm.__dict__
+    """Whether calling the norm is running its fused forward: no hook, of a user or of what manages its weights."""
+    state, cls = norm.__dict__, type(norm)
+    base = getattr(cls, "_hf_rmsnorm_base", None)
     return not (
-        norm._forward_pre_hooks
+        base is None
+        or base.forward is not cls._hf_rmsnorm_forward  # somebody gave the class another
+        or "parametrizations" in norm._modules  # a weight that is computed, once a call
+        or _any_global_hook()
+        or norm._forward_pre_hooks
         or norm._forward_hooks
         or norm._backward_hooks
         or norm._backward_pre_hooks
@@ -124,8 +135,8 @@ def fused_layer_class(base: type, fusion) -> type:
     key = (base, base.forward, fusion)
     with _classes_lock:
         if key not in _classes:
-            marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
-            cls = derive(base, fusion.rewrite(base), marks, fused_layer_class, fusion)
+            marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
+            cls = derive(base, guarded(fusion.rewrite(base), base), marks, fused_layer_class, fusion)
             if wrappers(cls.forward) != wrappers(base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")
             _classes[key] = cls

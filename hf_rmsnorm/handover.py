@@ -1,31 +1,32 @@
 """A norm computed together with the sum that it reads, kept until the norm is called with that very sum.
 
 `add + norm` is one launch, but a model adds in one place and calls the norm in another, as a module with its hooks. So
-the sum's maker leaves the norm's output here, and the norm's forward takes it where the tensor that arrives is the one
-that was left, unmodified (identity and version counter, of the sum and of the weight). Else it computes.
+the sum's maker leaves what the norm computes here, and the norm's forward takes it where the tensor that arrives is the
+one that was left, unmodified (identity and version counter, of the sum and of the parameters). Else it computes.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 
-class _Left(NamedTuple):
+@dataclass(frozen=True)
+class _Left:
     norm: weakref.ref
     total: weakref.ref
-    total_version: int | None
-    weight: torch.Tensor | None
-    weight_version: int
-    grad_enabled: bool
-    output: torch.Tensor
+    weight: weakref.ref | None
+    bias: weakref.ref | None
+    operands: tuple
+    output: object
 
 
 class _Slot(threading.local):
-    left: _Left | None = None  # by thread: another one in the same model has its own
+    def __init__(self):  # by thread: another one in the same model has its own
+        self.left: list[_Left | None] = [None]
 
 
 _slot = _Slot()
@@ -35,31 +36,35 @@ def _version(t: torch.Tensor | None) -> int | None:
     return None if t is None or t.is_inference() else t._version
 
 
-def leave(norm: torch.nn.Module, total: torch.Tensor, output: torch.Tensor, weight: torch.Tensor | None) -> None:
-    """Leave the output of `norm` for `total`; what nobody took before is dropped, and this when `total` dies."""
+def _reference(t: torch.Tensor | None) -> weakref.ref | None:
+    return None if t is None else weakref.ref(t)  # the same object each time, so that `is` compares tensors
 
-    def drop(reference: weakref.ref) -> None:
-        left = _slot.left
-        if left is not None and left.total is reference:
-            _slot.left = None
 
-    _slot.left = _Left(
-        weakref.ref(norm), weakref.ref(total, drop), _version(total), weight, _version(weight),
-        torch.is_grad_enabled(), output,
+def _operands(x, weight, bias, spec, backend) -> tuple:
+    versions = _version(x), _version(weight), _version(bias)
+    return versions, torch.is_grad_enabled(), backend, spec
+
+
+def leave(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, spec, backend: str) -> None:
+    """Leave what `norm` computes of `total`; what nobody took before is dropped, and this when `total` dies."""
+    place = _slot.left
+
+    def drop(reference: weakref.ref) -> None:  # perhaps in another thread than this one
+        if place[0] is not None and place[0].total is reference:
+            place[0] = None
+
+    place[0] = _Left(
+        weakref.ref(norm), weakref.ref(total, drop), _reference(weight), _reference(bias),
+        _operands(total, weight, bias, spec, backend), output,
     )  # fmt: skip
 
 
-def take(norm: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor | None:
-    """What was left for this call of `norm`, once; None where it was another norm, tensor, version or weight."""
-    left = _slot.left
+def take(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, backend: str):
+    """What was left for this call of `norm`, once; None where any of all this was another, or has changed since."""
+    left = _slot.left[0]
     if left is None or left.total() is not x or left.norm() is not norm:
         return None
-    _slot.left = None
-    if (
-        left.total_version != _version(x)
-        or left.weight is not weight
-        or left.weight_version != _version(weight)
-        or left.grad_enabled != torch.is_grad_enabled()
-    ):
+    _slot.left[0] = None
+    if left.weight is not _reference(weight) or left.bias is not _reference(bias):
         return None
-    return left.output
+    return left.output if left.operands == _operands(x, weight, bias, spec, backend) else None

@@ -164,7 +164,7 @@ def fused_class(base: type, recipe: Recipe) -> type:
     key = (base, base.forward, recipe)
     with _classes_lock:
         if key not in _classes:
-            marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe}
+            marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward}
             _classes[key] = derive(base, _make_forward(base, recipe), marks, fused_class, recipe)
         return _classes[key]
 
@@ -190,8 +190,6 @@ def _make_forward(base: type, recipe: Recipe):
         else:
             x, gate = _inputs(args, kwargs, input_name, gate_name)
         weight = None if weight_name is None else _tensor(self, weight_name)
-        if sums and x is not None and not _is_compiling() and (y := take(self, x, weight)) is not None:
-            return y
         bias = None if bias_name is None else _tensor(self, bias_name)
         spec = recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
@@ -211,7 +209,10 @@ def _make_forward(base: type, recipe: Recipe):
         backend = resolve_backend(rows, weight, bias, gate, spec.group_size)
         if backend == "original" or (backend == "reference" and not _fits(rows, weight, bias, gate, spec)):
             return own_forward(self, *args, **kwargs)
-        y = fused_norm(rows, weight, bias, spec, backend, gate)
+        known = take(self, x, weight, bias, spec, backend) if sums and not _is_compiling() else None
+        if isinstance(known, torch.Tensor):
+            return known
+        y = fused_norm(rows, weight, bias, spec, backend, gate, *(() if known is None else (known,)))
         if channels_first:
             y = y.movedim(-1, 1)
         return y.contiguous() if row_major else y

@@ -7,12 +7,16 @@ of the original.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import linecache
 import textwrap
+import types
 from collections.abc import Callable, Mapping
 
 _FACTORY = "_hf_rmsnorm_make"
 _ADD = "_hf_rmsnorm_add"
+_GUARD = "stepping_aside"
 
 
 class CannotRewrite(Exception):
@@ -32,6 +36,7 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
         raise CannotRewrite("its forward uses variables of the function around it")
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        same = _is_source_of(function)
     except (OSError, TypeError, SyntaxError) as error:
         raise CannotRewrite("the source of its forward is not there") from error
     definition = tree.body[0] if len(tree.body) == 1 else None
@@ -41,7 +46,67 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
         name = getattr(node, "attr", getattr(node, "id", ""))
         if isinstance(name, str) and name.startswith("__") and not name.endswith("__"):
             raise CannotRewrite(f"its forward uses the private name {name}")
+    if not same:
+        raise CannotRewrite("the source of its forward has changed since it was imported")
     return function, definition
+
+
+def _is_source_of(function: Callable) -> bool:
+    """Whether the file that a function came from still says what the function runs."""
+    code = function.__code__
+    found = _compiled("".join(linecache.getlines(code.co_filename))).get((code.co_name, code.co_firstlineno))
+    return found is not None and _gist(found) == _gist(code)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(text: str) -> dict[tuple[str, int], types.CodeType]:
+    """The functions of a module's text by name and line. Compiled whole: what it imports decides on some bytecode."""
+    found: dict[tuple[str, int], types.CodeType] = {}
+    waiting = [compile(text, "", "exec", dont_inherit=True)]
+    while waiting:
+        for const in waiting.pop().co_consts:
+            if isinstance(const, types.CodeType):
+                found[const.co_name, const.co_firstlineno] = const
+                waiting.append(const)
+    return found
+
+
+def _gist(code) -> tuple:
+    consts = tuple(_gist(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
+    return code.co_code, code.co_names, code.co_varnames, consts
+
+
+def guarded(forward: Callable, base: type) -> Callable:
+    """A forward that steps aside where somebody gives the class it was made from another."""
+    original = base.forward
+
+    @functools.wraps(forward)
+    def stepping_aside(self, *args, **kwargs):
+        if base.forward is not original:
+            return base.forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return stepping_aside
+
+
+def changes_itself(definition: ast.FunctionDef) -> bool:
+    """Whether a method assigns to what its object holds, or calls something of it for nothing but its effect."""
+    itself = definition.args.args[0].arg if definition.args.args else ""
+
+    def held(node: ast.AST) -> bool:
+        while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return isinstance(node, ast.Name) and node.id == itself
+
+    for node in ast.walk(definition):
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
+        if isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        if any(held(t) for target in targets for t in getattr(target, "elts", [target]) if not isinstance(t, ast.Name)):
+            return True
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and held(node.value):
+            return True
+    return False
 
 
 def sums(definition: ast.FunctionDef) -> list[ast.BinOp]:
@@ -95,6 +160,9 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
     for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs):
         argument.annotation = None  # they may name what only type checkers import
     definition.returns = None
+    # The function's own are put back below: their expressions may name what is there in the class's body alone.
+    definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
+    definition.args.kw_defaults = [None if d is None else ast.Constant(None) for d in definition.args.kw_defaults]
     # A function around it gives `super()` its class, and keeps the new names out of the module's globals.
     names = ["__class__", *helpers]
     factory = ast.FunctionDef(
@@ -104,9 +172,15 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
     tree = ast.fix_missing_locations(ast.Module([factory], []))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     made: dict = {}
-    exec(compile(tree, function.__code__.co_filename, "exec"), function.__globals__, made)
+    try:
+        exec(compile(tree, function.__code__.co_filename, "exec"), function.__globals__, made)
+    except Exception as error:  # a decorator may name what is there in the class's body alone, and raise anything
+        raise CannotRewrite(f"its forward cannot be compiled again: {type(error).__name__}: {error}") from error
     owner = next((c for c in cls.__mro__ if inspect.unwrap(c.__dict__.get("forward")) is function), cls)
-    forward = made[_FACTORY](owner, *helpers.values())
+    try:
+        forward = made[_FACTORY](owner, *helpers.values())
+    except Exception as error:
+        raise CannotRewrite(f"its forward cannot be compiled again: {type(error).__name__}: {error}") from error
     inner = inspect.unwrap(forward)
     inner.__defaults__, inner.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     inner.__qualname__, inner.__annotations__ = function.__qualname__, function.__annotations__
@@ -117,6 +191,8 @@ def wrappers(forward: Callable) -> list:
     """The code of each function around the innermost one."""
     codes = []
     while hasattr(forward, "__wrapped__"):
-        codes.append(getattr(forward, "__code__", type(forward)))
+        code = getattr(forward, "__code__", type(forward))
+        if getattr(code, "co_qualname", getattr(code, "co_name", "")).rpartition(".")[2] != _GUARD:
+            codes.append(code)
         forward = forward.__wrapped__
     return codes

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.fused_attention import QKFusion, find_qk, is_rotary
+from hf_rmsnorm.fused_attention import QKFusion, find_qk, prove_rotary
 from hf_rmsnorm.rewrite import CannotRewrite
 
 IDS = tiny_models.token_ids()
@@ -142,10 +142,10 @@ def test_copies_and_undoing(how):
 
 
 def test_what_is_a_rotary_embedding_is_found_by_running_it():
-    assert is_rotary(modeling_qwen3.apply_rotary_pos_emb)
-    assert not is_rotary(lambda q, k, cos, sin: (q, k))
-    assert not is_rotary(lambda q, k: (q, k))
-    assert not is_rotary(None)
+    assert prove_rotary(modeling_qwen3.apply_rotary_pos_emb)
+    assert not prove_rotary(lambda q, k, cos, sin: (q, k))
+    assert not prove_rotary(lambda q, k: (q, k))
+    assert not prove_rotary(None)
 
     def interleaved(q, k, cos, sin):
         def rotate(x):
@@ -153,7 +153,7 @@ def test_what_is_a_rotary_embedding_is_found_by_running_it():
 
         return tuple(x * cos[:, None] + rotate(x) * sin[:, None] for x in (q, k))
 
-    assert not is_rotary(interleaved)
+    assert not prove_rotary(interleaved)
 
 
 class Attention(nn.Module):

@@ -1,6 +1,6 @@
 """Public operators and the choice of backend."""
 
-from .add_norm import add_norm_backend, fused_add_norm
+from .add_norm import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from .backend import describe_backend, resolve_backend, use_backend
 from .norm import fused_norm, layer_norm, rms_norm
 from .qk import fused_qk_norm, qk_norm_backend
@@ -15,5 +15,6 @@ __all__ = [
     "qk_norm_backend",
     "resolve_backend",
     "rms_norm",
+    "sum_ahead_of_norm",
     "use_backend",
 ]

@@ -36,6 +36,44 @@ class _FusedAddNorm(torch.autograd.Function):
         return dsum if need_x else None, dsum if need_residual else None, dweight, dbias, None
 
 
+class _Sum(torch.autograd.Function):
+    """``residual + x``, whose launch computes the norm of the sum too and puts it, in no graph, into a list."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, spec, norm):
+        h, *known = _launch(x, residual, weight, bias, spec, True)
+        norm.extend(known)
+        return h
+
+    @staticmethod
+    def backward(ctx, dh):
+        return dh, dh, None, None, None, None
+
+
+def sum_ahead_of_norm(x, residual, weight, bias, spec) -> tuple[torch.Tensor, tuple]:
+    """(``residual + x``, what `fused_norm` may be told that it `known`s of the sum), in one launch.
+
+    The norm is in no graph yet: whoever calls it puts it there, as a function of the very sum that arrives. So hooks,
+    gradients and checkpoints see the two as they are without fusion, where the sum is seen in between.
+
+    Args:
+        as in `fused_add_norm`, for calls that `add_norm_backend` gives to Triton.
+    """
+    grad = torch.is_grad_enabled()
+    with torch.no_grad():
+        if spec.functional:
+            _, weight, bias = autocast_to_float32(x, weight, bias)
+        weight, bias = (t if t is None or t.is_contiguous() else t.contiguous() for t in (weight, bias))
+    if grad and (x.requires_grad or residual.requires_grad):
+        known: list = []
+        h = _Sum.apply(x, residual, weight.detach() if weight is not None else None,
+                       bias.detach() if bias is not None else None, spec, known)  # fmt: skip
+        return h, tuple(known)
+    with torch.no_grad():
+        h, *known = _launch(x, residual, weight, bias, spec, grad)
+    return h, tuple(known)
+
+
 def _launch(x, residual, weight, bias, spec, stats):
     if _is_compiling() or not plain(x, residual, weight, bias):
         return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)

@@ -18,15 +18,15 @@ _is_compiling = torch.compiler.is_compiling
 class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
-    def forward(ctx, x, weight, bias, gate, spec):
-        y, rstd, mean = _launch_forward(x, weight, bias, gate, spec, True)[:3]
+    def forward(ctx, x, weight, bias, gate, spec, known):
+        y, rstd, mean = known or _launch_forward(x, weight, bias, gate, spec, True)[:3]
         ctx.save_for_backward(x, weight, bias, gate, rstd, mean)
         ctx.spec = spec
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *norm_gradients(dy, *ctx.saved_tensors, ctx.spec, list(ctx.needs_input_grad[:4])), None
+        return *norm_gradients(dy, *ctx.saved_tensors, ctx.spec, list(ctx.needs_input_grad[:4])), None, None
 
 
 def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, need, dh=None):
@@ -86,6 +86,7 @@ def fused_norm(
     spec: NormSpec,
     backend: str | None = None,
     gate: torch.Tensor | None = None,
+    known: tuple | None = None,
 ) -> torch.Tensor:
     """Compute `spec` on x with the backend in force.
 
@@ -95,6 +96,7 @@ def fused_norm(
             spec says.
         backend: what `resolve_backend` answered, if the caller has asked already.
         gate: x's shape, where the spec has one.
+        known: (y, rstd, mean) of just this, in no graph, where a launch has computed it already.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging Face module's output has.
@@ -119,8 +121,8 @@ def fused_norm(
     ):
         if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
             return _launch_forward(x, weight, bias, gate, spec, True)[0]
-        return _FusedNorm.apply(x, weight, bias, gate, spec)
-    return _launch_forward(x, weight, bias, gate, spec, False)[0]
+        return _FusedNorm.apply(x, weight, bias, gate, spec, known)
+    return known[0] if known is not None else _launch_forward(x, weight, bias, gate, spec, False)[0]
 
 
 def transformed() -> bool:

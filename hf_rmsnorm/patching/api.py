@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from .chain import fuse_layers
 from .report import PatchReport
-from .swap import restore, swap, unfuse
+from .swap import fuse, restore, swap, unfuse
 from .walk import Globs, Plan, make_plan
 
 
@@ -88,45 +89,48 @@ def patched(
 
     Args and errors: those of `patch_model`. Gives the report to ``as``.
     """
-    report, changed = _patch(model, include, exclude, strict, fuse_residual, stacklevel=4)
+    report, undo = _patch(model, include, exclude, strict, fuse_residual, stacklevel=4)
     try:
         yield report
     finally:
-        _undo(changed)
+        _run(undo)
 
 
-def _undo(changed: list[torch.nn.Module]) -> None:
-    for module in changed:
-        unfuse(module)
-        restore(module)
+def _run(steps: list[Callable[[], object]]) -> None:
+    for step in reversed(steps):
+        step()
 
 
 def _patch(
     model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool, fuse_residual: bool, stacklevel: int
-) -> tuple[PatchReport, list[torch.nn.Module]]:
-    """(the report, the modules that were changed)."""
+) -> tuple[PatchReport, list[Callable[[], object]]]:
+    """(the report, what undoes the changes, to be called in the opposite order)."""
     _check_module("patch_model", model)
     plan = make_plan(model, include, exclude)
     if strict:
         _check_strict(model, plan)
-    changed = []
+    undo: list[Callable[[], object]] = []
+    layers: tuple = ()
     try:
         for entry in plan.entries:
             if entry.recipe is not None and not entry.already:
                 swap(entry.module, entry.recipe)
-                changed.append(entry.module)
-        layers, fused = fuse_layers(model) if fuse_residual else ((), [])
-        changed += fused
+                undo.append(partial(restore, entry.module))
+        if fuse_residual:
+            layers, fused = fuse_layers(model)
+            undo += [partial(unfuse, module) for module in fused]
+        else:
+            for module in model.modules():
+                fusion = unfuse(module)
+                if fusion is not None:
+                    undo.append(partial(fuse, module, fusion))
     except BaseException:
-        _undo(changed)
+        _run(undo)
         raise
-    if not fuse_residual:
-        for module in model.modules():
-            unfuse(module)
     if not any(entry.recipe for entry in plan.entries):
         found = f"none of {len(plan.entries)} could be swapped, print the report" if plan.entries else "there is none"
         warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
-    return replace(plan.report(), layers=layers), changed
+    return replace(plan.report(), layers=layers), undo
 
 
 def _check_module(function: str, model) -> None:

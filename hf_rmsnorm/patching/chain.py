@@ -34,11 +34,11 @@ def fuse_layers(model: nn.Module) -> tuple[tuple[FusedLayer, ...], list[nn.Modul
     Returns:
         (what was found, for the report; the modules that were changed).
     """
-    layers = {module: _examine(module, path) for path, module in model.named_modules() if norms_of(module)}
     places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
     rows = [(p, name, list(row)) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
-    behind = _behind_each(rows, layers)
     in_rows = {module for _, _, row in rows for module in row}
+    layers = {m: _examine(m, path, m in in_rows) for path, m in model.named_modules() if norms_of(m)}
+    behind = _behind_each(rows, layers)
     records, changed = [], []
     for module, layer in layers.items():
         inside = [f"+ {reader}" for _, reader in layer.fusion.sites if reader] if layer.fusion is not None else []
@@ -53,22 +53,25 @@ def fuse_layers(model: nn.Module) -> tuple[tuple[FusedLayer, ...], list[nn.Modul
                     reader, owner = behind[module]
                     link(module, owner, reader)
                     inside.append("+ the norm behind it")
-            except (CannotRewrite, TypeError) as error:  # a metaclass of the user's may refuse
-                layer.reason = str(error)
+            except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
+                layer.reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
         if (layer.reason or inside) and (not layer.reason or module in in_rows):
             fused = "" if layer.reason else ", ".join(inside)
             records.append(FusedLayer(layer.path, type(module).__name__, fused, layer.reason))
     return tuple(records), changed
 
 
-def _examine(module: nn.Module, path: str) -> Layer:
+def _examine(module: nn.Module, path: str, in_row: bool) -> Layer:
     part = layer_part(type(module))
+    if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
+        return Layer(module, path, None, "its class was given another forward: unpatch the model and patch it again")
     if part is not None:
         fusion = part._hf_rmsnorm_fusion
         return Layer(module, path, None, qk=fusion) if isinstance(fusion, QKFusion) else Layer(module, path, fusion)
     if other := replaced_forward(module):
         return Layer(module, path, None, f"its forward was replaced on the instance by {other}")
-    found = find_fusion(module)
+    # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
+    found = find_fusion(module) if in_row else Fusion(())
     if isinstance(found, Fusion) and found.sites:
         return Layer(module, path, found)
     try:
@@ -82,7 +85,7 @@ def _heads(attention: nn.Module) -> set[str]:
     found = set()
     for name, norm in norms_of(attention).items():
         spec = fused_part(type(norm))._hf_rmsnorm_recipe.spec
-        if not spec.has_bias and all(p.shape[-1] <= MAX_HEAD_DIM for p in norm.parameters(recurse=False)):
+        if not spec.has_bias and all(len(p.shape) == 1 and p.shape[0] <= MAX_HEAD_DIM for p in norm.parameters(recurse=False)):
             found.add(name)
     return found
 

@@ -7,8 +7,10 @@ tensor that a `+` returned reads that sum. The forward with those sums fused the
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import itertools
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -18,11 +20,13 @@ from torch import nn
 from ..fused_layers import Fusion
 from ..handover import leave
 from ..layers import fused_part, operands
-from ..rewrite import CannotRewrite, forward_source, sums, with_sums
+from ..ops import resolve_backend
+from ..rewrite import CannotRewrite, changes_itself, forward_source, sums, with_sums
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
 _cache: dict[tuple, Fusion | str] = {}
+_NUMBER = re.compile("training|idx|index|layer_id")
 
 
 def find_fusion(layer: nn.Module) -> Fusion | str:
@@ -47,7 +51,8 @@ def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _key(layer: nn.Module) -> tuple:
-    plain = {k: v for k, v in vars(layer).items() if isinstance(v, (bool, str, float)) and k != "training"}
+    # Settings that a forward may branch on; not the layer's number, or each would be run anew.
+    plain = {k: v for k, v in vars(layer).items() if isinstance(v, (bool, str, float, int)) and not _NUMBER.search(k)}
     children = tuple((name, type(child)) for name, child in layer.named_children())
     shapes = tuple(tuple(p.shape) for norm in norms_of(layer).values() for p in norm.parameters(recurse=False))
     return type(layer), inspect.unwrap(type(layer).forward), children, shapes, tuple(sorted(plain.items()))
@@ -59,6 +64,8 @@ def _learn(layer: nn.Module) -> Fusion | str:
     positions = range(len(sums(definition)))
     if not positions:
         return "its forward adds nothing"
+    if changes_itself(definition):
+        return "its forward changes what the layer holds"
     norms = norms_of(layer)
     size, dtype = _row(norms)
     x = torch.randn(*SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -101,7 +108,8 @@ def _proven(base: type, stand_in: nn.Module, fusion: Fusion, expected: torch.Ten
         total = left + right
         if reader:
             norm = layer._modules[reader]
-            leave(norm, total, type(norm).forward(norm, total), operands(norm, type(norm)._hf_rmsnorm_recipe)[0])
+            given = operands(norm, type(norm)._hf_rmsnorm_recipe)
+            leave(norm, total, type(norm).forward(norm, total), *given, resolve_backend(total, *given[:2]))
         return total
 
     if not torch.equal(_run(with_sums(base, dict(fusion.sites), add), stand_in, x), expected):
@@ -183,8 +191,10 @@ def _bare(module: nn.Module) -> nn.Module:
     for name, value in vars(module).items():
         if name.endswith("_hooks") or name.startswith("_forward_hooks") or name.startswith("_forward_pre_hooks"):
             new.__dict__[name] = OrderedDict()
-        elif name in ("_parameters", "_buffers", "_modules"):
-            new.__dict__[name] = dict(value)
+        elif name == "_buffers":
+            new.__dict__[name] = {key: t if t is None else t.clone() for key, t in value.items()}
+        elif isinstance(value, (dict, list, set)):
+            new.__dict__[name] = copy.copy(value)
     for name in ("forward", "_old_forward", "_hf_hook", "_is_hf_initialized"):
         new.__dict__.pop(name, None)
     return new

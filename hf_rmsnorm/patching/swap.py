@@ -67,12 +67,13 @@ def fuse(layer: torch.nn.Module, fusion: Fusion) -> None:
     _rebind(layer, base.forward, cls.forward)
 
 
-def unfuse(layer: torch.nn.Module) -> bool:
-    """Undo `fuse`, exactly; whether there was something to undo."""
+def unfuse(layer: torch.nn.Module):
+    """Undo `fuse`, exactly; the fusion that was undone, or None."""
     fused = layer_part(type(layer))
-    if fused is not None:
-        _take_off(layer, fused, fused._hf_rmsnorm_layer_base)
-    return fused is not None
+    if fused is None:
+        return None
+    _take_off(layer, fused, fused._hf_rmsnorm_layer_base)
+    return fused._hf_rmsnorm_fusion
 
 
 def _take_off(module: torch.nn.Module, fused: type, base: type) -> None:
