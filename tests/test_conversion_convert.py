@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,23 @@ def test_a_model_without_a_head_gets_none_that_is_tied_to_the_centred_table(cls,
         assert (expected - got).abs().max() <= 1e-6 * expected.abs().max()
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
     assert "lm_head.weight" in info["missing_keys"]
+
+
+def test_broken_sources_are_one_line_of_the_command(tmp_path, capsys):
+    """What is wrong, where, and the cure; no name of an exception."""
+    src = tmp_path / "src"
+    shutil.copytree(GPT2, src)
+    config = json.loads((src / "config.json").read_text())
+    (src / "config.json").write_text(json.dumps({**config, "hf_rmsnorm": "yes"}))
+    assert main(["convert", str(src), str(tmp_path / "dst")]) == 2
+    assert "hf_rmsnorm in its config.json is no record" in capsys.readouterr().err
+    (src / "config.json").write_text(json.dumps(config))
+    whole = (src / "model.safetensors").read_bytes()
+    (src / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert main(["convert", str(src), str(tmp_path / "dst")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf-rmsnorm: error: {src / 'model.safetensors'}: truncated") and "download it" in error
+    assert not (tmp_path / "dst").exists()
 
 
 def deep_model(layers, table_mean, folder):

@@ -175,6 +175,16 @@ def test_weights_on_the_disk_are_looked_at(folders, tmp_path):
         torch.testing.assert_close(logits(model), expected)
 
 
+def test_a_hook_on_what_writes_to_the_stream_keeps_layer_norm(folders):
+    model = load(folders[1])
+    model.transformer.h[0].attn.c_proj.register_forward_hook(lambda module, args, output: output + 1)
+    expected = logits(model)
+    report = patch_model(model)
+    assert not any(record.converted for record in report.swapped)
+    assert "transformer.h.0.attn.c_proj has a hook" in report.swapped[0].notes
+    torch.testing.assert_close(logits(model), expected)
+
+
 def test_another_eps_than_the_recorded_keeps_layer_norm(folders):
     model = load(folders[1])
     model.transformer.ln_f.eps = 1e-3

@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             if args.traceback:
                 raise
-            hint = "" if isinstance(error, (CliError, ValueError)) else f"{type(error).__name__}: "
+            own = isinstance(error, (CliError, ValueError)) or type(error).__module__.startswith("hf_rmsnorm")
+            hint = "" if own else f"{type(error).__name__}: "
             print(f"hf-rmsnorm: error: {hint}{one_line(error)}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:

@@ -187,8 +187,10 @@ def _plan_of_base(model: Source, converted: Path) -> ConversionPlan:
         whole = made.tensors.keys() == model.tensors.keys() | {copy.key for copy in plan.copy}
         if whole and not folded and record.get("writers") == plan.config[RECORD_KEY]["writers"]:
             return plan
-    cure = f"convert {model.folder} without --target native, --fold-affine and --post-norm"
-    raise ConversionError(f"{converted}: not what an adapter goes with: {cure}")
+    raise ConversionError(
+        f"{converted}: not what an adapter of {model.folder} goes with: pass the folder that `hf-rmsnorm convert "
+        f"{model.folder} CONVERTED` wrote; native, folded and post-norm conversions take no adapters"
+    )
 
 
 def _writers(done: ConversionPlan, twin: Twin, prefix: str) -> tuple[Callable[[str], str], Writers]:

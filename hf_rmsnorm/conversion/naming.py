@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors import safe_open
-
 from .plan import ConversionPlan, ConversionRefused
-from .source import read_json
+from .source import read_json, read_keys
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -18,8 +16,7 @@ def stored_names(folder: Path) -> set[str]:
         return set(read_json(index).get("weight_map", ()))
     names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            names.update(opened.keys())
+        names.update(read_keys(file))
     return names
 
 

@@ -140,7 +140,7 @@ def _check_centre(source: Source, shapes: dict[str, StoredTensor], centre: Centr
         which = "" if centre.blocks is None else f", number {' '.join(map(str, centre.blocks))}"
         raise ConversionError(
             f"{source.folder}: {centre.key} has {length} elements along axis {centre.axis}, which has no such blocks "
-            f"of {centre.block}{which}: make the plan again for this checkpoint"
+            f"of {centre.block}{which}: config.json is not of these weights, or the plan is of others"
         )
 
 

@@ -266,12 +266,28 @@ def _shard_names(folder: Path, index_name: str, index: dict) -> list[str]:
     return sorted(set(names.values()))
 
 
-def _open_safetensors(path: Path) -> SafetensorsShard:
+def read_keys(path: Path) -> list[str]:
+    """Names of the tensors of a safetensors file.
+
+    Raises:
+        ConversionError: it is truncated or corrupt.
+    """
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _opened(path: Path):
     try:
-        with safe_open(path, "pt") as file:  # the library's own check of lengths, offsets, shapes and dtypes
-            metadata = file.metadata()
+        with safe_open(path, "pt") as file:
+            yield file
     except SafetensorError as error:
         raise ConversionError(f"{path}: truncated or corrupt ({error}): download it again") from error
+
+
+def _open_safetensors(path: Path) -> SafetensorsShard:
+    with _opened(path) as file:  # the library's own check of lengths, offsets, shapes and dtypes
+        metadata = file.metadata()
     with open(path, "rb") as file:
         prefix = file.read(8)
         header = prefix + file.read(struct.unpack("<Q", prefix)[0])

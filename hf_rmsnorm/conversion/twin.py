@@ -117,7 +117,10 @@ def make_twin(
 
 def config_and_class(source, trust_remote_code: bool, model_class) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     config = config_of(source, trust_remote_code)
-    if (getattr(config, RECORD_KEY, None) or {}).get("computes") == TRAINED_AS_RMS:
+    record = getattr(config, RECORD_KEY, None)
+    if record is not None and not isinstance(record, dict):
+        raise ConversionRefused(f"{source}: {RECORD_KEY} in its config.json is no record of this package: take it out")
+    if record is not None and record.get("computes") == TRAINED_AS_RMS:
         raise ConversionRefused(
             f"{config.model_type}: by the record in its config.json this is an RMSNorm model already, trained as one: "
             "patch_model runs it, and there is nothing to convert"

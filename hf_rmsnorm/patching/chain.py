@@ -85,7 +85,8 @@ def _heads(attention: nn.Module) -> set[str]:
     found = set()
     for name, norm in norms_of(attention).items():
         spec = fused_part(type(norm))._hf_rmsnorm_recipe.spec
-        if not spec.has_bias and all(len(p.shape) == 1 and p.shape[0] <= MAX_HEAD_DIM for p in norm.parameters(recurse=False)):
+        shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
+        if not spec.has_bias and all(len(shape) == 1 and shape[0] <= MAX_HEAD_DIM for shape in shapes):
             found.add(name)
     return found
 

@@ -87,7 +87,7 @@ def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict]
             return Conversion(norms, WITHOUT_WEIGHTS)
         return Conversion(norms, f"{STAYS}{hidden} is not here whole; patch once the weights are loaded")
     try:
-        doubt = _doubt(tensors, record)
+        doubt = tensors.hooked(record) or _doubt(tensors, record)
     except ValueError as error:
         doubt = str(error)
     return Conversion(norms, doubt and STAYS + doubt)
@@ -135,6 +135,15 @@ class _Weights(Mapping[str, torch.Tensor]):
         some = copy(self)
         some._owners = {new: self._owners[old] for old, new in names.items()}
         return some
+
+    def hooked(self, record: Mapping) -> str:
+        """Why a hook is in the way: on a module that writes to the stream it may add what has a mean."""
+        for key in Writers(record, self._owners).how:
+            module, _ = self._owners[key]
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks):
+                return f"{key.rpartition('.')[0]} has a hook, which may change what it writes to the stream"
+        return ""
 
     def hidden(self) -> str:
         """The first parameter that cannot be looked at, "" if there is none."""
