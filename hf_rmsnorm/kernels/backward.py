@@ -8,12 +8,15 @@ gate or weight before it multiplies what dx becomes.
 Parameter gradients are summed in float32, in a fixed order and without atomics: each program of a persistent grid
 keeps one partial row in registers, and `reduce_partials` adds the rows. What nobody asked for (a None pointer) is not
 computed.
+
+FROM_OUTPUT: X is the norm's output y, and xhat = (y - bias) / (weight_offset + weight). Then a MEAN only says that the
+norm is centered. Not with a gate, a weight before the norm, or an eps outside the root.
 """
 
 import triton
 import triton.language as tl
 
-from .common import activation, load, round_hat, row_offsets, scale_of, store
+from .common import activation, hat_of_output, load, round_hat, row_offsets, scale_of, store
 
 
 @triton.jit
@@ -31,7 +34,7 @@ def norm_backward(
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
-    STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
+    STAGES: tl.constexpr, RELOAD_W: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
@@ -39,7 +42,7 @@ def norm_backward(
         DY, X: rows of unit stride, addressed as in `norm_forward`, each with its own inner length.
         G, DH: rows of the gate, and of what is added to dx before that is rounded, or None. Their address is other_*:
             nothing has both.
-        W: (HEADS, N) or None. B: the same, and given only where a gate's gradient needs it.
+        W: (HEADS, N) or None. B: the same, and given only where a gate's gradient or FROM_OUTPUT needs it.
         RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None for RMSNorm.
         DX, DG: (rows_total, N), contiguous, or None.
         DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is the head.
@@ -93,11 +96,19 @@ def norm_backward(
             scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
             unscaled = x
             x = (x * scale).to(X.dtype.element_ty).to(tl.float32)
-        if MEAN is not None:
-            x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
-            if BLOCK != N:
-                x = tl.where(col_mask, x, 0.0)
-        xhat = x * rstd[:, None]
+        if FROM_OUTPUT:
+            scale = None
+            if W is not None:
+                if RELOAD_W:
+                    w = load(W + tile_cols, col_mask, BLOCK == N)
+                scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
+            xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N)
+        else:
+            if MEAN is not None:
+                x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
+                if BLOCK != N:
+                    x = tl.where(col_mask, x, 0.0)
+            xhat = x * rstd[:, None]
         g = dy.to(tl.float32)
         if AFTER:
             if DG is not None:
@@ -126,7 +137,8 @@ def norm_backward(
             along = tl.sum(g * xhat, axis=1) * (1.0 / N)
             if EPS_OUTSIDE:
                 along = along * eps_outside_factor(tl.sum(x * x, axis=1) * (1.0 / N), eps)
-            if RELOAD_W or MEAN is not None:  # noqa: SIM108  by way of x fewer values are live across the sum
+            # By way of x fewer values are live across the sum.
+            if (RELOAD_W or MEAN is not None) and not FROM_OUTPUT:  # noqa: SIM108
                 dx = g - x * (along * rstd)[:, None]
             else:
                 dx = g - xhat * along[:, None]
@@ -134,7 +146,10 @@ def norm_backward(
                 dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
             dx = dx * rstd[:, None]
             if EARLY_DH:
-                dx = early - x * (along * rstd * rstd)[:, None]
+                if FROM_OUTPUT:
+                    dx = early - xhat * (along * rstd)[:, None]
+                else:
+                    dx = early - x * (along * rstd * rstd)[:, None]
             if WEIGHT_FIRST:
                 if DW is not None:
                     dw += dx * unscaled
@@ -152,96 +167,6 @@ def norm_backward(
         store(DW + partial, tl.sum(dw, axis=0), cols < N, BLOCK == N)
     if DB is not None:
         store(DB + partial, tl.sum(db, axis=0), cols < N, BLOCK == N)
-
-
-@triton.jit
-def norm_backward_loop(
-    DY, X, W, DH, RSTD, MEAN, DX,
-    dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr,
-):  # fmt: skip
-    """dx of one row of any width in two passes; arguments as in `norm_backward`."""
-    row = tl.program_id(0)
-    x_row = X + row_offsets(row, x_len, x_outer, x_inner, UNIT)
-    dy_row = DY + row_offsets(row, dy_len, dy_outer, dy_inner, UNIT)
-    DENSE: tl.constexpr = N % BLOCK == 0
-    rstd = tl.load(RSTD + row)
-    mean = 0.0
-    if MEAN is not None:
-        mean = tl.load(MEAN + row)
-    along = tl.zeros((BLOCK,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        col_mask = cols < N
-        xhat = (load(x_row + cols, col_mask, DENSE).to(tl.float32) - mean) * rstd
-        g = load(dy_row + cols, col_mask, DENSE).to(tl.float32)  # zero in masked lanes
-        if W is not None:
-            g = g * scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
-        along += g * xhat
-        if EPS_OUTSIDE:
-            squares += xhat * xhat
-        if MEAN is not None:
-            total += g
-    mean_along = tl.sum(along, axis=0) * (1.0 / N)
-    mean_g = tl.sum(total, axis=0) * (1.0 / N)
-    if EPS_OUTSIDE:
-        mean_along = mean_along * eps_outside_factor(tl.sum(squares, axis=0) * (1.0 / N) / (rstd * rstd), eps)
-    for start in tl.range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        col_mask = cols < N
-        xhat = (load(x_row + cols, col_mask, DENSE).to(tl.float32) - mean) * rstd
-        g = load(dy_row + cols, col_mask, DENSE).to(tl.float32)
-        if W is not None:
-            g = g * scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
-        dx = g - xhat * mean_along
-        if MEAN is not None:
-            dx = dx - mean_g
-        dx = dx * rstd
-        if DH is not None:
-            other_at = row_offsets(row, other_len, other_outer, other_inner, UNIT)
-            dx = dx + load(DH + other_at + cols, col_mask, DENSE).to(tl.float32)
-        store(DX + tl.cast(row, tl.int64) * N + cols, dx, col_mask, DENSE)
-
-
-@triton.jit
-def norm_backward_columns(
-    DY, X, W, RSTD, MEAN, DW, DB, rows_total, rows_per_program,
-    dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROUNDING: tl.constexpr,
-):  # fmt: skip
-    """Partial sums of dweight and dbias for wide rows: program (c, p) adds `rows_per_program` rows of BLOCK columns.
-
-    Arguments as in `norm_backward`; DW and DB have one row per p. W serves only as the dtype xhat is rounded to.
-    """
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    part = tl.program_id(1)
-    col_mask = (cols < N)[None, :]
-    dw = tl.zeros((ROWS, BLOCK), tl.float32)
-    db = tl.zeros((ROWS, BLOCK), tl.float32)
-    end = tl.minimum((part + 1) * rows_per_program, rows_total)
-    for first in tl.range(part * rows_per_program, end, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        row_mask = rows < end
-        mask = row_mask[:, None] & col_mask
-        x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
-        dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT)[:, None] + cols[None, :]
-        g = tl.load(DY + dy_at, mask=mask, other=0.0).to(tl.float32)
-        if DW is not None:
-            xhat = tl.load(X + x_at, mask=mask, other=0.0).to(tl.float32)
-            if MEAN is not None:
-                xhat = xhat - tl.load(MEAN + rows, mask=row_mask, other=0.0)[:, None]
-            xhat = xhat * tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
-            dw += g * round_hat(xhat, X, W, ROUNDING)
-        db += g
-    partial = tl.cast(part, tl.int64) * N + cols
-    if DW is not None:
-        tl.store(DW + partial, tl.sum(dw, axis=0), mask=cols < N)
-    if DB is not None:
-        tl.store(DB + partial, tl.sum(db, axis=0), mask=cols < N)
 
 
 @triton.jit

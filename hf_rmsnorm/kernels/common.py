@@ -106,6 +106,18 @@ def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
+    """xhat from the norm's output y, in float32: (y - bias) / scale, zero in masked columns; scale None: no weight."""
+    if B is not None:
+        y = y - load(B + cols, col_mask, DENSE).to(tl.float32)
+    if scale is not None:
+        y = y / scale
+    if not DENSE:
+        y = tl.where(col_mask, y, 0.0)  # there the scale may be zero
+    return y
+
+
+@triton.jit
 def activation(z, GATE: tl.constexpr):
     """(factor, its derivative) of a gate's value z, in float32."""
     sigmoid = tl.sigmoid(z)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import backward, forward
+from . import backward, backward_wide, forward
 from .config import COLUMNS, REDUCE
 from .counting import record_launch
 from .interpreter import faithful_interpreter
@@ -73,8 +73,8 @@ def _current_device(device_type: str) -> int:
 NORM_FORWARD = Kernel(forward.norm_forward)
 NORM_FORWARD_LOOP = Kernel(forward.norm_forward_loop)
 NORM_BACKWARD = Kernel(backward.norm_backward)
-NORM_BACKWARD_LOOP = Kernel(backward.norm_backward_loop)
-NORM_BACKWARD_COLUMNS = Kernel(backward.norm_backward_columns)
+NORM_BACKWARD_LOOP = Kernel(backward_wide.norm_backward_loop)
+NORM_BACKWARD_COLUMNS = Kernel(backward_wide.norm_backward_columns)
 REDUCE_PARTIALS = Kernel(backward.reduce_partials)
 KERNELS = (
     NORM_FORWARD, NORM_FORWARD_LOOP, NORM_BACKWARD, NORM_BACKWARD_LOOP, NORM_BACKWARD_COLUMNS, REDUCE_PARTIALS
@@ -150,8 +150,9 @@ def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, ga
 
 
 def norm_backward(
-    dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], contiguous_output: bool, gate=None, dh=None
-):
+    dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], contiguous_output: bool, gate=None, dh=None,
+    from_output: bool = False,
+):  # fmt: skip
     """Launch the backward of `spec`.
 
     Args:
@@ -160,13 +161,14 @@ def norm_backward(
         rstd, mean: what the forward returned.
         need: whether dx, dweight, dbias and (with a gate) dgate are wanted.
         dh: x's shape, any strides: another gradient of x, added to dx before that is rounded; or None. Not with a gate.
+        from_output: x is what the forward returned, in the dtype and with the order of rows of its input; mean is None.
 
     Returns:
         (dx, dweight, dbias, dgate), None where not wanted; parameter gradients are deterministic, summed in float32.
     """
     device = x.device
     limits = device_limits(device.type, device.index)
-    plan = backward_plan(dy, x, weight, bias, gate, spec, need, contiguous_output, limits, dh)
+    plan = backward_plan(dy, x, weight, bias, gate, spec, need, contiguous_output, limits, dh, from_output)
     need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
     dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
     dg = torch.empty_like(x, dtype=gate.dtype, memory_format=plan.memory_format) if need_dg else None
@@ -178,7 +180,9 @@ def norm_backward(
     )
     flat = plan.flat_output
     out, out_gate = (t if t is None or flat else _flat_like(t, plan.order) for t in (dx, dg))
-    aligned = aligned_pointers(plan.vectorised, x, dy, weight, gate, dh)
+    shift = bias if from_output or (need_dg and spec.gated_after) else None
+    mean = rstd if from_output and spec.centered else mean  # not read, but there
+    aligned = aligned_pointers(plan.vectorised, x, dy, weight, shift, gate, dh)
     config, addresses, constants = plan.config, plan.arguments[aligned], plan.constants[aligned]
     dw, db = (
         torch.empty((plan.parts, plan.heads * x.shape[-1]), dtype=torch.float32, device=device) if needed else None
@@ -189,16 +193,15 @@ def norm_backward(
         kernel(device, grid, (*args, *constants), (plan.dtypes, constants), aligned, num_warps)
 
     if not config.loop:
-        shift = bias if need_dg and spec.gated_after else None
         args = (dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, plan.rows, *addresses, spec.eps)
         launch(NORM_BACKWARD, (plan.parts, plan.heads, 1), args, constants, config.num_warps)
     else:
         if need_dx:
-            args = (dy, x, weight, dh, rstd, mean, out, *addresses, spec.eps)
+            args = (dy, x, weight, shift, dh, rstd, mean, out, *addresses, spec.eps)
             launch(NORM_BACKWARD_LOOP, (plan.rows, 1, 1), args, constants, config.num_warps)
         if need_dw or need_db:
             grid = (-(-x.shape[-1] // COLUMNS.block), plan.parts, 1)
-            args = (dy, x, weight, rstd, mean, dw, db, plan.rows, -(-plan.rows // plan.parts), *addresses[:6])
+            args = (dy, x, weight, shift, rstd, mean, dw, db, plan.rows, -(-plan.rows // plan.parts), *addresses[:6])
             launch(NORM_BACKWARD_COLUMNS, grid, args, plan.columns_constants[aligned], COLUMNS.num_warps)
     for whole, part in ((dx, out), (dg, out_gate)):
         if part is not whole:

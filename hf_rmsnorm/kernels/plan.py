@@ -207,9 +207,12 @@ def forward_plan(
 
 def backward_plan(
     dy, x, weight, bias, gate, spec: NormSpec, need: tuple[bool, ...], contiguous_output: bool,
-    limits: tuple[int, int], dh=None,
+    limits: tuple[int, int], dh=None, from_output: bool = False,
 ) -> BackwardPlan:  # fmt: skip
-    """The backward of `spec`; limits: (multiprocessors, bytes of shared memory a program may use)."""
+    """The backward of `spec`; limits: (multiprocessors, bytes of shared memory a program may use).
+
+    from_output: x is the norm's output.
+    """
     formula, heads = formula_key(spec), _heads(weight, bias)
     dtypes = (dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate, dh)), need, spec.centered)
     other = gate if dh is None else dh
@@ -235,10 +238,10 @@ def backward_plan(
 
         def constants(unit):
             if config.loop:
-                return hidden_size, config.block, unit, *offset, spec.eps_outside
+                return hidden_size, config.block, unit, *offset, spec.eps_outside, from_output
             return (
                 hidden_size, config.block, config.rows, unit, heads, *offset, rounding, spec.eps_outside,
-                spec.weight_first, spec.gate, config.stages, config.reload_weight,
+                spec.weight_first, spec.gate, config.stages, config.reload_weight, from_output,
             )  # fmt: skip
 
         return BackwardPlan(
@@ -255,10 +258,12 @@ def backward_plan(
             vectorised=hidden_size % VECTOR == 0 and all(r.vectorised() for r in (x_rows, dy_rows, other_rows)),
             arguments=(arguments(1), arguments(VECTOR)),
             constants=(constants(1), constants(VECTOR)),
-            columns_constants=tuple((hidden_size, COLUMNS.block, COLUMNS.rows, unit, rounding) for unit in (1, VECTOR)),
+            columns_constants=tuple(
+                (hidden_size, COLUMNS.block, COLUMNS.rows, unit, *offset, rounding, from_output) for unit in (1, VECTOR)
+            ),
             dtypes=dtypes,
         )
 
     strides = x.stride(), dy.stride(), None if other is None else other.stride()
-    key = ("backward", x.shape, strides, dtypes, formula, heads, contiguous_output, limits)
+    key = ("backward", x.shape, strides, dtypes, formula, heads, contiguous_output, limits, from_output)
     return remember(key, make)
