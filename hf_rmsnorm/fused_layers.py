@@ -73,7 +73,8 @@ def add(layer: torch.nn.Module, left, right, reader: str):
     if reader or backend != "triton":
         if not reader and torch.is_grad_enabled():
             return left + right
-        total, output = fused_add_norm(right, left, weight, bias, spec, backend)
+        keep_output = recipe.keeps_output(norm, weight, bias, spec)
+        total, output = fused_add_norm(right, left, weight, bias, spec, backend, keep_output)
     elif weight is None or type(norm._parameters.get(recipe.weight)) is torch.nn.Parameter:
         total, output = sum_ahead_of_norm(right, left, weight, bias, spec)
     else:

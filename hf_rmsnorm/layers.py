@@ -18,7 +18,7 @@ import torch
 from .derived import derive, marked
 from .formula import NormSpec
 from .handover import take
-from .ops import fused_norm, resolve_backend
+from .ops import formula_refusal, fused_norm, keeps_output, parameters_refusal, resolve_backend
 
 Layout = Literal["last", "channels_first", "heads"]
 
@@ -48,6 +48,8 @@ class Recipe:
         row_major: the output is contiguous whatever the strides of the input.
         imposed: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
             RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
+        memory_efficient: the kernels' backward reads the norm's output instead of its input, where that serves. Not of
+            weights that FSDP manages: it writes them past their version.
 
     Calls that do not meet all this run the module's own forward.
     """
@@ -70,6 +72,7 @@ class Recipe:
     not_under_autocast: bool = False
     row_major: bool = False
     imposed: bool = False
+    memory_efficient: bool = False
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
@@ -142,6 +145,24 @@ class Recipe:
             words.append("as the converted checkpoint says")
         return "; ".join(words)
 
+    def keeps_output(self, module: torch.nn.Module, weight, bias, spec: NormSpec) -> bool:
+        """Whether this call of the module shall keep its output for the backward, not its input."""
+        return (
+            self.memory_efficient
+            and "_is_fsdp_managed_module" not in module.__dict__
+            and keeps_output(weight, bias, spec)
+        )
+
+    def memory_note(self, module: torch.nn.Module) -> str:
+        """What the module, as it is now, keeps for the backward under `memory_efficient`, in words; "" without that."""
+        if not self.memory_efficient:
+            return ""
+        found = operands(module, self)
+        refusal = formula_refusal(self.spec)
+        if refusal is None and found is not None:
+            refusal = parameters_refusal(*found)
+        return "keeps its output for backward" if refusal is None else f"keeps its input for backward: {refusal}"
+
 
 _is_compiling = torch.compiler.is_compiling
 _classes: dict[tuple, type] = {}
@@ -178,7 +199,7 @@ def _make_forward(base: type, recipe: Recipe):
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
     own_forward = _imposed_forward(base_forward, recipe) if recipe.imposed else base_forward
-    sums = recipe.reads_sums
+    sums, memory_efficient = recipe.reads_sums, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
         # Somebody may have kept this method and unpatched the module since, or given its class another forward.
@@ -212,7 +233,8 @@ def _make_forward(base: type, recipe: Recipe):
         known = take(self, x, weight, bias, spec, backend) if sums and not _is_compiling() else None
         if isinstance(known, torch.Tensor):
             return known
-        y = fused_norm(rows, weight, bias, spec, backend, gate, *(() if known is None else (known,)))
+        keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)
+        y = fused_norm(rows, weight, bias, spec, backend, gate, known, keep_output)
         if channels_first:
             y = y.movedim(-1, 1)
         return y.contiguous() if row_major else y

@@ -173,6 +173,18 @@ def reference_backward(
     )
 
 
+def input_of_output(
+    y: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, rstd: torch.Tensor, spec: NormSpec
+) -> torch.Tensor:
+    """The x (less its mean, where the norm is centered) that gave y and rstd, in float32 and with the rounding of y."""
+    xhat = y.to(compute_dtype(y.dtype))
+    if bias is not None:
+        xhat = xhat - bias.to(xhat.dtype)
+    if weight is not None:
+        xhat = xhat / _scale(weight, spec).to(xhat.dtype)
+    return xhat / rstd.view(*y.shape[:-1], 1)
+
+
 def _sum_rows(t: torch.Tensor, columns: int) -> torch.Tensor:
     # Not by flattening first: that has no batching rule under `is_grads_batched`.
     return t.sum(list(range(t.dim() - columns))) if t.dim() > columns else t

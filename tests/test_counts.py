@@ -61,6 +61,35 @@ def test_saved_bytes_of_rms_norm(hidden_size):
     assert eager == rows * (6 * hidden_size + 4), "eager keeps x in float32, xhat in bfloat16, and rstd"
 
 
+def saved_by_a_layer(family, memory_efficient, tokens, **config):
+    """Bytes saved for backward by one more layer."""
+
+    def saved(layers):
+        model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers, **config).to(DEVICE).train()
+        patch_model(model, memory_efficient=memory_efficient)
+        ids = tiny_models.token_ids(1, tokens).to(DEVICE)
+        with use_backend("triton"):
+            return saved_bytes(lambda: model(ids, use_cache=False).logits, model.parameters())
+
+    return saved(2) - saved(1)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+                   "num_key_value_heads": 8, "head_dim": 64}),
+        ("qwen3", {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "head_dim": 128}),
+    ],
+    ids=["Llama-3.2-1B", "Qwen3-0.6B"],
+)  # fmt: skip
+def test_bytes_saved_by_a_decoder_layer(family, sizes):
+    tokens = 4
+    without, memory_efficient = (saved_by_a_layer(family, flag, tokens, **sizes) for flag in (False, True))
+    assert without - memory_efficient == 2 * sizes["hidden_size"] * 2 * tokens, "two norms' inputs in bfloat16"
+
+
 def test_launches_are_counted_across_threads_and_contexts():
     def work():
         with use_backend("triton"):

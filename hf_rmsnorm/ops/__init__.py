@@ -2,16 +2,20 @@
 
 from .add_norm import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from .backend import describe_backend, resolve_backend, use_backend
+from .from_output import formula_refusal, keeps_output, parameters_refusal
 from .norm import fused_norm, layer_norm, rms_norm
 from .qk import fused_qk_norm, qk_norm_backend
 
 __all__ = [
     "add_norm_backend",
     "describe_backend",
+    "formula_refusal",
     "fused_add_norm",
     "fused_norm",
     "fused_qk_norm",
+    "keeps_output",
     "layer_norm",
+    "parameters_refusal",
     "qk_norm_backend",
     "resolve_backend",
     "rms_norm",

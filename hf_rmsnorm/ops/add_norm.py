@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..formula import NormSpec
 from ..reference import reference_norm
 from .backend import PLAIN_TYPES, plain, resolve_backend
+from .from_output import serves_as_input
 from .norm import autocast_to_float32, autocasts_functional, fused_norm, norm_gradients, transformed
 from .operators import add_norm_forward_op, contiguous_output, spec_args
 
@@ -16,10 +17,14 @@ _is_compiling = torch.compiler.is_compiling
 
 class _FusedAddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, spec):
+    def forward(ctx, x, residual, weight, bias, spec, keep_output):
         h, y, rstd, mean = _launch(x, residual, weight, bias, spec, True)
-        ctx.save_for_backward(h, weight, bias, rstd, mean)
-        ctx.spec = spec
+        if keep_output and serves_as_input(y, h, weight, bias, spec):
+            ctx.save_for_backward(y, weight, bias, rstd, None)
+        else:
+            ctx.save_for_backward(h, weight, bias, rstd, mean)
+            keep_output = False
+        ctx.spec, ctx.from_output = spec, keep_output
         if not _is_compiling():  # Dynamo does not know it, and passes zeros
             ctx.set_materialize_grads(False)
         return h, y
@@ -32,8 +37,9 @@ class _FusedAddNorm(torch.autograd.Function):
         else:
             h, weight, bias, rstd, mean = ctx.saved_tensors
             need = [need_x or need_residual, *need_parameters, False]
-            dsum, dweight, dbias, _ = norm_gradients(dy, h, weight, bias, None, rstd, mean, ctx.spec, need, dh)
-        return dsum if need_x else None, dsum if need_residual else None, dweight, dbias, None
+            operands = (dy, h, weight, bias, None, rstd, mean, ctx.spec, need, dh, ctx.from_output)
+            dsum, dweight, dbias, _ = norm_gradients(*operands)
+        return dsum if need_x else None, dsum if need_residual else None, dweight, dbias, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -123,6 +129,7 @@ def fused_add_norm(
     bias: torch.Tensor | None,
     spec: NormSpec,
     backend: str | None = None,
+    keep_output: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch.
 
@@ -136,6 +143,7 @@ def fused_add_norm(
         residual: the same shape, any strides.
         weight, bias: (hidden_size,) or None, as the spec says.
         backend: what `add_norm_backend` answered, if the caller has asked already.
+        keep_output: what `keeps_output` answered: y is kept for the backward, not h.
 
     Returns:
         (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with the strides it has in eager.
@@ -156,5 +164,5 @@ def fused_add_norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _FusedAddNorm.apply(x, residual, weight, bias, spec)
+        return _FusedAddNorm.apply(x, residual, weight, bias, spec, keep_output)
     return _launch(x, residual, weight, bias, spec, False)[:2]

@@ -8,8 +8,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..formula import NormSpec, Rounding
-from ..reference import in_groups, reference_backward, reference_norm
+from ..reference import in_groups, input_of_output, reference_backward, reference_norm
 from .backend import plain, resolve_backend
+from .from_output import serves_as_input
 from .operators import contiguous_output, norm_backward_op, norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
@@ -18,19 +19,29 @@ _is_compiling = torch.compiler.is_compiling
 class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
-    def forward(ctx, x, weight, bias, gate, spec, known):
+    def forward(ctx, x, weight, bias, gate, spec, known, keep_output):
         y, rstd, mean = known or _launch_forward(x, weight, bias, gate, spec, True)[:3]
-        ctx.save_for_backward(x, weight, bias, gate, rstd, mean)
-        ctx.spec = spec
+        if keep_output and serves_as_input(y, x, weight, bias, spec):
+            ctx.save_for_backward(y, weight, bias, gate, rstd, None)
+        else:
+            ctx.save_for_backward(x, weight, bias, gate, rstd, mean)
+            keep_output = False
+        ctx.spec, ctx.from_output = spec, keep_output
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *norm_gradients(dy, *ctx.saved_tensors, ctx.spec, list(ctx.needs_input_grad[:4])), None, None
+        need = list(ctx.needs_input_grad[:4])
+        return *norm_gradients(dy, *ctx.saved_tensors, ctx.spec, need, None, ctx.from_output), None, None, None
 
 
-def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, need, dh=None):
-    """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs; `dh`, another gradient of x, is in dx."""
+def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, need, dh=None, from_output=False):
+    """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs; `dh`, another gradient of x, is in dx.
+
+    Under `from_output` x is what the norm returned.
+    """
+    if from_output:
+        return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
     if _is_compiling() or not (torch.is_grad_enabled() or transformed() or _batched(dy) or _batched(dh)):
         return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, need)
     if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
@@ -38,6 +49,26 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, need, dh=None):
     else:
         grads = reference_backward(dy, x, weight, bias, spec, need, gate)
     return grads if dh is None or not need[0] else (dh + grads[0], *grads[1:])
+
+
+def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
+    if not _is_compiling():
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
+                "instead: call patch_model(model, memory_efficient=False) first"
+            )
+        if plain(dy, y, weight, bias, dh) and not (transformed() or _batched(dy) or _batched(dh)):
+            from ..kernels import launch
+
+            order = contiguous_output(spec)
+            dh = dh if need[0] else None
+            return launch.norm_backward(dy, y, weight, bias, rstd, None, spec, tuple(need), order, None, dh, True)
+    x = input_of_output(y, weight, bias, rstd, spec)
+    dx, *grads = reference_backward(dy, x, weight, bias, spec, need)
+    if dx is not None:
+        dx = (dx if dh is None else dh + dx).to(y.dtype)
+    return dx, *grads
 
 
 @torch.compiler.assume_constant_result
@@ -87,6 +118,7 @@ def fused_norm(
     backend: str | None = None,
     gate: torch.Tensor | None = None,
     known: tuple | None = None,
+    keep_output: bool = False,
 ) -> torch.Tensor:
     """Compute `spec` on x with the backend in force.
 
@@ -97,6 +129,7 @@ def fused_norm(
         backend: what `resolve_backend` answered, if the caller has asked already.
         gate: x's shape, where the spec has one.
         known: (y, rstd, mean) of just this, in no graph, where a launch has computed it already.
+        keep_output: what `keeps_output` answered: the kernels' backward shall read the output, not x.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging Face module's output has.
@@ -121,7 +154,7 @@ def fused_norm(
     ):
         if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
             return _launch_forward(x, weight, bias, gate, spec, True)[0]
-        return _FusedNorm.apply(x, weight, bias, gate, spec, known)
+        return _FusedNorm.apply(x, weight, bias, gate, spec, known, keep_output)
     return known[0] if known is not None else _launch_forward(x, weight, bias, gate, spec, False)[0]
 
 

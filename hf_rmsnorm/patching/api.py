@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from .chain import fuse_layers
 from .report import PatchReport
-from .swap import fuse, restore, swap, unfuse
+from .swap import fuse, remember, restore, swap, unfuse
 from .walk import Globs, Plan, make_plan
 
 
@@ -22,6 +21,7 @@ def patch_model(
     exclude: Globs = None,
     strict: bool = False,
     fuse_residual: bool = True,
+    memory_efficient: bool = False,
 ) -> PatchReport:
     """Swap every norm that is recognised by its arithmetic for the fused kernels, in place.
 
@@ -37,6 +37,14 @@ def patch_model(
             a leaf that normalises over its last dimension, or whose class is named RMSNorm or LayerNorm.
         fuse_residual: also compute residual sums in one launch with the norm that reads them, in layers whose own
             forward shows which those are; False undoes that in layers fused earlier.
+        memory_efficient: keep each norm's output for the backward, which the linear behind it keeps anyway, instead of
+            its input; the value given last holds, for norms patched earlier too, where the globs allow them. Gradients
+            carry the output's rounding. A norm keeps its input, and the report says so, where its formula does not
+            allow this or where a scale ``|weight_offset + weight|`` is below 1e-3 of the largest (or below 2**-14, or a
+            fourth of its ``|bias|``), which is asked again when a weight changes. It keeps its input too while
+            compiling or capturing a CUDA graph, under FSDP, and where input and output differ in dtype; the plain
+            formulas and modules' own forwards are not concerned. What writes to the output in place (autograd says so)
+            and ``create_graph=True`` (an error says so) need the input: leave it False for those.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.
@@ -56,7 +64,7 @@ def patch_model(
           swapped    1 x LayerNorm: LayerNorm(eps=1e-05, one rounding, bias)
               1
     """
-    return _patch(model, include, exclude, strict, fuse_residual, stacklevel=3)[0]
+    return _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel=3)[0]
 
 
 def unpatch_model(model: torch.nn.Module) -> int:
@@ -84,48 +92,52 @@ def patched(
     exclude: Globs = None,
     strict: bool = False,
     fuse_residual: bool = True,
+    memory_efficient: bool = False,
 ) -> Iterator[PatchReport]:
     """`patch_model` for the length of a ``with``; undone on exceptions too. Norms patched before stay patched.
 
     Args and errors: those of `patch_model`. Gives the report to ``as``.
     """
-    report, undo = _patch(model, include, exclude, strict, fuse_residual, stacklevel=4)
-    try:
+    report, undo = _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel=4)
+    with undo:
         yield report
-    finally:
-        _run(undo)
-
-
-def _run(steps: list[Callable[[], object]]) -> None:
-    for step in reversed(steps):
-        step()
 
 
 def _patch(
-    model: torch.nn.Module, include: Globs, exclude: Globs, strict: bool, fuse_residual: bool, stacklevel: int
-) -> tuple[PatchReport, list[Callable[[], object]]]:
-    """(the report, what undoes the changes, to be called in the opposite order)."""
+    model: torch.nn.Module,
+    include: Globs,
+    exclude: Globs,
+    strict: bool,
+    fuse_residual: bool,
+    memory_efficient: bool,
+    stacklevel: int,
+) -> tuple[PatchReport, contextlib.ExitStack]:
+    """(the report, what undoes the changes)."""
     _check_module("patch_model", model)
     plan = make_plan(model, include, exclude)
     if strict:
         _check_strict(model, plan)
-    undo: list[Callable[[], object]] = []
+    undo = contextlib.ExitStack()
     layers: tuple = ()
     try:
         for entry in plan.entries:
-            if entry.recipe is not None and not entry.already:
-                swap(entry.module, entry.recipe)
-                undo.append(partial(restore, entry.module))
+            if entry.already and entry.chosen:
+                before = remember(entry.module, memory_efficient)
+                undo.callback(remember, entry.module, before)
+            elif entry.recipe is not None and not entry.already:
+                swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
+                undo.callback(restore, entry.module)
         if fuse_residual:
             layers, fused = fuse_layers(model)
-            undo += [partial(unfuse, module) for module in fused]
+            for module in fused:
+                undo.callback(unfuse, module)
         else:
             for module in model.modules():
                 fusion = unfuse(module)
                 if fusion is not None:
-                    undo.append(partial(fuse, module, fusion))
+                    undo.callback(fuse, module, fusion)
     except BaseException:
-        _run(undo)
+        undo.close()
         raise
     if not any(entry.recipe for entry in plan.entries):
         found = f"none of {len(plan.entries)} could be swapped, print the report" if plan.entries else "there is none"

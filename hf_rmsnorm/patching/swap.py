@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from dataclasses import replace
 
 import torch
 
@@ -53,6 +54,18 @@ def restore(module: torch.nn.Module) -> bool:
         return False
     _take_off(module, fused, fused._hf_rmsnorm_base)
     return True
+
+
+def remember(module: torch.nn.Module, memory_efficient: bool) -> bool:
+    """Set `Recipe.memory_efficient` of a module, if it is swapped; returns what it was."""
+    fused = fused_part(type(module))
+    if fused is None:
+        return memory_efficient
+    recipe = fused._hf_rmsnorm_recipe
+    if recipe.memory_efficient != memory_efficient:
+        restore(module)
+        swap(module, replace(recipe, memory_efficient=memory_efficient))
+    return recipe.memory_efficient
 
 
 def fuse(layer: torch.nn.Module, fusion: Fusion) -> None:

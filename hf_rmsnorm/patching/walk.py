@@ -19,7 +19,10 @@ Globs = str | Iterable[str] | None
 
 @dataclass
 class Entry:
-    """One norm: the module, every path it has, its recipe or the reason it stays as it is."""
+    """One norm: the module, every path it has, its recipe or the reason it stays as it is.
+
+    `already`: it was swapped before, and stays so; `chosen`: the globs do not leave it out.
+    """
 
     module: torch.nn.Module
     paths: list[str]
@@ -29,6 +32,7 @@ class Entry:
     note: str = ""
     already: bool = False
     excluded: bool = False
+    chosen: bool = True
 
 
 @dataclass
@@ -46,7 +50,9 @@ class Plan:
         swapped, skipped = [], []
         for entry in self.entries:
             name = class_name(entry.module)
-            notes = "; ".join(filter(None, (entry.recipe.notes() if entry.recipe else "", entry.note)))
+            fused = fused_part(type(entry.module))
+            memory = "" if fused is None else fused._hf_rmsnorm_recipe.memory_note(entry.module)
+            notes = "; ".join(filter(None, (entry.recipe.notes() if entry.recipe else "", memory, entry.note)))
             for path in entry.paths:
                 if entry.recipe is not None:
                     swapped.append(Swapped(path, name, entry.recipe.spec, notes, entry.recipe.imposed))
@@ -80,8 +86,7 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
                 example = f", for example {norm_paths[0]!r}" if norm_paths else ""
                 raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
     for entry in entries:
-        if not entry.already:
-            _filter(entry, include, exclude)
+        _filter(entry, include, exclude)
     return Plan(entries)
 
 
@@ -116,9 +121,14 @@ def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
 def _filter(entry: Entry, include: list[str] | None, exclude: list[str] | None) -> None:
     hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
     if hit is not None:
-        entry.recipe, entry.reason, entry.cure, entry.excluded = None, f"excluded by {hit!r}", "", True
+        reason = f"excluded by {hit!r}"
     elif include is not None and not any(_matches(path, glob) for path in entry.paths for glob in include):
-        entry.recipe, entry.reason, entry.cure, entry.excluded = None, "not in include", "", True
+        reason = "not in include"
+    else:
+        return
+    entry.chosen = False
+    if not entry.already:
+        entry.recipe, entry.reason, entry.cure, entry.excluded = None, reason, "", True
 
 
 def _matches(path: str, glob: str) -> bool:

@@ -1,0 +1,139 @@
+"""Where a norm may keep its output for the backward instead of its input: what the linear behind it keeps anyway.
+
+``xhat = (y - bias) / (weight_offset + weight)`` then stands for the normalised input, with the rounding of y. So no
+scale may be so small that y has lost xhat, and no bias so large that y is mostly bias.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..formula import NormSpec
+from .backend import PLAIN_TYPES, plain
+
+LEAST_SCALE = 1e-3  # of the largest
+SMALLEST_SCALE = 2.0**-14  # below it float16 keeps fewer bits of y than of xhat
+LEAST_COLUMNS = 32  # in fewer, dx may be the small difference of two numbers of which y gives one
+MOST_BIAS = 4.0  # times the scale: as large as the largest elements of a row, whose rounding there is in any case
+
+
+def formula_refusal(spec: NormSpec) -> str | None:
+    """Why norms of this formula keep their input, or None where they need not."""
+    if spec.gate is not None:
+        return "it is gated"
+    if spec.weight_first:
+        return "its weight comes first"
+    if spec.eps_outside:
+        return "its eps is outside the root"
+    if spec.group_size is not None:
+        return "it is in groups"
+    if spec.rounding in ("rstd", "every_step"):
+        return "its steps are rounded"
+    return None
+
+
+class _Seen(NamedTuple):
+    weight: weakref.ref
+    bias: weakref.ref | None
+    offset: float
+    state: tuple
+    refusal: str | None
+
+
+_seen: dict[tuple, _Seen] = {}  # by identity of the parameters, which do not hash by it
+
+
+def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec) -> str | None:
+    """Why a norm with these parameters keeps its input, or None where it need not.
+
+    What was found is kept until the version of a parameter changes. Then all norms whose versions changed are looked at
+    together: one synchronisation with a GPU after each step of an optimizer, not one for every norm.
+    """
+    if weight is None:
+        return None if bias is None else "it has a bias alone"
+    for t in (weight, bias):
+        if t is not None and (type(t) not in PLAIN_TYPES or t.is_meta or t.is_inference()):
+            return "its parameters are not here as plain tensors"
+    key = (id(weight), id(bias), spec.weight_offset)
+    seen = _seen.get(key)
+    if seen is None or seen.weight() is not weight or (bias is not None and seen.bias() is not bias):
+
+        def drop(reference: weakref.ref) -> None:
+            if key in _seen and _seen[key].weight is reference:
+                del _seen[key]
+
+        references = weakref.ref(weight, drop), None if bias is None else weakref.ref(bias)
+        seen = _seen[key] = _Seen(*references, spec.weight_offset, (), None)
+    if seen.state != _state(weight, bias):
+        if _capturing(weight.device):
+            return "its parameters changed before a graph was captured"
+        _look(weight.device)
+        seen = _seen[key]
+    return seen.refusal
+
+
+def _state(weight, bias) -> tuple:
+    # The address too: `.data = other` leaves the version as it is.
+    return weight._version, weight.data_ptr(), None if bias is None else (bias._version, bias.data_ptr())
+
+
+def _capturing(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return False
+    capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    return capturing is not None and capturing()
+
+
+def _look(device: torch.device) -> None:
+    groups: dict[tuple, list] = {}
+    for key, seen in list(_seen.items()):
+        weight, bias = seen.weight(), None if seen.bias is None else seen.bias()
+        if weight is None or (bias is None) != (seen.bias is None):
+            _seen.pop(key, None)
+        elif weight.device == device and seen.state != (state := _state(weight, bias)):
+            alike = (weight.shape, weight.dtype, None if bias is None else bias.dtype, seen.offset)
+            groups.setdefault(alike, []).append((key, seen, state, weight, bias))
+    found = []
+    with torch.no_grad(), _disable_current_modes():
+        for (*_, offset), members in groups.items():
+            scale = torch.stack([m[3] for m in members]).flatten(1).float().add_(offset).abs_()
+            least, largest = scale.aminmax(dim=1)
+            small = (least >= LEAST_SCALE * largest) & (least >= SMALLEST_SCALE)  # False of NaN
+            much = torch.ones_like(small)
+            if members[0][4] is not None:
+                bias = torch.stack([m[4] for m in members]).flatten(1).float().abs_()
+                much = (bias <= MOST_BIAS * scale).all(dim=1)
+            found.append(torch.stack((small, much), dim=1))
+        verdicts = torch.cat(found).tolist()
+    members = (m for group in groups.values() for m in group)
+    for (key, seen, state, *_), (small, much) in zip(members, verdicts, strict=True):
+        refusal = None if much else f"a bias is above {MOST_BIAS:g} times its weight"
+        refusal = refusal if small else f"a weight is below {LEAST_SCALE:g} of the largest"
+        _seen[key] = seen._replace(state=state, refusal=refusal)
+
+
+def keeps_output(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec) -> bool:
+    """Whether a call of this norm, patched with memory_efficient, shall keep its output.
+
+    Not while compiling, where the compiler decides what is kept; nor while a CUDA graph is captured, whose replays
+    nobody could tell that a weight has become small.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if weight is not None and _capturing(weight.device):
+        return False
+    return formula_refusal(spec) is None and parameters_refusal(weight, bias, spec) is None
+
+
+def serves_as_input(y: torch.Tensor, x: torch.Tensor, weight, bias, spec: NormSpec) -> bool:
+    """Whether the backward can read y in the place of x: the same dtype, rows in the same order, and no short ones."""
+    return (
+        y.dtype == x.dtype
+        and (spec.functional or y.stride() == x.stride())
+        and y.shape[-1] >= LEAST_COLUMNS
+        and plain(x, weight, bias)
+    )

@@ -1,0 +1,421 @@
+"""`patch_model(model, memory_efficient=True)`: the backward reads the norm's output, where that serves."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import test_add_norm
+import test_kernels
+import tiny_models
+import torch
+from test_kernels import DTYPES, SPECS, parameters, rows
+from tolerance import assert_as_accurate
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend
+from hf_rmsnorm.ops import from_output, fused_add_norm, fused_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODULES = {
+    "llama": LlamaRMSNorm,
+    "gemma": Gemma2RMSNorm,
+    "olmo2": Olmo2RMSNorm,
+    "t5": T5LayerNorm,
+    "layer_norm": nn.LayerNorm,
+}
+SERVED = [name for name, spec in SPECS.items() if from_output.formula_refusal(spec) is None]
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with use_backend("triton"):
+        yield
+
+
+def build(name="llama", hidden_size=96, dtype=torch.bfloat16):
+    """A norm with weights of both signs, none of them small."""
+    generator = torch.Generator().manual_seed(0)
+    module = MODULES[name](hidden_size).to(DEVICE, dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(hidden_size, generator=generator) * 0.3 + (name != "gemma"))
+        module.weight[: hidden_size // 4].neg_().sub_(2 * (name == "gemma"))
+    return module
+
+
+def kept(module, x, *arguments):
+    """ "input" or "output": which of them the module saves for backward."""
+    saved = set()
+
+    def pack(t):
+        saved.add(t.data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = module(x, *arguments)
+    (which,) = [name for name, t in (("input", x), ("output", y)) if t.data_ptr() in saved]
+    return which
+
+
+def gradients(module, x, dy):
+    x = x.detach().requires_grad_()
+    wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
+    y = module(x)
+    return torch.autograd.grad(y, wanted, dy.to(y.dtype))
+
+
+def check(module, x, dy):
+    """The gradients of a patched module against float64, judged by what it computes unpatched."""
+    fused = gradients(module, x, dy)
+    eager = copy.deepcopy(module)
+    unpatch_model(eager)
+    with use_backend("reference"):  # the class's own forward computes float32 whatever it is given
+        exact = gradients(copy.deepcopy(module).double(), x.double(), dy.double())
+    for seed in range(4):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        shuffled = gradients(eager, x[order], dy[order])[1:]
+        others = [shuffled] if seed == 0 else [*others, shuffled]  # noqa: F821
+    for i, (ours, theirs, right) in enumerate(zip(fused, gradients(eager, x, dy), exact, strict=True)):
+        assert_as_accurate(ours, theirs, right, f"gradient {i}", [o[i - 1] for o in others] if i else [])
+
+
+def served_parameters(spec, hidden_size, dtype):
+    weight, bias = parameters(spec, hidden_size, dtype)
+    with torch.no_grad():
+        scale = torch.ones(1) if weight is None else weight + spec.weight_offset
+        if weight is not None:
+            weight[scale.abs() < 0.05] = 0.05 - spec.weight_offset
+        if bias is not None:
+            bias.copy_(bias.clamp(-3.9 * scale.abs(), 3.9 * scale.abs()))
+    assert from_output.parameters_refusal(weight, bias, spec) is None
+    return weight, bias
+
+
+def operands(hidden_size=96, dtype=torch.bfloat16):
+    return rows(24, hidden_size, dtype=dtype).requires_grad_(), rows(24, hidden_size, dtype=dtype, seed=7, mean=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_hugging_faces_modules(name, dtype):
+    module = build(name, dtype=dtype)
+    report = patch_model(module, memory_efficient=True)
+    assert "keeps its output for backward" in report.swapped[0].notes
+    x, dy = operands(dtype=dtype)
+    assert kept(module, x) == "output"
+    check(module, x, dy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SERVED)
+def test_every_formula_in_every_dtype(name, dtype, monkeypatch):
+    monkeypatch.setattr(test_kernels, "fused_norm", lambda *a: fused_norm(*a, keep_output=True))
+    monkeypatch.setattr(test_add_norm, "fused_add_norm", lambda *a: fused_add_norm(*a, keep_output=True))
+    weight, bias = served_parameters(SPECS[name], 96, dtype)
+    x, dy = operands(dtype=dtype)
+    test_kernels.check(SPECS[name], x, weight, bias, dy)
+    test_add_norm.check(
+        SPECS[name], *test_add_norm.operands((3, 5, 96), dtype)[:2], weight, bias, None, dy[:15].view(3, 5, 96)
+    )
+    x, residual, dh, dy = test_add_norm.operands((3, 5, 96), dtype)
+    test_add_norm.check(SPECS[name], x, residual, weight, bias, dh, dy)
+
+
+@pytest.mark.parametrize("hidden_size", [32, 39, 128, 1000, 4096, 8192, 14336, 20000])
+@pytest.mark.parametrize("name", ["llama", "gemma", "layer_norm", "no_weight"])
+def test_every_width(name, hidden_size, monkeypatch):
+    monkeypatch.setattr(test_kernels, "fused_norm", lambda *a: fused_norm(*a, keep_output=True))
+    monkeypatch.setattr(test_add_norm, "fused_add_norm", lambda *a: fused_add_norm(*a, keep_output=True))
+    weight, bias = served_parameters(SPECS[name], hidden_size, torch.bfloat16)
+    x, residual, dh, dy = test_add_norm.operands((5, hidden_size), torch.bfloat16)
+    test_kernels.check(SPECS[name], x, weight, bias, dy)
+    test_add_norm.check(SPECS[name], x, residual, weight, bias, dh, dy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "olmo2", "layer_norm"])
+def test_the_worst_weights_and_gradients_that_are_served(name, dtype):
+    """Weights over three decades, biases of four times the weight, and most of the gradient along the output."""
+    module, (x, dy) = build(name, 512, dtype), operands(512, dtype)
+    with torch.no_grad():
+        module.weight.mul_(torch.logspace(-2.0, 0.0, 512, device=DEVICE).to(dtype))
+        if name == "layer_norm":
+            module.bias.copy_(3.9 * module.weight.abs())
+    patch_model(module, memory_efficient=True)
+    assert kept(module, x) == "output"
+    check(module, x, dy)
+    xhat = x.detach().float() / x.detach().float().square().mean(-1, keepdim=True).sqrt()
+    check(module, x, ((0.9 * xhat + 0.25 * dy.float()) / module.weight.detach().float()).to(dtype))
+
+
+def spoil(module, what):
+    with torch.no_grad():
+        if what == "bias":
+            module.bias[3] = 4.1 * module.weight[3]
+        elif what == "all":
+            module.weight.mul_(1e-6)
+        else:
+            module.weight[3] = what
+
+
+REASONS = {
+    0.0: "weight is below 0.001",
+    5e-4: "weight is below 0.001",
+    "all": "weight is below",
+    "bias": "bias is above",
+}
+
+
+@pytest.mark.parametrize("what", REASONS)
+def test_a_weight_that_hides_the_input_has_it_kept(what):
+    module, (x, dy) = build("layer_norm"), operands()
+    spoil(module, what)
+    report = patch_model(module, memory_efficient=True)
+    assert f"keeps its input for backward: a {REASONS[what]}" in report.swapped[0].notes
+    assert kept(module, x) == "input"
+    check(module, x, dy)
+
+
+@pytest.mark.parametrize("what", [0.0, "bias", float("nan")])
+def test_weights_are_looked_at_again_when_they_change(what):
+    module, (x, dy) = build("layer_norm"), operands()
+    patch_model(module, memory_efficient=True)
+    assert kept(module, x) == "output"
+    good = copy.deepcopy(module.state_dict())
+    spoil(module, what)
+    assert kept(module, x) == "input"
+    if what == what:
+        check(module, x, dy)
+    module.load_state_dict(good)
+    assert kept(module, x) == "output"
+    module.weight = nn.Parameter(torch.zeros_like(module.weight))
+    assert kept(module, x) == "input"
+    module.weight.data = torch.ones_like(module.weight)  # which moves no version
+    module.bias.data.zero_()
+    assert kept(module, x) == "output"
+
+
+def test_all_norms_are_looked_at_once_after_a_step_and_not_again(monkeypatch):
+    model = nn.Sequential(*(build("llama") for _ in range(3)), build("layer_norm"))
+    patch_model(model, memory_efficient=True)
+    looks = []
+    real = from_output._look
+    monkeypatch.setattr(from_output, "_look", lambda device: (looks.append(device), real(device)))
+    x, _ = operands()
+    for step in range(1, 4):
+        model(x).float().sum().backward()
+        model(x)
+        torch.optim.SGD(model.parameters(), 1e-4).step()
+        assert len(looks) == step - 1
+    with torch.no_grad():
+        model(x)
+    assert len(looks) == 2, "without gradients nothing is looked at"
+
+
+def test_nothing_is_looked_at_or_left_out_while_a_graph_is_captured(monkeypatch):
+    module, (x, _) = build(), operands()
+    patch_model(module, memory_efficient=True)
+    spoil(module, 1.0)
+    monkeypatch.setattr(from_output, "_capturing", lambda device: True)
+    monkeypatch.setattr(from_output, "_look", lambda device: pytest.fail("a synchronisation breaks the capture"))
+    assert kept(module, x) == "input"
+
+
+def test_what_is_known_of_weights_dies_with_them():
+    before = len(from_output._seen)
+    module, (x, _) = build(), operands()
+    patch_model(module, memory_efficient=True)
+    module(x)
+    assert len(from_output._seen) == before + 1
+    del module
+    gc.collect()
+    assert len(from_output._seen) == before
+
+
+def test_formulas_that_need_their_input_keep_it():
+    class Textbook(LlamaRMSNorm):
+        def forward(self, x):
+            return self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon))
+
+    module = Textbook(96, eps=1e-3).to(DEVICE)
+    report = patch_model(module, memory_efficient=True)
+    assert "keeps its input for backward: its eps is outside the root" in report.swapped[0].notes
+    assert kept(module, operands(dtype=torch.float32)[0]) == "input"
+
+
+def test_an_output_of_another_dtype_or_order_of_rows_does_not_serve():
+    module = build(dtype=torch.float32)
+    patch_model(module, memory_efficient=True)
+    assert kept(module, operands(dtype=torch.bfloat16)[0]) == "input"
+    packed = rows(2, 5, 3, 96, dtype=torch.float32)
+    for x in (packed[:, :, 0], packed.transpose(1, 2), packed[:1, :1].expand(2, 5, 3, 96)):
+        check(module, x, rows(*x.shape, dtype=torch.float32, seed=7, mean=0))
+
+
+def test_short_rows_keep_their_input():
+    module = build(hidden_size=31)
+    patch_model(module, memory_efficient=True)
+    assert kept(module, operands(31)[0]) == "input"
+
+
+def test_a_parametrized_or_frozen_weight_and_an_input_without_gradient():
+    module, (x, dy) = build(), operands()
+    module.weight.requires_grad_(False)
+    patch_model(module, memory_efficient=True)
+    assert kept(module, x) == "output"
+    check(module, x, dy)
+    module.weight.requires_grad_(True)
+    assert kept(module, x.detach()) == "output"
+    parametrize.register_parametrization(module, "weight", nn.Identity())
+    assert kept(module, x) == "output"
+
+
+def test_changes_between_forward_and_backward_are_an_error():
+    module, (x, dy) = build(), operands()
+    patch_model(module, memory_efficient=True)
+    y = module(x)
+    spoil(module, 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+    y = module(x)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
+def test_a_second_derivative_says_what_it_needs():
+    module, (x, dy) = build(), operands()
+    patch_model(module, memory_efficient=True)
+    with pytest.raises(RuntimeError, match="memory_efficient=False"):
+        torch.autograd.grad(module(x), x, dy, create_graph=True)
+    patch_model(module)
+    (dx,) = torch.autograd.grad(module(x), x, dy, create_graph=True)
+    assert torch.autograd.grad(dx.float().square().sum(), x)[0].isfinite().all()
+
+
+def test_batched_gradients():
+    module, (x, dy) = build(dtype=torch.float32), operands(dtype=torch.float32)
+    patch_model(module, memory_efficient=True)
+    inputs = [x, module.weight]
+    both = torch.autograd.grad(module(x), inputs, torch.stack((dy, 2 * dy)), is_grads_batched=True)
+    for batched, single in zip(both, torch.autograd.grad(module(x), inputs, dy), strict=True):
+        torch.testing.assert_close(batched, torch.stack((single, 2 * single)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_whole_models(family, dtype):
+    ids = tiny_models.token_ids(2, 9).to(DEVICE)
+
+    def run(model):
+        model.to(DEVICE).train().zero_grad()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model(ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    model = tiny_models.build(family, dtype)
+    report = patch_model(model, memory_efficient=True)
+    assert all("for backward" in record.notes for record in report.swapped)
+    fused, eager = run(model), run(tiny_models.build(family, dtype))
+    with use_backend("reference"):
+        exact = run(model.double())
+    for name, grad in fused.items():
+        assert_as_accurate(grad, eager[name], exact[name], name)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(use_reentrant):
+    module, (x, dy) = nn.Sequential(build(), nn.Linear(96, 96).to(DEVICE, torch.bfloat16), build()), operands()
+    patch_model(module, memory_efficient=True)
+    expected = gradients(module, x, dy)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    outer = Checkpointed()
+    x = x.detach().requires_grad_()
+    outer(x).backward(dy)
+    for got, right in zip([x.grad, *(p.grad for p in module.parameters())], expected, strict=True):
+        assert torch.equal(got, right)
+
+
+def test_autocast():
+    module = nn.Sequential(
+        build(dtype=torch.float32), nn.Linear(96, 96).to(DEVICE), build("layer_norm", dtype=torch.float32)
+    )
+    x, dy = operands(dtype=torch.float32)
+    patch_model(module, memory_efficient=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        check(module, x, dy)
+
+
+def test_compiled_code_is_as_without():
+    module, (x, dy) = build(), operands()
+    patch_model(module)
+    expected = gradients(torch.compile(module, backend="aot_eager", fullgraph=True), x, dy)
+    torch.compiler.reset()
+    patch_model(module, memory_efficient=True)
+    compiled = gradients(torch.compile(module, backend="aot_eager", fullgraph=True), x, dy)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
+
+
+def test_the_plain_formulas_are_not_concerned():
+    module, (x, dy) = build(), operands()
+    with use_backend("reference"):
+        expected = gradients(module, x, dy)
+        patch_model(module, memory_efficient=True)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(module, x, dy), expected, strict=True))
+
+
+def test_the_last_patch_decides_and_unpatching_undoes_all():
+    model, (x, _) = nn.ModuleDict({"a": build(), "b": build()}), operands()
+    classes = [type(module) for module in model.values()]
+
+    def both():
+        return [kept(module, x) for module in model.values()]
+
+    patch_model(model)
+    assert both() == ["input"] * 2
+    patch_model(model, memory_efficient=True)
+    assert both() == ["output"] * 2
+    patch_model(model, exclude="b")
+    assert both() == ["input", "output"]
+    with patched(model, memory_efficient=True):
+        assert both() == ["output"] * 2
+    assert both() == ["input", "output"]
+    patch_model(model)
+    assert both() == ["input"] * 2
+    with patched(model, memory_efficient=True):
+        unpatch_model(model)
+    assert [type(module) for module in model.values()] == classes
+
+
+def test_copies_and_pickles_keep_it():
+    module, (x, _) = build(), operands()
+    patch_model(module, memory_efficient=True)
+    assert kept(copy.deepcopy(module), x) == "output"
+    assert kept(pickle.loads(pickle.dumps(module)), x) == "output"
+
+
+def test_weights_on_meta_are_looked_at_when_they_arrive():
+    with torch.device("meta"):
+        module = LlamaRMSNorm(96)
+    assert "keeps its input for backward" in patch_model(module, memory_efficient=True).swapped[0].notes
+    module.to_empty(device=DEVICE)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    assert kept(module, operands(dtype=torch.float32)[0]) == "output"
