@@ -69,7 +69,10 @@ _LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 
 @dataclass(frozen=True)
 class Variant:
-    """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient; `added`: after a residual."""
+    """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient; `added`: after a residual.
+
+    `output`: the backward reads the norm's output.
+    """
 
     spec: NormSpec
     x: torch.dtype
@@ -77,6 +80,7 @@ class Variant:
     frozen: bool = False
     aligned: bool = True
     added: bool = False
+    output: bool = False
     heads: str = ""  # of q and k: "apart", or "turned" by a rotary embedding behind the norms
 
 
@@ -107,6 +111,9 @@ VARIANTS = {
     "qk_rotary-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads="turned"),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
+    "llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, output=True),
+    "layernorm-bf16-output": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, output=True),
+    "add_llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True, output=True),
     "add_llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True),
     "add_llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True),
     "add_llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True),
@@ -156,7 +163,8 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     _, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, True, False, gate, residual)
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, spec.gate is not None)
-    launch.norm_backward(dy, x if h is None else h, weight, bias, rstd, mean, spec, need, False, gate, dh)
+    x = x if h is None else h
+    launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False, gate, dh, variant.output)
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:

@@ -231,7 +231,8 @@ def backward_plan(
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
         else:
-            parts = max(1, min(-(-rows // (config.rows * heads)), sms * config.programs_per_sm // heads))
+            programs = min(config.programs_per_sm, 4) if from_output else config.programs_per_sm  # as many as fit
+            parts = max(1, min(-(-rows // (config.rows * heads)), sms * programs // heads))
 
         def arguments(unit):
             return (*dy_rows.arguments(unit), *x_rows.arguments(unit), *other_rows.arguments(unit))
