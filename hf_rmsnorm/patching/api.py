@@ -38,13 +38,14 @@ def patch_model(
         fuse_residual: also compute residual sums in one launch with the norm that reads them, in layers whose own
             forward shows which those are; False undoes that in layers fused earlier.
         memory_efficient: keep each norm's output for the backward, which the linear behind it keeps anyway, instead of
-            its input; the value given last holds, for norms patched earlier too, where the globs allow them. Gradients
-            carry the output's rounding. A norm keeps its input, and the report says so, where its formula does not
-            allow this or where a scale ``|weight_offset + weight|`` is below 1e-3 of the largest (or below 2**-14, or a
-            fourth of its ``|bias|``), which is asked again when a weight changes. It keeps its input too while
-            compiling or capturing a CUDA graph, under FSDP, and where input and output differ in dtype; the plain
-            formulas and modules' own forwards are not concerned. What writes to the output in place (autograd says so)
-            and ``create_graph=True`` (an error says so) need the input: leave it False for those.
+            its input. The value given last holds, also for norms patched earlier, where the globs allow them. Gradients
+            carry the output's rounding. A norm keeps its input, and its notes in the report say so, where its formula
+            hides that (a gate, groups, an eps outside the root, rounded steps), or a scale
+            ``|weight_offset + weight|`` is below 1e-3 of the largest, 2**-14 or a fourth of its ``|bias|``, which is
+            asked again when a weight changes. So does every call while compiling or capturing a CUDA graph, of weights
+            that FSDP manages, whose output has another dtype or order of rows than its input, and of fewer than 32
+            columns; so do q and k normalised in one launch. Other forwards than the kernels' keep what they keep.
+            Writing to the output in place, and ``create_graph=True``, need the input: autograd, or an error, says so.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.
