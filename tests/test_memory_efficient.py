@@ -10,7 +10,7 @@ import test_kernels
 import tiny_models
 import torch
 from test_kernels import DTYPES, SPECS, parameters, rows
-from tolerance import assert_as_accurate
+from tolerance import FACTOR, assert_as_accurate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -323,6 +323,7 @@ def test_batched_gradients():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_whole_models(family, dtype):
+    """By the RMS error of each gradient: the largest one of so many is luck, without `memory_efficient` too."""
     ids = tiny_models.token_ids(2, 9).to(DEVICE)
 
     def run(model):
@@ -334,18 +335,21 @@ def test_gradients_of_whole_models(family, dtype):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     model = tiny_models.build(family, dtype)
+    eager = run(model)
     report = patch_model(model, memory_efficient=True)
     assert all("for backward" in record.notes for record in report.swapped)
-    fused, eager = run(model), run(tiny_models.build(family, dtype))
+    fused = run(model)
     with use_backend("reference"):
         exact = run(model.double())
-    for name, grad in fused.items():
-        assert_as_accurate(grad, eager[name], exact[name], name)
+    for name, right in exact.items():
+        ours, theirs = ((grads[name].double() - right).square().mean().sqrt() for grads in (fused, eager))
+        assert ours <= FACTOR * theirs, name
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_changes_nothing(use_reentrant):
-    module, (x, dy) = nn.Sequential(build(), nn.Linear(96, 96).to(DEVICE, torch.bfloat16), build()), operands()
+    linear = nn.Linear(96, 96).to(DEVICE, torch.bfloat16)
+    module, (x, dy) = nn.Sequential(build(), linear, build()), operands()
     patch_model(module, memory_efficient=True)
     expected = gradients(module, x, dy)
 
@@ -365,13 +369,22 @@ def test_activation_checkpointing_changes_nothing(use_reentrant):
 
 
 def test_autocast():
-    module = nn.Sequential(
-        build(dtype=torch.float32), nn.Linear(96, 96).to(DEVICE), build("layer_norm", dtype=torch.float32)
-    )
+    """Half-precision linears around float32 norms: their rounding is the same with the input kept."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        linear = nn.Linear(96, 96).to(DEVICE)
+    module = nn.Sequential(build(dtype=torch.float32), linear, build("olmo2", dtype=torch.float32))
     x, dy = operands(dtype=torch.float32)
-    patch_model(module, memory_efficient=True)
+    patch_model(module)
     with torch.autocast(DEVICE, torch.bfloat16):
-        check(module, x, dy)
+        expected = gradients(module, x, dy)
+        patch_model(module, memory_efficient=True)
+        assert kept(module[0], x) == "output"
+        fused = gradients(module, x, dy)
+    with use_backend("reference"):
+        exact = gradients(copy.deepcopy(module).double(), x.double(), dy.double())
+    for i, tensors in enumerate(zip(fused, expected, exact, strict=True)):
+        assert_as_accurate(*tensors, f"gradient {i}")
 
 
 def test_compiled_code_is_as_without():
