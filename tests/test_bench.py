@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,15 @@ from hf_rmsnorm.cli.main import main
 ENVELOPE = {"format", "bench", "started", "versions", "device", "driver", "platform", "commit", "dtype", "not_measured"}
 MODES = ("inference", "forward", "forward+backward")
 PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_peers():
+    """The same with and without Liger and Quack in the environment; their kernels do not run in the interpreter."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("liger_kernel", "quack"):
+            monkeypatch.setitem(sys.modules, name, None)
+        yield
 
 
 def bench(capsys, *arguments):
@@ -121,9 +131,7 @@ def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio(offset):
     assert any("raises" in line and "FAILED: AttributeError" in line for line in lines)
 
 
-def test_missing_peers_are_named(capsys, monkeypatch):
-    for name in ("liger_kernel", "quack"):
-        monkeypatch.setitem(sys.modules, name, None)
+def test_missing_peers_are_named(capsys):
     assert main(["bench", "kernels", "--models", "tiny", "--tokens", "1", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "liger: not importable: " in out and "quack: not importable: " in out
@@ -178,6 +186,21 @@ def test_models_before_and_after(phase, unit):
     assert found["tiny"]["norms_swapped"] == 9 and found["tiny"]["layers"] == 2
     result = {"bench": "train", "device": None, "versions": {}, "layers": {}, "not_measured": []}
     assert "patch_model" in tables.text({**result, "phase": phase, "models": found})
+
+
+def test_a_peer_leaves_no_class_of_its_own_behind(monkeypatch):
+    """Liger exchanges the norm's class in the model's module, which the next model would be built from."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    def apply(model, **how):
+        modeling_qwen3.Qwen3RMSNorm = torch.nn.Identity
+
+    own = modeling_qwen3.Qwen3RMSNorm
+    liger = SimpleNamespace(transformers=SimpleNamespace(apply_liger_kernel_to_qwen3=apply))
+    monkeypatch.setitem(sys.modules, "liger_kernel", liger)
+    with models.liger_norms("qwen3", modeling_qwen3.Qwen3RMSNorm(8)) as said:
+        assert said == "norms swapped" and modeling_qwen3.Qwen3RMSNorm is torch.nn.Identity
+    assert modeling_qwen3.Qwen3RMSNorm is own
 
 
 @pytest.mark.parametrize("what", ["generate", "train"])

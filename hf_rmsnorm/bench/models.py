@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -100,18 +102,30 @@ def compare(phase: str, expected, got) -> dict:
     return {"loss": got, "abs_dloss": abs(expected - got)}
 
 
-def apply_liger(name: str, model) -> str | None:
-    """Swap the model's norms, and nothing else, for Liger's; returns why not, or None. It cannot be undone."""
-    try:
-        from liger_kernel import transformers as liger
+@contextmanager
+def liger_norms(name: str, model) -> Iterator[str]:
+    """The model with its norms, and nothing else, swapped for Liger's, or why not: "norms swapped" or the reason.
 
-        function = getattr(liger, f"apply_liger_kernel_to_{name}")
-        function(
-            rope=False, cross_entropy=False, fused_linear_cross_entropy=False, swiglu=False, rms_norm=True, model=model
-        )
-    except Exception as error:  # a peer may be missing or fail in any way it likes; which way is in the result
-        return f"{type(error).__name__}: {error}"[:200]
-    return None
+    The model keeps them. Liger also exchanges the classes in the model's module, where the next model would find them:
+    those are put back at the end.
+    """
+    space = vars(sys.modules[type(model).__module__])
+    before = dict(space)
+    try:
+        try:
+            from liger_kernel import transformers as liger
+
+            function = getattr(liger, f"apply_liger_kernel_to_{name}")
+            function(
+                rope=False, cross_entropy=False, fused_linear_cross_entropy=False, swiglu=False, rms_norm=True,
+                model=model,
+            )  # fmt: skip
+            said = "norms swapped"
+        except Exception as error:  # a peer may be missing or fail in any way it likes; which way is in the result
+            said = f"{type(error).__name__}: {error}"[:200]
+        yield said
+    finally:
+        space.update(before)
 
 
 def run_phases(
@@ -183,12 +197,11 @@ def run_phases(
         measure(phase, AFTER, work.sizes["rounds"], toggle)
     unpatch_model(model)
     failures = [] if data.get("norms_swapped") or data["skipped"] else ["patch_model swapped no norm"]
-    data["liger"] = apply_liger(name, model) or "norms swapped"
-    if data["liger"] == "norms swapped":
-        for phase in phases:
+    with liger_norms(name, model) as data["liger"]:
+        for phase in phases if data["liger"] == "norms swapped" else ():
             try:
                 measure(phase, PEER, work.sizes["rounds"])
-            except Exception as error:  # as in `apply_liger`
+            except Exception as error:  # as in `liger_norms`
                 data["phases"][phase][PEER] = {"error": f"{type(error).__name__}: {error}"[:300]}
                 save()
     return failures
