@@ -19,6 +19,7 @@ import torch
 from .fused_layers import untouched
 from .layers import operands
 from .ops import fused_qk_norm, qk_norm_backend, resolve_backend
+from .ops.qk import rotated
 from .rewrite import CannotRewrite, call, compiled_again, forward_source
 
 _DEFER, _SETTLE, _HELD = "_hf_rmsnorm_defer", "_hf_rmsnorm_settle", "_hf_rmsnorm_held"
@@ -51,13 +52,11 @@ def defer(attention: torch.nn.Module, held: dict, name: str, x):
     norm = attention._modules.get(name)
     if norm is None:
         return getattr(attention, name)(x)
-    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
     if (
         not _is_compiling()
         and type(x) is torch.Tensor
-        and recipe is not None
-        and recipe.reads_sums
         and untouched(norm)
+        and (recipe := type(norm)._hf_rmsnorm_recipe).reads_sums
         and (found := operands(norm, recipe)) is not None
         and (found[0] is None or found[0].dim() == 1)
         and resolve_backend(x, found[0], found[1]) != "original"
@@ -126,23 +125,17 @@ def _rotates(function: Callable) -> bool:
             for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, columns), (2, 5, columns))
         )
         try:
-            rotated = function(q, k, cos, sin)
+            given = function(q, k, cos, sin)
         except Exception:  # a function of other arguments, which any error can say
             if columns == 8:
                 return False
             continue  # it rotates whole heads only
-        expected = [_rotated(x, cos[:, None], sin[:, None]) for x in (q, k)]
-        if not isinstance(rotated, tuple) or len(rotated) != 2:
+        expected = [rotated(x, cos, sin) for x in (q, k)]
+        if not isinstance(given, tuple) or len(given) != 2:
             return False
-        if not all(isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in zip(rotated, expected, strict=True)):
+        if not all(isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in zip(given, expected, strict=True)):
             return False
     return True
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    half = cos.shape[-1] // 2
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((x[..., : 2 * half] * cos + torch.cat((-second, first), -1) * sin, rest), -1)
 
 
 # The pattern in the source

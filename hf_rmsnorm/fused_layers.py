@@ -62,8 +62,8 @@ def add(layer: torch.nn.Module, left, right, reader: str):
     norm = layer._modules.get(reader) if reader else _next_norm(layer)
     if norm is None or not untouched(norm):
         return left + right
-    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
-    found = operands(norm, recipe) if recipe is not None and recipe.reads_sums else None
+    recipe = type(norm)._hf_rmsnorm_recipe
+    found = operands(norm, recipe) if recipe.reads_sums else None
     if found is None:
         return left + right
     weight, bias, spec = found
@@ -101,7 +101,7 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def untouched(norm: torch.nn.Module) -> bool:
-    """Whether calling the norm is running its fused forward: no hook, of a user or of what manages its weights."""
+    """Whether this is a patched norm that a call runs as such: no hook, of a user or of what manages its weights."""
     state, cls = norm.__dict__, type(norm)
     base = getattr(cls, "_hf_rmsnorm_base", None)
     return not (

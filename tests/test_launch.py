@@ -1,27 +1,15 @@
 """What the launch code hands to Triton: how often it compiles, for which types, and with which arguments."""
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
+from functools import partial
 
 import pytest
+from probes import facts
 
 pytest.importorskip("triton", reason="there is nothing to launch without Triton")
-PROBE = Path(__file__).with_name("launch_probe.py")
+probe = partial(facts, "launch_probe.py")
 TARGETS = ("sm_90", "gfx942")
 LAUNCHED = {"norm_forward", "norm_forward_loop", "norm_backward", "norm_backward_loop", "norm_backward_columns",
             "reduce_partials"}  # fmt: skip
-
-
-@cache
-def probe(target):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, PROBE, target], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
 
 
 @pytest.mark.parametrize("target", TARGETS)

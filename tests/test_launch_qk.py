@@ -1,26 +1,14 @@
 """What the launch code of the fused q/k norm hands to Triton: how often it compiles, for which types and arguments."""
 
-import json
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
+from functools import partial
 
 import pytest
+from probes import facts
 
 pytest.importorskip("triton", reason="there is nothing to launch without Triton")
-PROBE = Path(__file__).with_name("launch_probe_qk.py")
+probe = partial(facts, "launch_probe_qk.py")
 TARGETS = ("sm_90", "gfx942")
 STRIDES = ("_batch", "_position", "_head")
-
-
-@cache
-def probe(target):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, PROBE, target], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
 
 
 @pytest.mark.parametrize("target", TARGETS)

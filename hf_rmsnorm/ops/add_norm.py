@@ -46,14 +46,14 @@ class _Sum(torch.autograd.Function):
     """``residual + x``, whose launch computes the norm of the sum too and puts it, in no graph, into a list."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, spec, norm):
-        h, *known = _launch(x, residual, weight, bias, spec, True)
-        norm.extend(known)
+    def forward(ctx, x, residual, operands, known):  # in a tuple the parameters are no inputs, so not in this graph
+        h, *norm = _launch(x, residual, *operands, True)
+        known.extend(norm)
         return h
 
     @staticmethod
     def backward(ctx, dh):
-        return dh, dh, None, None, None, None
+        return dh, dh, None, None
 
 
 def sum_ahead_of_norm(x, residual, weight, bias, spec) -> tuple[torch.Tensor, tuple]:
@@ -69,14 +69,13 @@ def sum_ahead_of_norm(x, residual, weight, bias, spec) -> tuple[torch.Tensor, tu
     with torch.no_grad():
         if spec.functional:
             _, weight, bias = autocast_to_float32(x, weight, bias)
-        weight, bias = (t if t is None or t.is_contiguous() else t.contiguous() for t in (weight, bias))
+        operands = *(t if t is None else t.contiguous() for t in (weight, bias)), spec
     if grad and (x.requires_grad or residual.requires_grad):
         known: list = []
-        h = _Sum.apply(x, residual, weight.detach() if weight is not None else None,
-                       bias.detach() if bias is not None else None, spec, known)  # fmt: skip
-        return h, tuple(known)
-    with torch.no_grad():
-        h, *known = _launch(x, residual, weight, bias, spec, grad)
+        h = _Sum.apply(x, residual, operands, known)
+    else:
+        with torch.no_grad():
+            h, *known = _launch(x, residual, *operands, grad)
     return h, tuple(known)
 
 

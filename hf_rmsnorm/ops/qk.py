@@ -17,14 +17,19 @@ MAX_HEAD_DIM = 512  # a tile holds several rows, and both halves of each
 def reference_qk_norm(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None):
     """`fused_qk_norm` in the operators of Hugging Face's attention layers, bit-equal to them on the same device."""
     normed = (reference_norm(q, q_weight, None, spec), reference_norm(k, k_weight, None, spec))
-    return normed if cos is None else tuple(_turn(y, cos, sin) for y in normed)
+    return normed if cos is None else tuple(rotated(y, cos, sin) for y in normed)
 
 
-def _turn(y, cos, sin, back: bool = False):
-    """`apply_rotary_pos_emb` of one tensor, or (`back`) the gradient in front of it."""
+def rotated(y, cos, sin, back: bool = False):
+    """`apply_rotary_pos_emb` of one tensor, or (`back`) the gradient in front of it.
+
+    Args:
+        y: (batch, heads, length, head_dim).
+        cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
+    """
     columns = cos.shape[-1]
-    if columns != y.shape[-1]:  # a rotary_dim: the other columns pass
-        return torch.cat([_turn(y[..., :columns], cos, sin, back), y[..., columns:]], dim=-1)
+    if columns != y.shape[-1]:
+        return torch.cat([rotated(y[..., :columns], cos, sin, back), y[..., columns:]], dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     # rotate_half transposed is its negative.
     return y * cos - _rotate_half(y * sin) if back else y * cos + _rotate_half(y) * sin
@@ -41,7 +46,7 @@ def _reference_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec, need):
     def side(dy, x, weight, need_x, need_weight):
         if dy is None or not (need_x or need_weight):
             return None, None
-        dy = dy if cos is None else _turn(dy, cos, sin, back=True)
+        dy = dy if cos is None else rotated(dy, cos, sin, back=True)
         return reference_backward(dy, x, weight, None, spec, (need_x, need_weight, False))[:2]
 
     dxq, dwq = side(dq, q, q_weight, need[0], need[2])
