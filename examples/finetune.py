@@ -1,71 +1,271 @@
-"""Fine-tune a model with fused norms, or without: the losses are the same.
+"""Fine-tune a causal language model with fused norms, or without: the losses are the same.
 
-    accelerate launch examples/finetune.py --max-steps 20
-    accelerate launch examples/finetune.py --max-steps 20 --no-patch
+    accelerate launch examples/finetune.py --model path/or/hub-id --text notes.txt --max-steps 100
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/finetune.py --bf16
 
-The text is Python's own help topics. Writes the model and ``losses.json`` to ``--output-dir``.
+By default a small LLaMA that is part of the package trains on ``text.txt`` beside this file (docstrings of hf_rmsnorm,
+under its licence). ``--output-dir`` gets the model, its tokenizer, ``losses.json`` with one number per step, and
+``losses.png``. A run that was killed goes on with ``--resume`` from its last checkpoint, to the same losses. Where the
+launcher did not start what it was asked for, or an argument is wrong, one line says so and the exit code is 2.
 """
 
 import argparse
+import hashlib
 import json
-import pydoc_data.topics
+import os
+import sys
 from pathlib import Path
 
+import launched
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, is_deepspeed_available, set_seed
+from saving import NAME, load_optimizer, save_checkpoint, save_model
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from hf_rmsnorm import patch_model, use_backend
 from hf_rmsnorm.demo import demo_path
 
-BLOCK = 128  # tokens per example
+BUNDLED = Path(__file__).with_name("text.txt")
 
 
-def read_examples(tokenizer) -> torch.Tensor:
-    """The help topics as token ids, (examples, BLOCK)."""
-    text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))[:200_000]
-    ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
-    return ids[: len(ids) // BLOCK * BLOCK].view(-1, BLOCK)
+def stop(message):
+    print(f"finetune.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        stop(message)
+
+
+def at_least(least, kind=int):
+    def number(text):
+        if not kind(text) >= least:
+            raise ValueError
+        return kind(text)
+
+    number.__name__ = f"number, at least {least}:"  # argparse: "invalid number, at least 1: value: '0'"
+    return number
+
+
+def parse_arguments(argv=None):
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_path("llama")), help="a local folder or a hub id")
-    parser.add_argument("--patch", action=argparse.BooleanOptionalAction, default=True, help="fuse the norms")
-    parser.add_argument("--backend", default="auto", help="what computes them: auto, triton or reference")
-    parser.add_argument("--max-steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--text", type=Path, default=BUNDLED, help="the text file to train on")
     parser.add_argument("--output-dir", type=Path, default=Path("finetuned"))
-    args = parser.parse_args()
+    parser.add_argument("--patch", action=argparse.BooleanOptionalAction, default=True, help="fuse the norms")
+    parser.add_argument("--backend", choices=["auto", "triton", "reference"], default="auto", help="what computes them")
+    parser.add_argument("--max-steps", type=at_least(1), default=20, help="optimizer steps in all")
+    parser.add_argument("--batch-size", type=at_least(1), default=4, help="blocks per process and forward")
+    parser.add_argument("--block-size", type=at_least(2), default=128, help="tokens per block")
+    parser.add_argument("--gradient-accumulation", type=at_least(1), default=1, metavar="N", help="forwards per step")
+    parser.add_argument("--learning-rate", type=at_least(0.0, float), default=1e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora", action="store_true", help="train rank 8 adapters on all linears, not the model")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16; the weights stay float32")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--save-every", type=at_least(0), default=100, metavar="N", help="steps; 0 for no checkpoints")
+    parser.add_argument("--resume", nargs="?", const="last", metavar="CHECKPOINT",
+                        help="go on from this checkpoint, by default the last one in --output-dir, if any")  # fmt: skip
+    parser.add_argument("--fsdp2", action="store_true", help="fully_shard each layer; for torchrun, without a config")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU though there is a GPU")
+    return parser.parse_args(argv)
 
-    set_seed(0)
-    accelerator = Accelerator()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    examples = read_examples(AutoTokenizer.from_pretrained(args.model))
+
+def make_accelerator(args):
+    """The accelerator, and which wrapper was asked for; stops where that is not what was launched."""
+    asked = launched.requested()
+    wrapper = "FSDP2" if args.fsdp2 else asked.wrapper
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if asked.processes and asked.processes > 0 and asked.processes != processes:
+        stop(f"{asked.processes} processes were asked for, {processes} started: `accelerate launch --cpu` starts one, "
+             "`accelerate launch --multi_gpu --num_processes N examples/finetune.py --cpu` starts N")  # fmt: skip
+    gpus = 0 if args.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
+    if gpus and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
+        stop(f"there are more processes than GPUs here: give the launcher --num_processes {gpus}, or this script --cpu")
+    if wrapper == "FSDP2" and "RANK" not in os.environ:
+        stop("FSDP2 was asked for, but no process group was started: use `accelerate launch --config_file "
+             "examples/accelerate/fsdp2.yaml` without --cpu, or `torchrun --nproc_per_node N`")  # fmt: skip
+    if wrapper not in (None, "FSDP2") and not gpus:
+        stop(f"{wrapper} was asked for, which accelerate serves on a GPU alone; FSDP2 and DDP run on a CPU as well")
+    if wrapper and wrapper.startswith("DeepSpeed") and not is_deepspeed_available():
+        stop(f"{wrapper} was asked for: pip install deepspeed")
+    if not gpus:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # for on a CPU accelerate does not spread the weights
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.gradient_accumulation)  # DeepSpeed reads it there
+    # Without cpu=True each process that a launcher starts where there is no GPU would train alone.
+    accelerator = Accelerator(
+        cpu=not gpus,
+        mixed_precision="bf16" if args.bf16 else None,
+        gradient_accumulation_steps=args.gradient_accumulation,
+    )
+    return accelerator, launched.Launch(processes, wrapper)
+
+
+def read_blocks(args, tokenizer):
+    """The text as token ids, (blocks, block size) int64."""
+    try:
+        text = args.text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        stop(f"cannot read --text {args.text}: {error}")
+    ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
+    if len(ids) < args.block_size:
+        stop(f"--text {args.text} has {len(ids)} tokens, fewer than one block of {args.block_size} (--block-size)")
+    return ids[: len(ids) // args.block_size * args.block_size].view(-1, args.block_size)
+
+
+def order(blocks, length, seed):
+    """Which block comes when: one shuffled epoch after the other. A longer order starts as a shorter one does."""
+    generator, indices = torch.Generator().manual_seed(seed), []
+    while len(indices) < length:
+        indices += torch.randperm(blocks, generator=generator).tolist()
+    return indices[:length]
+
+
+def find_checkpoint(args, settings):
+    """(folder, its losses) of the checkpoint to go on from; (None, []) to start anew."""
+    saved = [p for p in args.output_dir.glob(NAME.format("*")) if p.name.partition("-")[2].isdigit()]
+    if args.resume is None:
+        if saved and args.save_every:
+            stop(f"{args.output_dir} has checkpoints of an earlier run: --resume, or give another --output-dir")
+        return None, []
+    if args.resume == "last" and not saved:
+        return None, []
+    folder = max(saved, key=lambda p: int(p.name.partition("-")[2])) if args.resume == "last" else Path(args.resume)
+    try:
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        stop(f"--resume {folder}: no checkpoint of finetune.py")
+    for name, value in settings.items():
+        if run["settings"].get(name) != value:
+            stop(f"--resume {folder}: it was made with {name} {run['settings'].get(name)}, this run has {value}")
+    if len(run["losses"]) > args.max_steps:
+        stop(f"--resume {folder}: it has {len(run['losses'])} steps already, --max-steps is {args.max_steps}")
+    return folder, run["losses"]
+
+
+def load_model(args, checkpoint):
+    """The model to train, float32, from the checkpoint if there is one."""
+    try:
+        source = args.model if args.lora or not checkpoint else checkpoint
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        stop(f"cannot load --model {args.model}: {error}")
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.lora:
+        try:
+            from peft import LoraConfig, PeftModel, get_peft_model
+        except ImportError:
+            stop("--lora needs peft: pip install peft")
+        if checkpoint:
+            model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+        else:
+            model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    return model.train()
+
+
+def make_optimizer(model, learning_rate):
+    """AdamW that decays matrices and leaves norms and biases alone."""
+    groups = [{"params": [], "weight_decay": 0.0}, {"params": [], "weight_decay": 0.01}]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO-3 the parameter itself is empty
+            groups[len(shape) >= 2]["params"].append(parameter)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate)
+
+
+def write_losses(losses, folder):
+    (folder / "losses.json").write_text(json.dumps({"losses": losses}) + "\n", encoding="utf-8")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("No losses.png: pip install matplotlib draws it")
+        return
+    figure = Figure(layout="constrained")
+    figure.add_subplot(xlabel="step", ylabel="loss").plot(range(1, len(losses) + 1), losses)
+    figure.savefig(folder / "losses.png")
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    logging.disable_progress_bar()
+    accelerator, wanted = make_accelerator(args)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        stop(f"cannot load --model {args.model}: {error}")
+    blocks = read_blocks(args, tokenizer)
+    names = ("batch_size", "gradient_accumulation", "learning_rate", "seed", "lora")
+    settings = {
+        "model": Path(args.model).name,
+        "tokens": hashlib.sha256(blocks.numpy().tobytes()).hexdigest()[:16],
+        "precision": accelerator.mixed_precision,
+        "processes": accelerator.num_processes,
+        **{name: getattr(args, name) for name in names},
+    }
+    checkpoint, losses = find_checkpoint(args, settings)
+
+    set_seed(args.seed)  # the same new adapters in all processes
+    model = load_model(args, checkpoint)
     if args.patch:
-        accelerator.print(patch_model(model))  # in place: the optimizer above stays valid
+        report = patch_model(model)
+        accelerator.print(report)
+    per_step = args.batch_size * args.gradient_accumulation * accelerator.num_processes
+    ahead = order(len(blocks), args.max_steps * per_step, args.seed)[len(losses) * per_step :]
+    loader = DataLoader(blocks, batch_size=args.batch_size, sampler=ahead)
+    if wanted.wrapper == "FSDP2" and accelerator.distributed_type != DistributedType.FSDP:
+        # torchrun --fsdp2, or a CPU, where accelerate would make it DDP without a word
+        model.to(accelerator.device)
+        for module in [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]:
+            fully_shard(module)
+        fully_shard(model)
+        optimizer, loader = accelerator.prepare(make_optimizer(model, args.learning_rate), loader)
+    else:
+        model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, args.learning_rate), loader)
+    runs = launched.running(accelerator, model)
+    if runs.processes != wanted.processes or runs.wrapper != (wanted.wrapper or runs.wrapper):
+        stop(f"{wanted.processes} processes and {wanted.wrapper or 'no wrapper'} were asked for, "
+             f"and {runs.processes} with {runs.wrapper or 'none'} train together")  # fmt: skip
+    accelerator.print(f"{runs.processes} process(es) on {accelerator.device.type}, {runs.wrapper or 'not sharded'}")
+    if checkpoint:
+        load_optimizer(accelerator, model, optimizer, checkpoint)
+        accelerator.print(f"Going on from {checkpoint}")
 
-    loader = DataLoader(examples, batch_size=args.batch_size, shuffle=True, drop_last=True)
-    model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
-    losses = []
+    batches = iter(loader)
+    bar = tqdm(range(len(losses), args.max_steps), disable=not accelerator.is_main_process)
     with use_backend(args.backend):
-        while len(losses) < args.max_steps:
-            for batch in loader:
-                loss = model(input_ids=batch, labels=batch).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(accelerator.gather(loss.detach()).mean().item())
-                accelerator.print(f"step {len(losses):4d}  loss {losses[-1]:.6f}")
-                if len(losses) == args.max_steps:
-                    break
+        for step in bar:
+            total = torch.zeros((), device=accelerator.device)
+            for micro_step in range(args.gradient_accumulation):
+                batch = next(batches)
+                # What dropout draws depends on the seed and on which forward this is: a resumed run draws the same.
+                forward = (step * args.gradient_accumulation + micro_step) * accelerator.num_processes
+                set_seed(args.seed + forward + accelerator.process_index)
+                with accelerator.accumulate(model):
+                    with accelerator.autocast():
+                        loss = model(input_ids=batch, labels=batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                total += loss.detach().float() / args.gradient_accumulation
+            losses.append(accelerator.reduce(total, "mean").item())
+            bar.set_postfix(loss=f"{losses[-1]:.4f}")
+            if args.save_every and (step + 1) % args.save_every == 0:
+                run = {"settings": settings, "losses": losses}
+                save_checkpoint(accelerator, model, optimizer, args.output_dir / NAME.format(step + 1), run)
 
-    if accelerator.is_main_process:  # an ordinary checkpoint: patched or not, the same keys and class names
-        accelerator.unwrap_model(model).save_pretrained(args.output_dir)
-        (args.output_dir / "losses.json").write_text(json.dumps({"losses": losses}) + "\n")
+    save_model(accelerator, model, args.output_dir)
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(args.output_dir)
+        write_losses(losses, args.output_dir)
     accelerator.end_training()
 
 

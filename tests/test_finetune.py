@@ -1,0 +1,297 @@
+"""examples/finetune.py: what its flags do, what it refuses, and that a run goes on exactly where it stopped."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_rmsnorm.demo import demo_path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "examples" / "accelerate"
+sys.path.insert(0, str(ROOT / "examples"))
+
+import finetune  # noqa: E402
+import launched  # noqa: E402
+
+# reference: bit for bit the model's own forward, as "auto" runs on a CPU outside of Triton's interpreter
+SHORT = ["--batch-size", "2", "--block-size", "32", "--cpu", "--backend", "reference"]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Run finetune.py in this process; the folder it wrote, within tmp_path."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")  # and back, after the test: the script sets it
+
+    def run(name, *arguments):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        finetune.main([*SHORT, "--output-dir", str(tmp_path / name), *map(str, arguments)])
+        return tmp_path / name
+
+    yield run
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def losses(folder):
+    return json.loads((folder / "losses.json").read_text())["losses"]
+
+
+def weights(folder):
+    (path,) = [*folder.glob("model.safetensors"), *folder.glob("adapter_model.safetensors")]
+    return path.read_bytes()
+
+
+def assert_same_run(folder, other):
+    assert losses(folder) == losses(other)
+    assert weights(folder) == weights(other)
+
+
+def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_files(train, capsys):
+    plain = train("plain", "--max-steps", 4, "--no-patch", "--save-every", 2)
+    assert "RMSNorm(" not in capsys.readouterr().out
+    patched = train("patched", "--max-steps", 4, "--save-every", 2)
+    assert "11 x LlamaRMSNorm: RMSNorm(" in capsys.readouterr().out
+    assert len(losses(patched)) == 4 and losses(patched)[0] != losses(patched)[-1]
+    files = {path.relative_to(plain) for path in plain.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(patched) for path in patched.rglob("*") if path.is_file()}
+    for name in files:
+        assert (patched / name).read_bytes() == (plain / name).read_bytes(), name
+    kernels = train("kernels", "--max-steps", 4, "--backend", "triton")
+    assert losses(kernels) == pytest.approx(losses(plain), rel=1e-5)
+    assert (plain / "losses.png").read_bytes().startswith(b"\x89PNG")
+    before, after = (AutoModelForCausalLM.from_pretrained(p) for p in (demo_path("llama"), plain))
+    assert not before.model.norm.weight.float().equal(after.model.norm.weight.float())
+
+
+WAYS = {
+    "all of it": ["--gradient-accumulation", 2, "--gradient-checkpointing"],
+    "adapters, bf16": ["--lora", "--bf16"],
+    "tied, q and k norms": ["--model", demo_path("qwen3")],
+    "LayerNorm": ["--model", demo_path("gpt2")],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_goes_on_exactly_where_it_stopped_patched_or_not(way, train, tmp_path, capsys):
+    whole = train("whole", "--max-steps", 6, "--save-every", 3, *WAYS[way])
+    assert len(losses(whole)) == 6
+    for first, then in (("--patch", "--no-patch"), ("--no-patch", "--patch")):
+        part = train(first, "--max-steps", 3, "--save-every", 3, first, *WAYS[way])
+        assert losses(part) == losses(whole)[:3]
+        capsys.readouterr()
+        train(first, "--max-steps", 6, "--save-every", 3, then, "--resume", *WAYS[way])
+        assert f"Going on from {part / 'checkpoint-3'}" in capsys.readouterr().out
+        assert_same_run(part, whole)
+        # and the optimizer's state, to the bit
+        states = [torch.load(folder / "checkpoint-6" / "optimizer.pt") for folder in (part, whole)]
+        for (name, state), other in zip(states[0]["state"].items(), states[1]["state"].values(), strict=True):
+            assert all(torch.equal(state[key], other[key]) for key in other), name
+
+
+def test_gradient_accumulation_is_a_larger_batch(train):
+    whole = train("whole", "--max-steps", 3, "--batch-size", 4)
+    parts = train("parts", "--max-steps", 3, "--batch-size", 2, "--gradient-accumulation", 2)
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_gradient_checkpointing_changes_nothing_and_adapters_leave_the_model_alone(train):
+    plain = train("plain", "--max-steps", 3)
+    assert_same_run(train("checkpointing", "--max-steps", 3, "--gradient-checkpointing"), plain)
+    adapters = train("adapters", "--max-steps", 3, "--lora")
+    assert losses(adapters)[0] == losses(plain)[0] and losses(adapters)[2] != losses(plain)[2]
+    trained = load_file(adapters / "adapter_model.safetensors")
+    assert trained and all("lora_" in name for name in trained)
+    assert any("lora_B" in name and tensor.any() for name, tensor in trained.items())
+
+
+def test_dropout_draws_the_same_after_a_resume(train, tmp_path):
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(demo_path("gpt2"), resid_pdrop=0.3, embd_pdrop=0.3).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo_path("gpt2") / name).read_bytes())
+    whole = train("whole", "--model", folder, "--max-steps", 4, "--save-every", 2)
+    assert losses(whole) != losses(train("without", "--model", demo_path("gpt2"), "--max-steps", 4))
+    again = train("again", "--model", folder, "--max-steps", 4, "--resume", whole / "checkpoint-2")
+    assert_same_run(again, whole)
+
+
+def test_an_order_starts_as_a_shorter_one_does():
+    long = finetune.order(10, 37, seed=3)
+    assert len(long) == 37 and finetune.order(10, 12, seed=3) == long[:12] != finetune.order(10, 12, seed=4)
+    assert sorted(long[:10]) == sorted(long[10:20]) == list(range(10)) and long[:10] != long[10:20]
+
+
+def test_resume_without_a_checkpoint_starts_anew(train):
+    assert len(losses(train("new", "--max-steps", 1, "--resume"))) == 1
+
+
+def test_without_matplotlib_one_line_says_what_is_missing(train, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    folder = train("here", "--max-steps", 1)
+    assert "No losses.png: pip install matplotlib" in capsys.readouterr().out
+    assert len(losses(folder)) == 1 and not (folder / "losses.png").exists()
+
+
+# What is refused
+
+
+def refusal(capsys, run):
+    """The one line that a run which exits with 2 writes."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        run()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and error.startswith("finetune.py: ")
+    return error
+
+
+BAD = {
+    "--max-steps 0": "argument --max-steps: invalid number, at least 1: value: '0'",
+    "--batch-size many": "argument --batch-size: invalid number, at least 1: value: 'many'",
+    "--learning-rate nan": "argument --learning-rate: invalid number",
+    "--gradient-accumulation -1": "argument --gradient-accumulation",
+    "--backend cuda": "invalid choice: 'cuda'",
+    "--patches": "unrecognized arguments: --patches",
+    "--text nowhere.txt": "cannot read --text nowhere.txt: ",
+    "--text tests": "cannot read --text tests: ",
+    "--text binary": "cannot read --text binary: 'utf-8'",
+    "--text short": "has 2 tokens, fewer than one block of 32 (--block-size)",
+    "--model nowhere/model": "cannot load --model nowhere/model: ",
+    "--resume nowhere": "--resume nowhere: no checkpoint of finetune.py",
+    "--fsdp2": "no process group was started: use `accelerate launch --config_file",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_arguments_are_one_line_and_exit_code_2(flags, train, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("tests").mkdir()
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    Path("short").write_text("ab")
+    assert BAD[flags] in refusal(capsys, lambda: train("out", *flags.split()))
+    assert not Path("out").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path, capsys):
+    folder = train("run", "--max-steps", 2, "--save-every", 1)
+    text = tmp_path / "other.txt"
+    text.write_text("Another text. " * 100)
+    for flags, said in {
+        "--batch-size 3": "it was made with batch_size 2, this run has 3",
+        "--lora": "it was made with lora False, this run has True",
+        "--bf16": "it was made with precision no, this run has bf16",
+        "--seed 1": "it was made with seed 0, this run has 1",
+        f"--text {text}": "it was made with tokens ",
+        f"--model {demo_path('qwen3')}": "it was made with model llama, this run has qwen3",
+        "--max-steps 1": "it has 2 steps already, --max-steps is 1",
+    }.items():
+        assert said in refusal(capsys, lambda flags=flags: train("run", "--max-steps", 2, "--resume", *flags.split()))
+    assert "checkpoints of an earlier run: --resume" in refusal(capsys, lambda: train("run", "--max-steps", 2))
+    (folder / "checkpoint-2" / "run.json").write_text("{")
+    assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
+
+
+# What was launched
+
+
+def launch(monkeypatch, command, **environment):
+    """As if this process had been started by such a command line."""
+
+    class Parent:
+        def cmdline(self):
+            return command.split()
+
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [Parent()])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+CPU = "/venv/bin/python /venv/bin/accelerate launch --cpu"
+MODULE = "python -m accelerate.commands.launch"
+WRONG = {
+    f"{CPU} --num_processes 2 finetune.py": "2 processes were asked for, 1 started: `accelerate launch",
+    f"{CPU} --config_file ddp.yaml finetune.py": "2 processes were asked for, 1 started",
+    f"{CPU} --num_processes 1 --config_file fsdp2.yaml finetune.py": "FSDP2 was asked for, but no process group",
+    f"{CPU} --num_processes=1 --config_file fsdp1.yaml finetune.py": "FSDP1 was asked for, which accelerate serves on",
+    f"{MODULE} --use_deepspeed --zero_stage 3 --num_processes 1 f.py": "DeepSpeed ZeRO-3 was asked for",
+    "accelerate-launch --config_file zero3.yaml --num_processes 1 f.py": "DeepSpeed ZeRO-3 was asked for",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_another_launch_than_was_asked_for_is_refused(command, train, tmp_path, monkeypatch, capsys):
+    for path in CONFIGS.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    fsdp1 = (CONFIGS / "fsdp2.yaml").read_text().replace("fsdp_version: 2", "fsdp_version: 1")
+    (tmp_path / "fsdp1.yaml").write_text(fsdp1)
+    monkeypatch.chdir(tmp_path)
+    launch(monkeypatch, command)
+    assert WRONG[command] in refusal(capsys, lambda: train("out"))
+
+
+def test_a_process_group_that_did_not_form_is_refused(train, monkeypatch, capsys):
+    """As an Accelerator() without cpu=True leaves it: every process alone, and nothing said."""
+    launch(monkeypatch, "torchrun --nproc_per_node 2 finetune.py")
+    real = finetune.Accelerator
+
+    def alone(cpu, **options):
+        monkeypatch.delenv("WORLD_SIZE")
+        return real(cpu=cpu, **options)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(finetune, "Accelerator", alone)
+    said = refusal(capsys, lambda: train("out", "--max-steps", 1))
+    assert "2 processes and no wrapper were asked for, and 1 with none train together" in said
+
+
+@pytest.mark.parametrize("command", [f"{CPU} --num_processes 1 f.py", "python f.py", "bash -c accelerate", MODULE])
+def test_a_launch_as_it_was_asked_for_trains(command, train, monkeypatch):
+    launch(monkeypatch, f"{command} f.py")
+    assert len(losses(train("out", "--max-steps", 1))) == 1
+
+
+def test_another_users_launcher_is_not_ours_to_ask(monkeypatch):
+    def parents(self):
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil.Process, "parents", parents)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert launched.requested() == launched.Launch(3, None)
+
+
+KINDS = {
+    "one_process": (DistributedType.NO, 1, {}),
+    "ddp": (DistributedType.MULTI_GPU, 2, {"multi_gpu": True}),
+    "fsdp2": (DistributedType.FSDP, 2, {"use_fsdp": True, "fsdp_version": 2, "fsdp_reshard_after_forward": True}),
+    "zero3": (DistributedType.DEEPSPEED, 2, {"use_deepspeed": True, "zero_stage": 3, "zero3_init_flag": True}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_accelerate_reads_the_config_files(name):
+    kind, processes, arguments = KINDS[name]
+    assert {path.stem for path in CONFIGS.iterdir()} == set(KINDS)
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert config.distributed_type == kind and config.num_processes == processes
+    arguments = {**arguments, "num_processes": processes, "mixed_precision": "no"}
+    command = ["--config_file", str(CONFIGS / f"{name}.yaml"), "finetune.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    assert {key: getattr(args, key) for key in arguments} == arguments
+    (told,) = re.findall(r"accelerate launch (.*)", (CONFIGS / f"{name}.yaml").read_text())
+    assert told == f"--config_file examples/accelerate/{name}.yaml examples/finetune.py"
+
+
+assert os.environ.get("HF_HUB_OFFLINE"), "a model that is not there must not be looked for on the network"

@@ -1,0 +1,139 @@
+"""The README's fine-tuning commands, run as they stand: the processes, wrappers, losses and exit codes they promise."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_rmsnorm.demo import demo_path
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT = ["--max-steps", "4", "--batch-size", "2", "--block-size", "32", "--save-every", "2"]
+(SECTION,) = re.findall(r"## Fine-tuning\n(.*?)\n## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+COMMANDS = {
+    words: shlex.split(command)
+    for command, words in re.findall(r"^(accelerate launch .*?) +# (.*)$", SECTION, re.MULTILINE)
+}
+KINDS = {
+    "one process": "1 process(es) on cpu, not sharded",
+    "DDP": "2 process(es) on cpu, not sharded",
+    "FSDP2": "2 process(es) on cpu, FSDP2",
+    "LoRA": "1 process(es) on cpu, not sharded",
+}
+
+
+def start(command, *arguments) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    cpu = ["--cpu"] if torch.accelerator.is_available() else []
+    return subprocess.Popen(
+        [*command, *cpu, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen) -> str:
+    text, _ = process.communicate()
+    assert process.returncode == 0, text
+    return text
+
+
+def losses(folder):
+    return json.loads((folder / "losses.json").read_text())["losses"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What each command of the README wrote, and its output; and unpatched DDP by flags, without a config file."""
+    folder = tmp_path_factory.mktemp("finetune")
+    flags = "accelerate launch --multi_gpu --num_processes 2 examples/finetune.py --cpu --no-patch"
+    # At once only what asks for no port.
+    waves = [["one process", "LoRA"], ["DDP"], ["FSDP2"], ["unpatched DDP"]]
+    done = {}
+    for wave in waves:
+        runs = {
+            name: start(COMMANDS.get(name) or flags.split(), *SHORT, "--output-dir", folder / name) for name in wave
+        }
+        done |= {name: (folder / name, output(run)) for name, run in runs.items()}
+    return done
+
+
+def test_there_is_one_command_for_each_way():
+    assert list(COMMANDS) == list(KINDS)
+    for name, command in COMMANDS.items():
+        assert command[:3] == ["accelerate", "launch", "--config_file"] and command[4] == "examples/finetune.py", name
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_command_trains_with_the_processes_and_the_wrapper_it_asks_for(name, trained):
+    folder, text = trained[name]
+    assert text.count("process(es)") == 1 and KINDS[name] in text
+    assert "11 x LlamaRMSNorm: RMSNorm(" in text and "100%" in text
+    assert len(losses(folder)) == 4 and losses(folder)[0] != losses(folder)[-1]
+    assert (folder / "losses.png").stat().st_size > 1000
+    assert sorted(p.name for p in folder.glob("checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
+    adapter = (folder / "adapter_model.safetensors").exists()
+    assert adapter == (name == "LoRA") != (folder / "model.safetensors").exists()
+
+
+def test_ddp_and_fsdp2_train_as_unpatched_ddp_does(trained):
+    plain, text = trained["unpatched DDP"]
+    assert KINDS["DDP"] in text and "RMSNorm(" not in text
+    assert losses(trained["DDP"][0]) == losses(plain) != losses(trained["one process"][0])
+    assert losses(trained["FSDP2"][0]) == pytest.approx(losses(plain), rel=1e-6)
+    files = [(trained[name][0] / "model.safetensors").read_bytes() for name in ("DDP", "unpatched DDP")]
+    assert files[0] == files[1]
+
+
+def test_fsdp2_under_torchrun_goes_on_from_an_unpatched_ddp_checkpoint(trained, tmp_path):
+    plain, _ = trained["unpatched DDP"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    resume = ["--fsdp2", "--resume", plain / "checkpoint-2", "--output-dir", tmp_path]
+    text = output(start([*launch, "examples/finetune.py", "--cpu"], *SHORT, *resume))
+    assert KINDS["FSDP2"] in text and "11 x LlamaRMSNorm: RMSNorm(" in text
+    assert losses(tmp_path)[:2] == losses(plain)[:2]
+    assert losses(tmp_path) == pytest.approx(losses(plain), rel=1e-6)
+
+
+def test_one_process_in_the_place_of_two_is_refused(tmp_path):
+    command = "accelerate launch --cpu --num_processes 2 examples/finetune.py"
+    process = start(command.split(), *SHORT, "--output-dir", tmp_path / "out")
+    text, _ = process.communicate()
+    assert "finetune.py: 2 processes were asked for, 1 started" in text and "exit status 2" in text
+    assert process.returncode != 0 and not (tmp_path / "out").exists()
+
+
+def test_killed_runs_go_on_to_the_same_losses_and_weights(tmp_path):
+    script = ROOT / "tests" / "finetune_crash.py"
+    report = json.loads(output(start([sys.executable, "-W", "ignore", script], tmp_path)).splitlines()[-1])
+    assert report["wrong"] == [] and len(report["killed"]) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that Triton serves")
+@pytest.mark.parametrize("config, wrapper", [("fsdp2", "FSDP2"), ("zero3", "DeepSpeed ZeRO-3")])
+def test_the_configs_for_sharding_train_on_a_gpu_and_go_on(config, wrapper, tmp_path):
+    if config == "zero3":
+        pytest.importorskip("deepspeed", reason="ZeRO-3 is DeepSpeed's")
+    launch = ["accelerate", "launch", "--config_file", f"examples/accelerate/{config}.yaml", "--num_processes", "1"]
+    run = [*launch, "examples/finetune.py", "--model", demo_path("qwen3"), *SHORT, "--output-dir"]
+
+    def finetune(folder, *flags):
+        done = subprocess.run([*map(str, run), tmp_path / folder, *flags], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"1 process(es) on cuda, {wrapper}" in done.stdout
+        return losses(tmp_path / folder)
+
+    patched, plain = finetune("patched"), finetune("plain", "--no-patch")
+    assert patched == pytest.approx(plain, rel=1e-4)
+    assert finetune("again", "--resume", str(tmp_path / "patched" / "checkpoint-2")) == pytest.approx(patched, rel=1e-6)
