@@ -25,6 +25,9 @@ _HOMES = {
     "plan_conversion": "conversion",
     "convert_checkpoint": "conversion",
     "convert_adapter": "conversion",
+    "HfRmsNormCallback": "integrations",
+    "Recentre": "integrations",
+    "train_as_rms": "integrations",
 }
 __all__ = ["__version__", *_HOMES]
 

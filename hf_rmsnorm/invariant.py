@@ -9,8 +9,9 @@ the ``count`` of its parameters. What an adapter of PEFT adds to a writer has to
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -88,10 +89,7 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
     recorded = {**neurons, **record["writers"]}
     wrong = [text for text, how in recorded.items() if there[text] < how.get("count", 1)]
     for name, how in _matching(record["writers"], tensors).items():
-        tensor, but = tensors[name], how.get("but")
-        if but is not None and tensor.ndim > but["axis"] and tensor.shape[but["axis"]] > but["first"]:
-            tensor = tensor.narrow(but["axis"], 0, but["first"])
-        if not is_centred(tensor, how["axis"], how["block"], how["blocks"]):
+        if not is_centred(_without_added(tensors[name], how), how["axis"], how["block"], how["blocks"]):
             wrong.append(name)
     for name, how in _matching(neurons, tensors).items():
         if name not in wrong and not _constant(tensors[name], how["axis"], how["first"], how["values"]):
@@ -156,6 +154,48 @@ def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
         if not bool(((part.mean(-1).abs() <= bound) & bound.isfinite()).all()):
             return False
     return True
+
+
+@torch.no_grad()
+def centre_(tensor: torch.Tensor, axis: int, block: int, blocks) -> None:
+    """Take the mean off each block along the axis, in place; in float64, rounded to the tensor's dtype."""
+    rows = tensor.movedim(axis, -1).unflatten(-1, (-1, block))
+    for part in (rows,) if blocks is None else [rows.select(-2, index) for index in blocks]:
+        for piece in part.split(max(1, 2**24 // part[0].numel())) if part.dim() > 1 else (part,):
+            wide = piece.double()
+            piece.copy_(wide - wide.mean(-1, keepdim=True))
+
+
+@torch.no_grad()
+def _write_neurons_(tensor: torch.Tensor, axis: int, first: int, values: list[float]) -> None:
+    slices = tensor.movedim(axis, -1)[..., first:]
+    slices.copy_(torch.tensor(values, dtype=torch.float64).to(slices).expand_as(slices))
+
+
+def mending(record: Mapping, names: Iterable[str]) -> dict[str, list[tuple[int, Callable[[torch.Tensor], None]]]]:
+    """How to put back in place what `uncentred` looks at: parameter -> (axis, function of the tensor), in order.
+
+    Each function needs the whole of the tensor along its axis.
+    """
+    names, made = list(names), defaultdict(list)
+    for name, how in _matching(record["writers"], names).items():
+        made[name].append((how["axis"], partial(_centre_but_, how=how)))
+    for name, how in _matching(record.get("neurons", {}), names).items():
+        given = {key: how[key] for key in ("axis", "first", "values")}
+        made[name].append((how["axis"], partial(_write_neurons_, **given)))
+    return made
+
+
+def _centre_but_(tensor: torch.Tensor, how: Mapping) -> None:
+    centre_(_without_added(tensor, how), how["axis"], how["block"], how["blocks"])
+
+
+def _without_added(tensor: torch.Tensor, how: Mapping) -> torch.Tensor:
+    """A writer without the slices that were added to it and have a mean on purpose."""
+    but = how.get("but")
+    if but is not None and tensor.ndim > but["axis"] and tensor.shape[but["axis"]] > but["first"]:
+        return tensor.narrow(but["axis"], 0, but["first"])
+    return tensor
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:

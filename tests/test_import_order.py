@@ -26,10 +26,10 @@ ALLOWED = {
     "fused_layers": {"ops", "layers", "derived", "handover", "rewrite"},
     "fused_attention": {"ops", "layers", "fused_layers", "rewrite"},
     "patching": {
-        "formula", "reference", "ops", "layers", "fused_layers", "fused_attention", "handover", "rewrite", "invariant",
-        "paths",
+        "formula", "reference", "ops", "derived", "layers", "fused_layers", "fused_attention", "handover", "rewrite",
+        "invariant", "paths",
     },
-    "integrations": CORE,
+    "integrations": CORE | {"invariant"},
     "verification": {"formula", "reference", "invariant"},
     "conversion": {"formula", "reference", "invariant", "paths", "verification"},
     "demo": set(),

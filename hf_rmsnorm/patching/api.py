@@ -11,6 +11,7 @@ import torch
 
 from .chain import fuse_layers
 from .report import PatchReport
+from .saving import unwatch, watch
 from .swap import fuse, remember, restore, swap, unfuse
 from .walk import Globs, Plan, make_plan
 
@@ -83,6 +84,7 @@ def unpatch_model(model: torch.nn.Module) -> int:
     _check_module("unpatch_model", model)
     for module in model.modules():
         unfuse(module)
+        unwatch(module)
     return sum([restore(module) for module in model.modules()])
 
 
@@ -128,6 +130,8 @@ def _patch(
             elif entry.recipe is not None and not entry.already:
                 swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
                 undo.callback(restore, entry.module)
+        for module in watch(model):
+            undo.callback(unwatch, module)
         if fuse_residual:
             layers, fused = fuse_layers(model)
             for module in fused:

@@ -24,10 +24,12 @@ class Conversion:
     Args:
         norms: module path -> eps, of each LayerNorm that is recorded as an RMSNorm.
         doubt: that the record cannot be followed and why, or "".
+        trained: the record says that training has made the model one of RMSNorms: its writers may have any mean.
     """
 
     norms: dict[str, float]
     doubt: str = ""
+    trained: bool = False
 
     def recipe(self, paths: list[str], recipe: Recipe) -> tuple[Recipe, str]:
         """(the recipe to swap in, a note for the report) for a norm that was recognised as `recipe`."""
@@ -41,22 +43,51 @@ class Conversion:
         return replace(recipe, spec=replace(recipe.spec, centered=False), imposed=True), ""
 
 
-def conversion_of(model: torch.nn.Module) -> Conversion | None:
-    """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
-    for prefix, module in model.named_modules():
+@dataclass(frozen=True)
+class Recorded:
+    """A model with the record of its conversion.
+
+    Args:
+        path: of the model, inside of the one that was searched.
+        head: what the record's names have before the model's own.
+        norms: as in the record, by the record's names: path -> ``{"eps", "hidden_size"}``.
+    """
+
+    path: str
+    model: torch.nn.Module
+    head: str
+    record: dict
+    norms: dict[str, dict]
+
+    @property
+    def trained(self) -> bool:
+        return self.record.get("computes") == TRAINED_AS_RMS
+
+
+def recorded_model(model: torch.nn.Module) -> Recorded | None:
+    """The model, or the one inside it, whose config records a conversion; None if there is none."""
+    for path, module in model.named_modules():
         record = getattr(getattr(module, "config", None), RECORD_KEY, None)
         if isinstance(record, dict) and "rms_norms" in record:
             paths = [path for path, _ in module.named_modules()]
             # A checkpoint saved with a head may be loaded without, and the names then lack what the head puts before.
             for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
                 if norms := recorded_norms(record, [head + path for path in paths]):
-                    found = _read(module, prefix, head, norms, record)
-                    outside = "" if found.doubt or record.get("computes") == TRAINED_AS_RMS else _outside(model, module)
-                    return replace(found, doubt=STAYS + outside) if outside else found
+                    return Recorded(path, module, head, record, norms)
     return None
 
 
-def _outside(model: torch.nn.Module, converted: torch.nn.Module) -> str:
+def conversion_of(model: torch.nn.Module) -> Conversion | None:
+    """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
+    found = recorded_model(model)
+    if found is None:
+        return None
+    read = _read(found)
+    outside = "" if read.doubt or found.trained else outside_of(model, found.model)
+    return replace(read, doubt=STAYS + outside) if outside else read
+
+
+def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     """Why what surrounds the converted model is in the way: it may hand it rows of a stream that have a mean."""
     record = getattr(converted.config, RECORD_KEY)
     converted = next((m for m in model.modules() if _is_recorded(m, record)), converted)  # with a head, maybe
@@ -76,24 +107,24 @@ def _is_recorded(module: torch.nn.Module, record: dict) -> bool:
     return own and getattr(getattr(module, "config", None), RECORD_KEY, None) == record
 
 
-def _read(model: torch.nn.Module, prefix: str, head: str, found: dict[str, dict], record: dict) -> Conversion:
-    inside = f"{prefix}." if prefix else ""
-    norms = {inside + path[len(head) :]: how["eps"] for path, how in found.items()}
-    if record.get("computes") == TRAINED_AS_RMS:
-        return Conversion(norms)
-    tensors = _Weights(model, head)
+def _read(found: Recorded) -> Conversion:
+    inside = f"{found.path}." if found.path else ""
+    norms = {inside + path[len(found.head) :]: how["eps"] for path, how in found.norms.items()}
+    if found.trained:
+        return Conversion(norms, trained=True)
+    tensors = Weights(found.model, found.head)
     if hidden := tensors.hidden():
-        if model.get_parameter(hidden[len(head) :]).is_meta:
+        if found.model.get_parameter(hidden[len(found.head) :]).is_meta:
             return Conversion(norms, WITHOUT_WEIGHTS)
         return Conversion(norms, f"{STAYS}{hidden} is not here whole; patch once the weights are loaded")
     try:
-        doubt = tensors.hooked(record) or _doubt(tensors, record)
+        doubt = tensors.hooked(found.record) or moved(tensors, found.record)
     except ValueError as error:
         doubt = str(error)
     return Conversion(norms, doubt and STAYS + doubt)
 
 
-def _doubt(tensors: _Weights, record: dict) -> str:
+def moved(tensors: Weights, record: dict) -> str:
     """What is wrong with the model's own parameters, or with those that adapters add to writers."""
     names = own_names(tensors)
     own = tensors.renamed(names)
@@ -108,7 +139,7 @@ def _doubt(tensors: _Weights, record: dict) -> str:
     return doubt and f"{doubt}; convert an adapter with its base (convert_adapter)"
 
 
-class _Weights(Mapping[str, torch.Tensor]):
+class Weights(Mapping[str, torch.Tensor]):
     """A model's parameters by name; one that accelerate keeps on a disk is read when it is asked for."""
 
     def __init__(self, model: torch.nn.Module, head: str):
@@ -130,7 +161,11 @@ class _Weights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._owners)
 
-    def renamed(self, names: Mapping[str, str]) -> _Weights:
+    def owner(self, key: str) -> tuple[torch.nn.Module, str]:
+        """The module that holds a parameter, and what it calls it."""
+        return self._owners[key]
+
+    def renamed(self, names: Mapping[str, str]) -> Weights:
         """Those of these names, by their new ones."""
         some = copy(self)
         some._owners = {new: self._owners[old] for old, new in names.items()}

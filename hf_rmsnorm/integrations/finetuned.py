@@ -1,0 +1,169 @@
+"""A converted model in fine-tuning: kept where LayerNorm and RMSNorm are equal, or trained as RMSNorm and marked so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, centre_, mending, own_names
+from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
+
+
+class Recentre:
+    """Takes off a converted model's writers what an optimizer's step gave them of a mean along the residual stream.
+
+    A LayerNorm removes that mean, so its logits stay what they are; and as long as there is none, RMSNorm computes the
+    same (Jiang et al. 2023). Call it after each step, on every process:
+
+        >>> recentre = Recentre(model)          # once; after adapters were added  # doctest: +SKIP
+        >>> optimizer.step()                                                       # doctest: +SKIP
+        >>> recentre()                                                             # doctest: +SKIP
+
+    Means are taken in float64 and parameters changed in place, in their own dtype. The B of LoRA adapters is centred
+    where it is added to a writer. Parameters that need no gradient stay as they are. Under `fully_shard` the shards of
+    a parameter are gathered where the stream lies across them, one at a time. A model that has moved already is
+    centred at once.
+
+    Args:
+        model: a converted model, or one that holds it: under PEFT, DDP, `torch.compile`, `fully_shard`.
+
+    Raises:
+        ValueError: no conversion is recorded, or the model was trained as RMSNorm, or something else than the writers
+            may give the stream a mean; or the parameters are managed by FSDP1 or ZeRO-3, which keep them elsewhere.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        _refuse_fsdp1(model)
+        found = _recorded(model)
+        if found.trained:
+            raise ValueError(
+                "this model's config says that it was trained as RMSNorm: its weights may have any mean, and taking it "
+                "off would change what the model computes"
+            )
+        tensors = Weights(found.model, found.head)
+        doubt = outside_of(model, found.model) or tensors.hooked(found.record)
+        if doubt:
+            raise ValueError(f"this model cannot be kept centred: {doubt}")
+        own = own_names(tensors)
+        ours = tensors.renamed(own)
+        theirs = {new: old for old, new in own.items()}
+        writers = Writers(found.record, ours)
+        acts = {theirs[name]: acts for name, acts in mending(found.record, ours).items()}
+        for name in tensors:
+            if name not in own and (change := writers.changed_by(name)):
+                acts[name] = [(change[1]["axis"], partial(centre_, **change[1]))]
+        self._steps = [(name, *tensors.owner(name), acts) for name, acts in acts.items()]
+        self._shapes = {name: module._parameters[key].shape for name, module, key, _ in self._steps}
+        self._model = model
+        if not any(_is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
+            if moved(tensors, found.record):
+                self._run(lambda parameter: True)
+            if doubt := moved(tensors, found.record):
+                raise ValueError(f"this model cannot be kept centred: {doubt}")
+
+    def __call__(self) -> None:
+        """Centre the parameters that are trained.
+
+        Raises:
+            ValueError: a parameter is no longer here whole.
+        """
+        self._run(lambda parameter: parameter.requires_grad)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise where an optimizer updates copies of the parameters, from which it would undo the centring.
+
+        Raises:
+            ValueError: it does, as DeepSpeed's do.
+        """
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ours = {id(p) for p in self._model.parameters()}
+        trained = [(name, module._parameters[key]) for name, module, key, _ in self._steps]
+        missed = [name for name, p in trained if p.requires_grad and id(p) not in stepped]
+        if missed and stepped - ours:
+            raise ValueError(
+                f"this optimizer updates copies of the parameters, and not {missed[0]} itself: the centring would be "
+                "undone; use one that updates the parameters, or train as RMSNorm (train_as_rms)"
+            )
+
+    @torch.no_grad()
+    def _run(self, wanted: Callable[[torch.nn.Parameter], bool]) -> None:
+        for name, module, key, acts in self._steps:
+            parameter = module._parameters[key]
+            if parameter.shape != self._shapes[name] or parameter.is_meta:
+                raise ValueError(
+                    f"{name} is not here whole, as under FSDP1 and ZeRO-3: build Recentre under fully_shard or DDP, or "
+                    "train as RMSNorm (train_as_rms)"
+                )
+            if wanted(parameter):
+                _apply(parameter, acts)
+
+
+def train_as_rms(model: torch.nn.Module) -> None:
+    """Mark a converted model as one that is trained as RMSNorm: `patch_model` then runs its norms so, come what may.
+
+    Call it before `patch_model` and before training; the mark is in the config, as ``"computes": "rms_norm"``, and
+    `save_pretrained` keeps it. Adapters do not hold it: mark the base before an adapter is loaded that was trained so.
+
+    Args:
+        model: a converted model, or one that holds it.
+
+    Raises:
+        ValueError: no conversion is recorded; or the model computes something else as RMSNorm, since it has moved.
+    """
+    found = _recorded(model)
+    doubt = "" if found.trained else conversion_of(model).doubt
+    if doubt:
+        raise ValueError(
+            f"as RMSNorm this model would compute something else than it does now: {doubt.removeprefix(STAYS)}"
+        )
+    mark_as_rms(model)
+
+
+def mark_as_rms(model: torch.nn.Module) -> None:
+    """`train_as_rms` of a model whose weights are known to be trained as RMSNorm already."""
+    record = _recorded(model).record
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, RECORD_KEY, None) == record:
+            setattr(config, RECORD_KEY, {**record, "computes": TRAINED_AS_RMS})
+
+
+def _recorded(model: torch.nn.Module) -> Recorded:
+    found = recorded_model(model)
+    if found is None:
+        raise ValueError(
+            f"the config of this {type(model).__name__} records no conversion: make a checkpoint with hf-rmsnorm "
+            "convert, and load that"
+        )
+    return found
+
+
+def _refuse_fsdp1(model: torch.nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "FSDP1 keeps parameters as pieces of a flat one, without rows to centre: use FSDP2 (fully_shard), or train "
+            "as RMSNorm (train_as_rms)"
+        )
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _apply(parameter: torch.Tensor, acts: list[tuple[int, Callable[[torch.Tensor], None]]]) -> None:
+    sharded = _is_dtensor(parameter)
+    across = sharded and any(place.is_shard(axis) for place in parameter.placements for axis, _ in acts)
+    # A shard has the stream whole for some of the rows, unless the stream itself is what was cut.
+    tensor = parameter.full_tensor() if across else parameter.to_local() if sharded else parameter
+    for _, act in acts:
+        act(tensor)
+    if across:
+        from torch.distributed.tensor import distribute_tensor
+
+        shards = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(shards.to_local())

@@ -1,0 +1,96 @@
+"""`HfRmsNormCallback`: a patch for whatever model a Trainer trains, at the moment that suits it."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..patching import PatchReport, patch_model, unpatch_model
+from ..patching.converted import conversion_of
+from .finetuned import Recentre, mark_as_rms, train_as_rms
+
+logger = logging.get_logger("transformers.integrations.hf_rmsnorm")  # whose level and handlers are Transformers'
+
+
+class HfRmsNormCallback(TrainerCallback):
+    """Patches the model of a `transformers.Trainer`, or of one derived from it as TRL's are.
+
+    The model is patched when the Trainer has been made, so before it is wrapped or compiled and also where it only
+    evaluates or predicts; and one that `model_init` makes, for `train` or for a trial of `hyperparameter_search`, when
+    its training begins. Of a converted model it is asked again after a checkpoint was resumed whether its writers are
+    centred. A model is never patched twice, and what the Trainer saves has the bytes and names of the unpatched model.
+
+    Not seen: a model that is put into ``trainer.model`` by hand, and a reference model of TRL's, which `patch_model`
+    serves.
+
+    Args:
+        recentre: of a converted model, centre after each optimizer step what writes to its residual stream, so that
+            LayerNorm and RMSNorm stay equal (`Recentre`).
+        train_as_rms: of a converted model, record in its config that it is trained as RMSNorm (`train_as_rms`).
+        options: keyword arguments of `patch_model`.
+
+    Attributes:
+        report: of the last patch; also logged, at level INFO, once for equal ones.
+
+    Raises:
+        TypeError: an option that `patch_model` does not know.
+        ValueError: recentre and train_as_rms together; and, from the Trainer, what those two and `patch_model` raise.
+
+    Example:
+        >>> from hf_rmsnorm.integrations import HfRmsNormCallback
+        >>> trainer = Trainer(model, args, callbacks=[HfRmsNormCallback()])  # doctest: +SKIP
+    """
+
+    def __init__(self, *, recentre: bool = False, train_as_rms: bool = False, **options):
+        if recentre and train_as_rms:
+            raise ValueError("recentre and train_as_rms contradict each other: choose one")
+        try:
+            inspect.signature(patch_model).bind(None, **options)
+        except TypeError as error:
+            raise TypeError(f"HfRmsNormCallback takes the arguments of patch_model: {error}") from None
+        self.report: PatchReport | None = None
+        self._recentre_wanted, self._trained_as_rms, self._options = recentre, train_as_rms, options
+        self._recentre: Recentre | None = None
+        self._patched = lambda: None
+        self._logged = ""
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        self._patch(model, resumed=False)
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self._patch(model, resumed=state.global_step > 0)
+        if self._recentre_wanted:
+            self._recentre = Recentre(model)
+            if optimizer is not None:
+                self._recentre.check_optimizer(optimizer)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if self._recentre is not None:
+            self._recentre()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._recentre = None
+
+    def _patch(self, model: torch.nn.Module, resumed: bool) -> None:
+        if self._trained_as_rms:
+            (mark_as_rms if resumed else train_as_rms)(model)
+        elif self._recentre_wanted:
+            Recentre(model)  # what has moved before is centred
+        before = self._patched()
+        if before is not None and any(module is before for module in model.modules()):
+            if conversion_of(before) is None:
+                return
+            unpatch_model(before)  # other weights may have been loaded since
+            model = before
+        self.report = patch_model(model, **self._options)
+        self._patched = weakref.ref(model)
+        if str(self.report) != self._logged:
+            self._logged = str(self.report)
+            logger.info(self._logged)
+            conversion = conversion_of(model)
+            if conversion is not None and conversion.doubt:
+                logger.warning(f"each norm that the conversion recorded {conversion.doubt}")
