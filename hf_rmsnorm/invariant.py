@@ -65,6 +65,14 @@ def _counted(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dic
     }
 
 
+def trained_as_rms(record) -> bool:
+    """Whether this, of a config under `RECORD_KEY`, says that training has made the model one of RMSNorms.
+
+    One that was fitted to be one, approximately, was not trained.
+    """
+    return isinstance(record, dict) and record.get("computes") == TRAINED_AS_RMS and not record.get("approximate")
+
+
 def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
     """Of these module paths, those that the record calls an RMSNorm: path -> ``{"eps", "hidden_size"}``."""
     return _matching(record["rms_norms"], paths)

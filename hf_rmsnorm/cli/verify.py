@@ -25,6 +25,14 @@ PROMPT = (
     "handler begins."
 )
 
+# What a converted checkpoint was found to be.
+_SAID = {
+    "centred": "converted and centred: {count} of its LayerNorms run as RMSNorm, which is the same",
+    "trained": "converted, then trained as RMSNorm, as its config.json says: compared with {count} RMSNorms in plain "
+    "torch; without patch_model it computes LayerNorm, which is another function",
+    "doubted": "converted, but each norm that the conversion recorded {doubt}",
+}
+
 
 def add_arguments(parser) -> None:
     add_model(parser)
@@ -52,10 +60,11 @@ def run(args) -> Result:
     device = pick_device(args.device)
     interpret_on_cpu(device)
     models.quieten()
-    from .. import verify_equivalence
+    from .. import patch_model, verify_equivalence
     from ..ops.backend import describe_backend
     from ..patching.converted import conversion_of
     from ..verification.context import prompt_length
+    from ..verification.recorded import as_recorded
 
     backend, reason = describe_backend(device)
     if backend != "triton":  # its own forward against itself would prove nothing
@@ -65,7 +74,7 @@ def run(args) -> Result:
     dtype = args.dtype or ("all" if source.is_demo else "auto")
     config = models.load_config(source)
     tokenizer = models.load_tokenizer(source)
-    runs, doubts = [], []
+    runs, conversions = [], []
     for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
         model = models.load_model(source, config, each, device)
         if model.main_input_name != "input_ids":
@@ -78,9 +87,14 @@ def run(args) -> Result:
         if model.config.is_encoder_decoder:  # it would generate from the decoder's start token, not from a text
             inputs, new = {"input_ids": inputs, "decoder_input_ids": inputs}, 0
         conversion = conversion_of(model)
-        doubts.append(conversion.doubt if conversion else "")
-        runs.append(verify_equivalence(model, inputs=inputs, backend=backend, max_new_tokens=new))
-        del model
+        conversions.append(conversion)
+        pair, norms = (model, None), True
+        if conversion and conversion.trained:  # its own forward is not what it computes
+            pair, norms = (as_recorded(model), model), False
+            patch_model(model)
+        how = {"inputs": inputs, "backend": backend, "max_new_tokens": new, "norms": norms}
+        runs.append(verify_equivalence(*pair, **how))
+        del model, pair
 
     passed = all(verdict.passed for verdict in runs)
     data = {
@@ -89,12 +103,21 @@ def run(args) -> Result:
         "device": str(device),
         "backend": backend,
         "backend_reason": reason,
-        "runs": [{**run.to_dict(), "conversion_doubt": doubt} for run, doubt in zip(runs, doubts, strict=True)],
+        "runs": [
+            {**run.to_dict(), "conversion": _state(found), "conversion_doubt": found.doubt if found else ""}
+            for run, found in zip(runs, conversions, strict=True)
+        ],
     }
     blocks = [
         f"{source.name} in {run.dtype}: {'PASS' if run.passed else 'FAIL'}\n{run}"
-        + (f"\n  each norm that the conversion recorded {doubt}" if doubt else "")
-        for run, doubt in zip(runs, doubts, strict=True)
+        + (f"\n  {_SAID[_state(found)].format(count=len(found.norms), doubt=found.doubt)}" if found else "")
+        for run, found in zip(runs, conversions, strict=True)
     ]
     blocks.append(f"Backend {backend} on {device}: {reason}.")
     return Result(data, "\n\n".join(blocks), 0 if passed else 1)
+
+
+def _state(conversion) -> str | None:
+    if conversion is None:
+        return None
+    return "trained" if conversion.trained else "doubted" if conversion.doubt else "centred"

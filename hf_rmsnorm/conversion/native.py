@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ..invariant import RECORD_KEY
+from ..invariant import RECORD_KEY, trained_as_rms
+from ..verification.recorded import as_recorded
 from .keys import saved_tensors
 from .native_target import NativeTarget, native_targets, refused
 from .native_tensors import Stored, Values, is_zero, largest_output
@@ -165,7 +166,7 @@ def plan_native(src: str | os.PathLike, *, fold_affine: bool = False, allow_pick
     """
     with ExitStack() as stack:
         target = _target_of(open_source(src, allow_pickle=allow_pickle), stack, fold_affine)
-    proof = prove_native(make_twin(src), target.model_type, fold_affine=fold_affine)
+    proof = prove_native(make_twin(src, trained=True), target.model_type, fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
     return PlannedNative(target, proof)
@@ -213,6 +214,7 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
         for made in filter(None, (clip.weight, clip.bias)):
             parameters[made.like].mul_(min(1.0, clip.limit / reached))
     values = Memory(saved_tensors(source), target.aliases)
+    source = _as_it_computes(source)
     tensors = {name: torch.cat(list(made.pieces(values))) for name, made in target.tensors.items()}
     result_class = getattr(transformers, target.config.architectures[0])
     with quiet(), in_double():
@@ -294,6 +296,7 @@ def judge_folders(src, folder: Path, *, run: bool = True, **how) -> Verification
         names = f"{type(pair.source).__name__} and {type(pair.result).__name__}"
         if pair.missing:
             return Verification(False, f"{type(pair.result).__name__} does not load what was made: {pair.missing[0]}")
+        pair.source = _as_it_computes(pair.source)
         if pair.source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both
             pair.source, pair.result = pair.source.float(), pair.result.float()
         figures, _ = pair.judge()
@@ -302,9 +305,15 @@ def judge_folders(src, folder: Path, *, run: bool = True, **how) -> Verification
     )
 
 
+def _as_it_computes(model):
+    """The model, or what `patch_model` makes of it where it was trained as RMSNorm, in plain torch."""
+    return as_recorded(model) if trained_as_rms(getattr(model.config, RECORD_KEY, None)) else model
+
+
 def _write_card(folder: Path, verification: Verification, planned: PlannedNative, made: dict[str, str]) -> None:
-    text = f"""{planned.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream was
-centred, the norms' biases were folded into the linears that read them, and the result is a
+    how = "was centred" if planned.target.centred else "was trained with RMSNorm in its place"
+    text = f"""{planned.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream
+{how}, the norms' biases were folded into the linears that read them, and the result is a
 {planned.proof.target_class}, which gives the same logits: any program that runs {planned.target.model_type} runs it.
 
 ```

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from ..invariant import RECORD_KEY, trained_as_rms
 from .native_tensors import Centred, Expression, Rows, Stored, Transposed
 
 Linears = Iterator[tuple[str, str, bool]]
@@ -51,7 +52,7 @@ def _stacked_experts(config, layer: str) -> dict[str, tuple[Expression, bool]]:
         for new, old in (("w1", "w1"), ("w3", "v1"), ("w2", "w2")):
             tensor: Expression = Rows(Stored(f"{layer}ffn.experts.mlp.{old}"), index)
             if new == "w2":
-                tensor = Transposed(Centred(tensor, 1))
+                tensor = Transposed(tensor if trained_as_rms(getattr(config, RECORD_KEY, None)) else Centred(tensor, 1))
             made[f"block_sparse_moe.experts.{number}.{new}.weight"] = tensor, new == "w2"
     return made
 

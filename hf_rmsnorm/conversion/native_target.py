@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from ..invariant import RECORD_KEY, trained_as_rms
 from .native_rules import PAIRS, Pair
 from .native_tensors import Centred, Expression, Filled, FoldedBias, Plus, Rows, Scaled, Stored
 from .plan import ConversionRefused
@@ -35,6 +36,7 @@ class NativeTarget:
         clips: what must never reach the number that it is clipped to.
         aliases: other names of tensors of the source.
         fold_affine: the norms' weights are folded into what reads them.
+        centred: what writes to the residual stream; that of a model trained as RMSNorm is not.
     """
 
     source_type: str
@@ -44,6 +46,7 @@ class NativeTarget:
     clips: tuple[Clip, ...] = field(default=(), repr=False)
     aliases: dict[str, str] = field(default_factory=dict)
     fold_affine: bool = False
+    centred: bool = True
 
     @property
     def model_type(self) -> str:
@@ -90,6 +93,8 @@ class _Builder:
     def __init__(self, config, pair: Pair, present: Callable[[str], bool], fold_affine: bool):
         self.config, self.pair, self.layout, self.present = config, pair, pair.layout, present
         self.fold_affine = fold_affine
+        # What was trained as RMSNorm is one with the weights that it has.
+        self.centred = not trained_as_rms(getattr(config, RECORD_KEY, None))
         self.tensors: dict[str, Expression] = {}
         self.clips: list[Clip] = []
         self.heads = config.num_attention_heads
@@ -107,7 +112,7 @@ class _Builder:
         # the head reads sums to 0.
         keeps_tie = tied and not self.present(f"{layout.final_norm}.weight")
         embedding = Stored(f"{layout.embedding}.weight")
-        self.tensors["model.embed_tokens.weight"] = Centred(embedding, 1)
+        self.tensors["model.embed_tokens.weight"] = Centred(embedding, 1) if self.centred else embedding
         for number in range(config.num_hidden_layers):
             self._layer(f"model.layers.{number}.", layout.layer.format(number), number)
         gain, final_bias = self._norm("model.norm", layout.final_norm)
@@ -123,7 +128,9 @@ class _Builder:
         made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
         made.dtype = config.dtype
         aliases = {f"{layout.head[0]}.weight": f"{name}.weight" for name in layout.head[1:]}
-        return NativeTarget(config.model_type, made, self.tensors, zero, tuple(self.clips), aliases, self.fold_affine)
+        return NativeTarget(
+            config.model_type, made, self.tensors, zero, tuple(self.clips), aliases, self.fold_affine, self.centred
+        )
 
     def _has_biases(self, first: str) -> bool:
         names = (*self.layout.projections, self.layout.output, *(old for _, old, _ in self.layout.mlp(self.config, 0)))
@@ -168,7 +175,7 @@ class _Builder:
         gain, shift = reads
         weight: Expression = Stored(f"{old}.weight")
         bias: Expression | None = Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
-        if writes:
+        if writes and self.centred:
             weight, bias = Centred(weight, 0), bias and Centred(bias, 0)
         if index is not None:
             weight, bias = Rows(weight, index), bias and Rows(bias, index)

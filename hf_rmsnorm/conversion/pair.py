@@ -165,7 +165,7 @@ def fits_memory(src: Path) -> bool:
 
 def model_class_of(src, trust_remote_code: bool = False, model_class=None):
     """The class to load a folder with: the one its config names, where none is given."""
-    return config_and_class(src, trust_remote_code, model_class)[1]
+    return config_and_class(src, trust_remote_code, model_class, trained=True)[1]
 
 
 def _random(model, rows: int, tokens: int) -> dict:

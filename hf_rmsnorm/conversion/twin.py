@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..invariant import RECORD_KEY, TRAINED_AS_RMS
+from ..invariant import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
 from ..verification.context import max_positions
 from ..verification.float64 import Float64Mode
 from .plan import ConversionRefused
@@ -81,6 +81,7 @@ def make_twin(
     model_class: type[PreTrainedModel] | None = None,
     inputs: Callable[[PreTrainedModel], dict] | None = None,
     seed: int = 0,
+    trained: bool = False,
 ) -> Twin:
     """The twin of a checkpoint or config.
 
@@ -89,11 +90,12 @@ def make_twin(
         trust_remote_code: run the model code that comes with a folder.
         model_class: instead of the class that the config names.
         inputs: makes keyword arguments for the model; without it, random token ids, pixels or audio features.
+        trained: also of a model that was trained as RMSNorm; the twin's own norms are LayerNorms all the same.
 
     Raises:
         ConversionRefused: no model can be made of it, at no width that fits into memory; the message says why.
     """
-    config, cls = config_and_class(source, trust_remote_code, model_class)
+    config, cls = config_and_class(source, trust_remote_code, model_class, trained)
     try:
         shapes = shapes_of(cls, config)
     except MISFITS as error:
@@ -115,15 +117,17 @@ def make_twin(
     )
 
 
-def config_and_class(source, trust_remote_code: bool, model_class) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+def config_and_class(
+    source, trust_remote_code: bool, model_class, trained: bool = False
+) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
     config = config_of(source, trust_remote_code)
     record = getattr(config, RECORD_KEY, None)
     if record is not None and not isinstance(record, dict):
         raise ConversionRefused(f"{source}: {RECORD_KEY} in its config.json is no record of this package: take it out")
-    if record is not None and record.get("computes") == TRAINED_AS_RMS:
+    if record is not None and record.get("computes") == TRAINED_AS_RMS and not (trained and trained_as_rms(record)):
         raise ConversionRefused(
             f"{config.model_type}: by the record in its config.json this is an RMSNorm model already, trained as one: "
-            "patch_model runs it, and there is nothing to convert"
+            "patch_model runs it, and there is nothing to convert but, with --target native, its architecture"
         )
     if model_class is not None:
         return config, model_class

@@ -38,7 +38,7 @@ class Recentre:
     def __init__(self, model: torch.nn.Module):
         _refuse_fsdp1(model)
         found = _recorded(model)
-        if found.trained:
+        if found.followed:
             raise ValueError(
                 "this model's config says that it was trained as RMSNorm: its weights may have any mean, and taking it "
                 "off would change what the model computes"
@@ -114,7 +114,7 @@ def train_as_rms(model: torch.nn.Module) -> None:
         ValueError: no conversion is recorded; or the model computes something else as RMSNorm, since it has moved.
     """
     found = _recorded(model)
-    doubt = "" if found.trained else conversion_of(model).doubt
+    doubt = "" if found.followed else conversion_of(model).doubt
     if doubt:
         raise ValueError(
             f"as RMSNorm this model would compute something else than it does now: {doubt.removeprefix(STAYS)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 
-from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms
+from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms, trained_as_rms
 from ..layers import Recipe
 from ..ops.backend import PLAIN_TYPES
 
@@ -24,7 +24,7 @@ class Conversion:
     Args:
         norms: module path -> eps, of each LayerNorm that is recorded as an RMSNorm.
         doubt: that the record cannot be followed and why, or "".
-        trained: the record says that training has made the model one of RMSNorms: its writers may have any mean.
+        trained: training has made the model one of RMSNorms, by the record: its writers may have any mean.
     """
 
     norms: dict[str, float]
@@ -60,7 +60,8 @@ class Recorded:
     norms: dict[str, dict]
 
     @property
-    def trained(self) -> bool:
+    def followed(self) -> bool:
+        """Whether the norms are RMSNorms whatever the weights are."""
         return self.record.get("computes") == TRAINED_AS_RMS
 
 
@@ -83,7 +84,7 @@ def conversion_of(model: torch.nn.Module) -> Conversion | None:
     if found is None:
         return None
     read = _read(found)
-    outside = "" if read.doubt or found.trained else outside_of(model, found.model)
+    outside = "" if read.doubt or found.followed else outside_of(model, found.model)
     return replace(read, doubt=STAYS + outside) if outside else read
 
 
@@ -110,8 +111,8 @@ def _is_recorded(module: torch.nn.Module, record: dict) -> bool:
 def _read(found: Recorded) -> Conversion:
     inside = f"{found.path}." if found.path else ""
     norms = {inside + path[len(found.head) :]: how["eps"] for path, how in found.norms.items()}
-    if found.trained:
-        return Conversion(norms, trained=True)
+    if found.followed:
+        return Conversion(norms, trained=trained_as_rms(found.record))
     tensors = Weights(found.model, found.head)
     if hidden := tensors.hidden():
         if found.model.get_parameter(hidden[len(found.head) :]).is_meta:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..derived import derive, marked
-from ..invariant import RECORD_KEY, TRAINED_AS_RMS
+from ..invariant import RECORD_KEY, trained_as_rms
 from ..layers import fused_part
 
 TRAINED = (
@@ -46,8 +46,7 @@ def unwatch(module: torch.nn.Module) -> None:
 
 def is_trained(module: torch.nn.Module) -> bool:
     """Whether a model's config says that it was trained as RMSNorm."""
-    record = getattr(getattr(module, "config", None), RECORD_KEY, None)
-    return isinstance(record, dict) and record.get("computes") == TRAINED_AS_RMS and not record.get("approximate")
+    return trained_as_rms(getattr(getattr(module, "config", None), RECORD_KEY, None))
 
 
 @cache
