@@ -1,0 +1,294 @@
+"""`HfRmsNormCallback` in a Trainer: patched when it is time, whatever the Trainer does, and nothing else changes."""
+
+import functools
+import subprocess
+import sys
+import warnings
+from logging import Handler as StandardHandler
+
+import pytest
+import tiny_models
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, logging
+
+from hf_rmsnorm import convert_checkpoint, patch_model, unpatch_model, use_backend
+from hf_rmsnorm.integrations import HfRmsNormCallback, trainer
+from hf_rmsnorm.layers import fused_part
+
+STEPS = 4
+
+
+class Rows(torch.utils.data.Dataset):
+    ids = tiny_models.token_ids(2 * STEPS)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def make(folder, model=None, callback=None, **options):
+    init = options.pop("model_init", None)
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, use_cpu=True,
+        report_to=[], logging_steps=1, disable_tqdm=True, **{"save_strategy": "no", **options},
+    )  # fmt: skip
+    callbacks = [] if callback is None else [callback]
+    return Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows(), model_init=init, callbacks=callbacks)
+
+
+def losses(made, **how):
+    with use_backend("reference"):
+        made.train(**how)
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+def fused(model):
+    return sum(fused_part(type(module)) is not None for module in model.modules())
+
+
+@pytest.fixture
+def patches(monkeypatch):
+    """The models that the callback has patched, once for each patch."""
+    found = []
+    real = trainer.patch_model
+
+    @functools.wraps(real)
+    def spy(model, **how):
+        found.append(model)
+        return real(model, **how)
+
+    monkeypatch.setattr(trainer, "patch_model", spy)
+    return found
+
+
+@pytest.fixture
+def logged():
+    class Handler(StandardHandler):
+        def emit(self, record):
+            lines.append((record.levelname, record.getMessage()))
+
+    lines, handler, level = [], Handler(), logging.get_verbosity()
+    logging.add_handler(handler)
+    logging.set_verbosity_info()
+    yield lines
+    logging.remove_handler(handler)
+    logging.set_verbosity(level)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"bf16": True},
+        {"gradient_accumulation_steps": 2},
+    ],
+)
+def test_a_patched_run_has_the_losses_of_the_unpatched_one(options, tmp_path, fused_calls):
+    expected = losses(make(tmp_path, tiny_models.build("qwen3"), **options))
+    callback = HfRmsNormCallback()
+    model = tiny_models.build("qwen3")
+    got = losses(make(tmp_path, model, callback, **options))
+    assert got == pytest.approx(expected, rel=1e-5 if "bf16" not in options else 2e-2) and len(got) == STEPS
+    assert len(fused_calls) >= 9 * STEPS and len(callback.report.swapped) == fused(model) == 9
+
+
+def test_it_is_patched_once_and_the_report_is_logged_once(tmp_path, patches, logged):
+    model = tiny_models.build("llama")
+    callback = HfRmsNormCallback()
+    made = make(tmp_path, model, callback, eval_strategy="steps", eval_steps=2, log_level="info")
+    losses(made)
+    losses(made)
+    assert patches == [model]
+    assert [line for line in logged if "norms swapped" in line[1]] == [("INFO", str(callback.report))]
+
+
+@pytest.mark.parametrize("use", ["evaluate", "predict"])
+def test_a_trainer_that_only_evaluates_or_predicts_is_patched(use, tmp_path, fused_calls):
+    expected = getattr(make(tmp_path, tiny_models.build("llama")), use)(Rows())
+    made = make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback())
+    with use_backend("reference"):
+        got = getattr(made, use)(Rows())
+    assert fused_calls and fused(made.model) == 5
+    if use == "evaluate":
+        assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    else:
+        assert torch.equal(torch.from_numpy(got.predictions), torch.from_numpy(expected.predictions))
+
+
+def test_every_model_that_model_init_makes_is_patched(tmp_path, patches, logged):
+    models = []
+
+    def build():
+        models.append(tiny_models.build("llama"))
+        return models[-1]
+
+    made = make(tmp_path, model_init=build, callback=HfRmsNormCallback())
+    first = losses(made)
+    again = losses(made)  # the model is made anew, as for each trial of hyperparameter_search
+    assert first == again
+    assert len(models) == 3 and patches == models and all(fused(model) == 5 for model in models)
+    assert sum("norms swapped" in text for _, text in logged) == 1, "equal reports are logged once"
+
+
+def test_torch_compile_sees_the_patched_model_and_no_graph_breaks(tmp_path):
+    runs = {}
+    for name, callback in (("plain", None), ("patched", HfRmsNormCallback())):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        made = make(
+            tmp_path, tiny_models.build("qwen3"), callback, torch_compile=True, torch_compile_backend="aot_eager"
+        )
+        runs[name] = losses(made)
+        assert not torch._dynamo.utils.counters["graph_break"]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert fused(made.model) == (0 if callback is None else 9)
+    torch.compiler.reset()
+    assert runs["patched"] == pytest.approx(runs["plain"], rel=1e-5)
+
+
+def saved(folder):
+    """Names of the files, config.json, and what model.safetensors has before its values: names, dtypes, shapes."""
+    data = (folder / "model.safetensors").read_bytes()
+    header = data[: 8 + int.from_bytes(data[:8], "little")]
+    return sorted(path.name for path in folder.iterdir()), (folder / "config.json").read_bytes(), header, len(data)
+
+
+def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    runs = {}
+    for name, callback in (("plain", None), ("patched", HfRmsNormCallback())):
+        made = make(tmp_path / name, tiny_models.build("llama"), callback, **saving)
+        made.save_model(tmp_path / name / "start")
+        runs[name] = losses(made)
+    assert runs["patched"] == pytest.approx(runs["plain"], rel=1e-5)
+    for file in ("model.safetensors", "config.json"):
+        plain, patched = ((tmp_path / name / "start" / file).read_bytes() for name in runs)
+        assert plain == patched
+    for step in (2, 4):
+        plain, patched = (saved(tmp_path / name / f"checkpoint-{step}") for name in runs)
+        assert plain == patched
+    for source, callback in (("plain", HfRmsNormCallback()), ("patched", None)):
+        made = make(tmp_path / "resumed", tiny_models.build("llama", seed=1), callback)
+        got = losses(made, resume_from_checkpoint=str(tmp_path / source / "checkpoint-2"))
+        assert got == pytest.approx(runs["plain"], rel=1e-5)
+
+
+def test_options_go_to_patch_model(tmp_path):
+    callback = HfRmsNormCallback(exclude=["*.q_norm", "*.k_norm"], fuse_residual=False)
+    made = make(tmp_path, tiny_models.build("qwen3"), callback)
+    assert fused(made.model) == 5 and not callback.report.layers
+    with pytest.raises(ValueError, match="matches the path of no norm"):
+        make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback(include="nowhere.*"))
+    with pytest.raises(TypeError, match="takes the arguments of patch_model: .*'memory'"):
+        HfRmsNormCallback(memory=True)
+    with pytest.raises(ValueError, match="choose one"):
+        HfRmsNormCallback(recentre=True, train_as_rms=True)
+    with pytest.raises(ValueError, match="records no conversion"):
+        make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback(recentre=True))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    root = tmp_path_factory.mktemp("converted")
+    tiny_models.build("gpt2").save_pretrained(root / "source")
+    convert_checkpoint(root / "source", root / "converted", verify=False)
+    return root / "converted"
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def logits(model):
+    with torch.no_grad(), use_backend("reference"):
+        return model.eval()(Rows.ids).logits
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def test_recentre_keeps_what_the_trainer_saves_centred_through_a_resume(converted, tmp_path):
+    made = make(tmp_path, load(converted), HfRmsNormCallback(recentre=True), **SAVING)
+    whole = losses(made)
+    callback = HfRmsNormCallback(recentre=True)
+    made = make(tmp_path / "again", load(converted), callback, **SAVING)
+    assert losses(made, resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == pytest.approx(whole, rel=1e-5)
+    for folder in (tmp_path / "checkpoint-2", tmp_path / "checkpoint-4", tmp_path / "again" / "checkpoint-4"):
+        plain, model = load(folder), load(folder)
+        assert all(record.converted for record in patch_model(model).swapped)
+        torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-5)
+
+
+def test_without_it_a_resumed_checkpoint_runs_its_layer_norms_and_the_log_says_so(converted, tmp_path, logged):
+    losses(make(tmp_path, load(converted), **SAVING))
+    callback = HfRmsNormCallback()
+    made = make(tmp_path / "again", load(converted), callback)
+    assert all(record.converted for record in callback.report.swapped)
+    losses(made, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not any(record.converted for record in callback.report.swapped)
+    (said,) = [
+        text for level, text in logged if level == "WARNING" and "each norm that the conversion recorded" in text
+    ]
+    assert "no longer has zero mean" in said
+
+
+def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_path):
+    made = make(tmp_path, load(converted), HfRmsNormCallback(train_as_rms=True), **SAVING)
+    with pytest.warns(UserWarning, match="computes LayerNorm, which is another function"):
+        whole = losses(made)
+    expected = logits(made.model)
+    model = load(tmp_path / "checkpoint-4")
+    assert all(record.converted for record in patch_model(model).swapped)
+    assert torch.equal(logits(model), expected)
+    assert not torch.allclose(logits(load(tmp_path / "checkpoint-4")), expected, atol=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for again in ({"model": load(converted)}, {"model_init": lambda: load(converted)}):
+            made = make(tmp_path / "again", callback=HfRmsNormCallback(train_as_rms=True), **again)
+            got = losses(made, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+            assert got == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_prepared_model_is_patched_like_any_other(fused_calls):
+    """Mixed precision has accelerate wrap the model's forward on the instance; a plugin compiles it."""
+    for how in ({"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}, {}):
+        torch.compiler.reset()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        runs = []
+        for patch in (False, True):
+            accelerator = Accelerator(cpu=True, **how)
+            model = tiny_models.build("qwen3").train()
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            if patch:
+                assert len(patch_model(model, strict=True).swapped) == 9
+            run = []
+            for batch in Rows.ids.chunk(STEPS):
+                with use_backend("reference"):
+                    loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.append(loss.item())
+            runs.append(run)
+        assert runs[1] == pytest.approx(runs[0], rel=2e-2 if "mixed_precision" in how else 1e-5)
+        assert fused(model) == 9 and unpatch_model(model) == 9
+    torch.compiler.reset()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert fused_calls
+
+
+def test_importing_the_package_loads_no_trainer():
+    code = (
+        "import sys, hf_rmsnorm, hf_rmsnorm.integrations; loaded = {n.partition('.')[0] for n in sys.modules}; "
+        "print(sorted(loaded & {'transformers', 'trl', 'kernels', 'peft', 'accelerate'}), "
+        "'HfRmsNormCallback' in dir(hf_rmsnorm))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[] True\n"
+    )
