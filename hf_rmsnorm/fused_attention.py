@@ -19,7 +19,8 @@ import torch
 from .fused_layers import untouched
 from .layers import operands
 from .ops import fused_qk_norm, qk_norm_backend, resolve_backend
-from .ops.qk import rotated
+from .ops.backend import likeness
+from .ops.qk import qk_likeness, qk_plan_of, rotated
 from .rewrite import CannotRewrite, call, compiled_again, forward_source
 
 _DEFER, _SETTLE, _HELD = "_hf_rmsnorm_defer", "_hf_rmsnorm_settle", "_hf_rmsnorm_held"
@@ -52,19 +53,21 @@ def defer(attention: torch.nn.Module, held: dict, name: str, x):
     norm = attention._modules.get(name)
     if norm is None:
         return getattr(attention, name)(x)
-    if (
-        not _is_compiling()
-        and type(x) is torch.Tensor
-        and untouched(norm)
-        and (recipe := type(norm)._hf_rmsnorm_recipe).reads_sums
-        and (found := operands(norm, recipe)) is not None
-        and (found[0] is None or found[0].dim() == 1)
-        and resolve_backend(x, found[0], found[1]) != "original"
-        and recipe.fits(x, found[0], found[1])
-    ):
-        held[name] = found
-        return x
-    return norm(x)
+    if _is_compiling() or type(x) is not torch.Tensor or not untouched(norm):
+        return norm(x)
+    recipe = type(norm)._hf_rmsnorm_recipe
+    found = operands(norm, recipe) if recipe.unadorned else None
+    if found is None or (found[0] is not None and found[0].dim() != 1):
+        return norm(x)
+    weight, bias, spec = found
+    like, plans = likeness(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
+    if plans.get(("deferred", like)) is None:
+        if resolve_backend(x, weight, bias) == "original" or not recipe.fits(x, weight, bias):
+            return norm(x)
+        if like is not None:
+            plans.keep(("deferred", like), True)
+    held[name] = found
+    return x
 
 
 def settle(attention: torch.nn.Module, held: dict, names: tuple[str, str], rotate: Callable | None, q, k, *tables):
@@ -78,9 +81,15 @@ def settle(attention: torch.nn.Module, held: dict, names: tuple[str, str], rotat
     if None not in found and found[0][2] == found[1][2] and found[0][1] is None and found[1][1] is None:
         (q_weight, _, spec), (k_weight, _, _) = found
         if rotate is None or is_rotary(rotate):
-            backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
+            plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
+            like = qk_likeness(q, k, q_weight, k_weight, spec, *tables)
+            plan, backend = plans.get(like), "triton"
+            if plan is None:
+                backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
+                if like is not None and backend == "triton":
+                    plan = plans.keep(like, qk_plan_of(q, k, q_weight, spec, *tables[:1]))
             if backend != "original":
-                return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend)
+                return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
     q, k = (x if f is None else attention._modules[n](x) for n, f, x in zip(names, found, (q, k), strict=True))
     return (q, k) if rotate is None else rotate(q, k, *tables)
 

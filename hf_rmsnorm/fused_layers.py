@@ -13,6 +13,8 @@ from .derived import derive, marked
 from .handover import leave
 from .layers import operands
 from .ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
+from .ops.backend import likeness
+from .ops.norm import plan_of
 from .rewrite import CannotRewrite, guarded, with_sums, wrappers
 
 _is_compiling = torch.compiler.is_compiling
@@ -63,20 +65,28 @@ def add(layer: torch.nn.Module, left, right, reader: str):
     if norm is None or not untouched(norm):
         return left + right
     recipe = type(norm)._hf_rmsnorm_recipe
-    found = operands(norm, recipe) if recipe.reads_sums else None
+    found = operands(norm, recipe) if recipe.unadorned else None
     if found is None:
         return left + right
     weight, bias, spec = found
-    backend = add_norm_backend(right, left, weight, bias, spec)
-    if backend == "original" or not recipe.fits(left, weight, bias):
-        return left + right
+    like = likeness(right, weight, bias, spec.functional)
+    if like is not None:
+        like += ((left.shape, left.stride(), left.dtype, left.device),)
+    plans = type(norm)._hf_rmsnorm_plans
+    plan, backend = plans.get(like), "triton"
+    if plan is None:
+        backend = add_norm_backend(right, left, weight, bias, spec)
+        if backend == "original" or not recipe.fits(left, weight, bias):
+            return left + right
+        if like is not None and backend == "triton":
+            plan = plans.keep(like, plan_of(right, weight, bias, spec, left))
     if reader or backend != "triton":
         if not reader and torch.is_grad_enabled():
             return left + right
         keep_output = recipe.keeps_output(norm, weight, bias, spec)
-        total, output = fused_add_norm(right, left, weight, bias, spec, backend, keep_output)
+        total, output = fused_add_norm(right, left, weight, bias, spec, backend, keep_output, plan)
     elif weight is None or type(norm._parameters.get(recipe.weight)) is torch.nn.Parameter:
-        total, output = sum_ahead_of_norm(right, left, weight, bias, spec)
+        total, output = sum_ahead_of_norm(right, left, weight, bias, spec, plan)
     else:
         return left + right
     leave(norm, total, output, weight, bias, spec, backend)

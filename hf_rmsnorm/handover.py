@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class _Left:
+class _Left(NamedTuple):
     norm: weakref.ref
     total: weakref.ref
     weight: weakref.ref | None

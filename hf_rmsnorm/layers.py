@@ -19,6 +19,8 @@ from .derived import derive, marked
 from .formula import NormSpec
 from .handover import take
 from .ops import formula_refusal, fused_norm, keeps_output, parameters_refusal, resolve_backend
+from .ops.backend import Plans, likeness
+from .ops.norm import launched_norm, plan_of
 
 Layout = Literal["last", "channels_first", "heads"]
 
@@ -76,7 +78,7 @@ class Recipe:
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
-        if self.changes(module):
+        if (self.settings or self.absent) and self.changes(module):
             return None
         if self.eps is None:
             return self.spec
@@ -105,8 +107,8 @@ class Recipe:
         return self.layout != "last" or self.dims is not None or self.only_float32 or self.not_under_autocast
 
     @property
-    def reads_sums(self) -> bool:
-        """Whether the norm of a sum may be computed with the sum."""
+    def unadorned(self) -> bool:
+        """Whether this is a norm of one input over its last dimension, and nothing besides."""
         return not (self.restricted or self.gate or self.other_input or self.spec.group_size or self.row_major)
 
     def fits(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
@@ -185,12 +187,16 @@ def fused_class(base: type, recipe: Recipe) -> type:
     key = (base, base.forward, recipe)
     with _classes_lock:
         if key not in _classes:
-            marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward}
-            _classes[key] = derive(base, _make_forward(base, recipe), marks, fused_class, recipe)
+            plans = Plans()
+            marks = {
+                "_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward,
+                "_hf_rmsnorm_plans": plans,
+            }  # fmt: skip
+            _classes[key] = derive(base, _make_forward(base, recipe, plans), marks, fused_class, recipe)
         return _classes[key]
 
 
-def _make_forward(base: type, recipe: Recipe):
+def _make_forward(base: type, recipe: Recipe, plans: Plans):
     base_forward = base.forward
     signature = inspect.signature(base_forward)
     input_name = list(signature.parameters)[1]
@@ -199,7 +205,7 @@ def _make_forward(base: type, recipe: Recipe):
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
     own_forward = _imposed_forward(base_forward, recipe) if recipe.imposed else base_forward
-    sums, memory_efficient = recipe.reads_sums, recipe.memory_efficient
+    unadorned, memory_efficient = recipe.unadorned, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
         # Somebody may have kept this method and unpatched the module since, or given its class another forward.
@@ -215,25 +221,34 @@ def _make_forward(base: type, recipe: Recipe):
         spec = recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
-        rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
-        if (
-            spec is None
-            or (weight is None and weight_name is not None)
-            or (bias is None and bias_name is not None)
-            or not isinstance(rows, torch.Tensor)
-            or not (gate is None or (isinstance(gate, torch.Tensor) and (any_gate or gate.dtype == x.dtype)))
-            or (bias is not None and weight is not None and bias.dtype != weight.dtype)
-            or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
-            or (functional and not _one_dtype(rows, weight, bias))
-        ):
-            return own_forward(self, *args, **kwargs)
-        backend = resolve_backend(rows, weight, bias, gate, spec.group_size)
-        if backend == "original" or (backend == "reference" and not _fits(rows, weight, bias, gate, spec)):
-            return own_forward(self, *args, **kwargs)
-        known = take(self, x, weight, bias, spec, backend) if sums and not _is_compiling() else None
+        like = likeness(x, weight, bias, functional) if unadorned and spec is not None else None
+        plan = plans.get(like)
+        if plan is None:
+            rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
+            if (
+                spec is None
+                or (weight is None and weight_name is not None)
+                or (bias is None and bias_name is not None)
+                or not isinstance(rows, torch.Tensor)
+                or not (gate is None or (isinstance(gate, torch.Tensor) and (any_gate or gate.dtype == x.dtype)))
+                or (bias is not None and weight is not None and bias.dtype != weight.dtype)
+                or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
+                or (functional and not _one_dtype(rows, weight, bias))
+            ):
+                return own_forward(self, *args, **kwargs)
+            backend = resolve_backend(rows, weight, bias, gate, spec.group_size)
+            if backend == "original" or (backend == "reference" and not _fits(rows, weight, bias, gate, spec)):
+                return own_forward(self, *args, **kwargs)
+            if like is not None and backend == "triton":
+                plan = plans.keep(like, plan_of(x, weight, bias, spec))
+        else:
+            backend = "triton"
+        known = take(self, x, weight, bias, spec, backend) if unadorned and not _is_compiling() else None
         if isinstance(known, torch.Tensor):
             return known
         keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)
+        if plan is not None:
+            return launched_norm(x, weight, bias, None, spec, plan, known, keep_output)
         y = fused_norm(rows, weight, bias, spec, backend, gate, known, keep_output)
         if channels_first:
             y = y.movedim(-1, 1)

@@ -108,6 +108,20 @@ def main(target):
                 })  # fmt: skip
             recorder.launches.clear()
 
+    hook, told = aot.triton.knobs.runtime.launch_enter_hook, []
+    dense = torch.empty(3, N, dtype=torch.bfloat16)
+    step(dense, dense)
+    facts["unhooked"] = [launched[2][6:9] for launched in recorder.launches]
+    recorder.launches.clear()
+    hook.add(told.append)
+    step(dense, dense)
+    for _, _, arguments in recorder.launches:
+        metadata, enter, _ = arguments[6:9]
+        enter(metadata)  # as a launcher that launches does
+    hook.remove(told.append)
+    facts["hooked"] = [metadata.get()["name"] for metadata in told]
+    recorder.launches.clear()
+
     if target == "gfx942":
         aot.launch.HIP = True
         with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ ALLOWED = {
     "verification": {"formula", "reference", "invariant"},
     "conversion": {"formula", "reference", "invariant", "paths", "verification"},
     "demo": set(),
-    "bench": {"formula", "reference", "kernels", "ops"},
+    "bench": {"formula", "reference", "kernels", "ops", "fused_layers", "fused_attention"},
 }
 # These use what the package offers its users, from inside functions only: importing them loads nothing more.
 FACADE_USERS = {"verification", "conversion", "bench", "cli", "integrations"}

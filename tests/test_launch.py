@@ -51,6 +51,13 @@ def test_a_repeated_launch_passes_what_the_first_one_passed(target):
         assert first == again
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_launch_hooks_of_triton_are_told_of_repeated_launches(target):
+    names = ["norm_forward", "norm_backward", "reduce_partials"]
+    assert probe(target)["hooked"] == names
+    assert probe(target)["unhooked"] == [[None] * 3] * len(names)
+
+
 def test_amd_compiles_again_for_storage_past_32_bit_offsets():
     small, large = probe("gfx942")["x_attributes"]
     assert small == ["tt.divisibility", "tt.pointer_range"]

@@ -54,7 +54,7 @@ def launches_left_out() -> Iterator[None]:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from ..kernels import launch
+    from ..kernels import launch, launch_qk
 
     initialise = CompiledKernel._init_handles
 
@@ -67,8 +67,10 @@ def launches_left_out() -> Iterator[None]:
         stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
         stack.enter_context(mock.patch.object(launch, "device_limits", lambda *_: (132, 232_448)))
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", initialise_once))
-        for kernel in launch.KERNELS:
+        backend.Plans.forget()
+        for kernel in (*launch.KERNELS, *launch_qk.KERNELS):
             stack.enter_context(mock.patch.object(kernel, "_compiled", {}))
+        stack.callback(backend.Plans.forget)
         stack.callback(setattr, driver, "_active", driver._active)  # asking for `active` would look for a GPU
         driver.set_active(StubDriver(GPUTarget("cuda", 90, 32), 232_448))
         yield

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..formula import NormSpec
-from ..ops import fused_add_norm, fused_qk_norm
+from ..fused_attention import defer, settle
+from ..fused_layers import add
 from ..reference import reference_norm
 from . import gate
 
@@ -165,17 +166,27 @@ def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
 
 
 def _ours(kind: Kind, norms: list[nn.Module]) -> Implementation:
-    fused, specs = zip(*map(fused_copy, norms), strict=True)
-    parameters, spec = [p for norm in fused for p in norm.parameters()], specs[0]
+    """As a patched model computes it."""
+    fused = [fused_copy(norm)[0] for norm in norms]
+    parameters, owner = [p for norm in fused for p in norm.parameters()], nn.Module()
     if kind == "add + RMSNorm":
-        weight = fused[0].weight
-        return Implementation(lambda x, residual: fused_add_norm(x, residual, weight, None, spec), parameters)
-    if kind == "q/k norm":
-        weights = [norm.weight for norm in fused]
-        return Implementation(
-            lambda q, k: fused_qk_norm(q.transpose(1, 2), k.transpose(1, 2), *weights, spec), parameters
-        )
-    return Implementation(fused[0], parameters)
+        owner.norm = fused[0]
+
+        def call(x, residual):
+            h = add(owner, residual, x, "norm")
+            return h, owner.norm(h)
+
+    elif kind == "q/k norm":
+        owner.q_norm, owner.k_norm = fused
+
+        def call(q, k):
+            held = {}
+            q, k = (defer(owner, held, n, t).transpose(1, 2) for n, t in (("q_norm", q), ("k_norm", k)))
+            return settle(owner, held, ("q_norm", "k_norm"), None, q, k)
+
+    else:
+        call = fused[0]
+    return Implementation(call, parameters)
 
 
 def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile_backend: str | None) -> dict:

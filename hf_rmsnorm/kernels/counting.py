@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _lock = threading.Lock()
-_active: list[Counter] = []
+active: list[Counter] = []  # those that count now
 
 
 @contextmanager
@@ -28,17 +28,16 @@ def count_launches() -> Iterator[Counter]:
     """
     counter: Counter = Counter()
     with _lock:
-        _active.append(counter)
+        active.append(counter)
     try:
         yield counter
     finally:
         with _lock:
             # by identity: equal counters of other contexts must stay
-            _active[:] = [c for c in _active if c is not counter]
+            active[:] = [c for c in active if c is not counter]
 
 
 def record_launch(name: str) -> None:
-    if _active:
-        with _lock:
-            for counter in _active:
-                counter[name] += 1
+    with _lock:
+        for counter in active:
+            counter[name] += 1

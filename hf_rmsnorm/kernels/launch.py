@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 
 import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import backward, backward_wide, forward
+from . import backward, backward_wide, counting, forward
 from .config import COLUMNS, REDUCE
-from .counting import record_launch
 from .interpreter import faithful_interpreter
-from .plan import VECTOR, backward_plan, forward_plan
+from .plan import VECTOR, BackwardPlan, ForwardPlan, backward_plan, code_of, forward_plan
 
 INTERPRETED = not isinstance(forward.norm_forward, triton.runtime.JITFunction)
 HIP = torch.version.hip is not None
@@ -42,32 +42,57 @@ class Kernel:
         else:
             self._variants = {True: function, False: function}
 
-    def __call__(self, device: torch.device, grid: tuple, args: tuple, key: tuple, aligned: bool, num_warps: int):
-        """Launch on `device`; `key` holds what the compiled code depends on (dtypes, absent operands, constants)."""
-        record_launch(self.name)
+    def __call__(self, device: torch.device, grid: tuple, args: tuple, code: int, aligned: bool, num_warps: int):
+        """Launch on `device`; `code`, of `plan.code_of`, stands for all that the compiled code depends on."""
+        if counting.active:
+            counting.record_launch(self.name)
         if INTERPRETED:
             with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
                 self._variants[aligned][grid](*args)
-        elif device.index is not None and device.index != _current_device(device.type):
+            return
+        index = device.index
+        if index is not None and index != current_device(device.type)():
             with torch.get_device_module(device.type).device(device):
-                self._launch(device, grid, args, key, aligned, num_warps)
-        else:
-            self._launch(device, grid, args, key, aligned, num_warps)
-
-    def _launch(self, device, grid, args, key, aligned, num_warps):
-        key = (aligned, device, key)
+                self(device, grid, args, code, aligned, num_warps)
+            return
+        code = 2 * code + aligned
         if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
-            key += tuple(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            # FP fusion is asked for by name: its default differs between versions of Triton.
-            self._compiled[key] = self._variants[aligned][grid](*args, num_warps=num_warps, enable_fp_fusion=True)
+            code = (code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor)))
+        launch = self._compiled.get(code)
+        if launch is not None:
+            launch(*grid, *args)
         else:
-            compiled[grid](*args)
+            # FP fusion is asked for by name: its default differs between versions of Triton.
+            kernel = self._variants[aligned][grid](*args, num_warps=num_warps, enable_fp_fusion=True)
+            self._compiled[code] = _launcher(kernel)
 
 
-def _current_device(device_type: str) -> int:
-    return torch.get_device_module(device_type).current_device()
+def _launcher(kernel: triton.compiler.CompiledKernel) -> Callable:
+    """``launch(x, y, z, *args)`` of a compiled kernel on the current device, quicker than its own ``kernel[x, y, z]``.
+
+    That makes a closure, finds out the device and builds what Triton's launch hooks are told, each time. Here the
+    device is the one it was compiled for, and hooks are told where there are any.
+    """
+    active, hooks = triton.runtime.driver.active, triton.knobs.runtime
+    index, stream_of = active.get_current_device(), active.get_current_stream
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def launch(x, y, z, *args):
+        before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(before, "calls", before) or getattr(after, "calls", after):
+            kernel[x, y, z](*args)
+        else:
+            run(x, y, z, stream_of(index), function, metadata, None, None, None, *args)
+
+    launch.kernel = kernel
+    return launch
+
+
+@cache
+def current_device(device_type: str) -> Callable[[], int]:
+    """What tells the index of the current device, without torch's checks: a tensor there has initialised it."""
+    known = {"cuda": "_cuda_getDevice", "xpu": "_xpu_getDevice"}.get(device_type, "")
+    return getattr(torch._C, known, None) or torch.get_device_module(device_type).current_device
 
 
 NORM_FORWARD = Kernel(forward.norm_forward)
@@ -92,9 +117,7 @@ def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
     return sms, shared
 
 
-def aligned_pointers(vectorised: bool, *tensors: torch.Tensor | None) -> bool:
-    if not vectorised:
-        return False
+def aligned_pointers(*tensors: torch.Tensor | None) -> bool:
     pointers = 0
     for t in tensors:
         if t is not None:
@@ -121,27 +144,34 @@ def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, ga
     Returns:
         (y, rstd, mean, h): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm, h without a residual.
     """
-    plan = forward_plan(x, weight, bias, gate, spec, stats, contiguous_output, residual)
-    h = None if residual is None else torch.empty_strided(x.shape, plan.sum_strides, dtype=x.dtype, device=x.device)
-    like = x if h is None else h
+    plan = forward_plan(x, weight, bias, gate, spec, contiguous_output, residual)
+    return run_forward(plan, x, weight, bias, gate, residual, spec.eps, stats)
+
+
+def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, stats: bool):
+    """`norm_forward` of tensors like those that the plan was made for."""
+    device, like, h, rstd, mean = x.device, x, None, None, None
+    if residual is not None:
+        like = h = torch.empty_strided(x.shape, plan.sum_strides, dtype=x.dtype, device=device)
     y = torch.empty_like(like, dtype=plan.output_dtype, memory_format=plan.memory_format)
-    rstd = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats else None
-    mean = torch.empty(plan.rows, dtype=torch.float32, device=x.device) if stats and spec.centered else None
+    if stats:
+        rstd = torch.empty(plan.rows, dtype=torch.float32, device=device)
+        mean = torch.empty_like(rstd) if plan.centered else None
     if plan.rows == 0:
         return y, rstd, mean, h
-    if plan.x.copy:
-        x = _in_order(x, plan.order).contiguous()
-    if plan.other.copy:
-        gate, residual = (None if t is None else _in_order(t, plan.order).contiguous() for t in (gate, residual))
-    out = y if plan.flat_output else _flat_like(y, plan.order)
-    out_h = h if h is None or plan.flat_sum else _flat_like(h, plan.order)
-    aligned = aligned_pointers(plan.vectorised, x, weight, bias, gate, residual)
-    rest = (residual, out_h, out, rstd, mean, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
-    if plan.config.loop:
-        kernel, args = NORM_FORWARD_LOOP, (x, weight, bias, *rest)
-    else:
-        kernel, args = NORM_FORWARD, (x, weight, bias, gate, *rest)
-    kernel(x.device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
+    out, out_h = y, h
+    if not plan.in_place:
+        if plan.x.copy:
+            x = _in_order(x, plan.order).contiguous()
+        if plan.other.copy:
+            gate, residual = (None if t is None else _in_order(t, plan.order).contiguous() for t in (gate, residual))
+        out = y if plan.flat_output else _flat_like(y, plan.order)
+        out_h = h if h is None or plan.flat_sum else _flat_like(h, plan.order)
+    aligned = plan.vectorised and aligned_pointers(x, weight, bias, gate, residual)
+    rest = (residual, out_h, out, rstd, mean, *plan.arguments[aligned], eps, *plan.constants[aligned])
+    args = (x, weight, bias, *rest) if plan.config.loop else (x, weight, bias, gate, *rest)
+    kernel = NORM_FORWARD_LOOP if plan.config.loop else NORM_FORWARD
+    kernel(device, plan.grid, args, plan.codes[aligned][stats], aligned, plan.config.num_warps)
     if out is not y:
         _in_order(y, plan.order).copy_(out)
     if out_h is not h:
@@ -169,56 +199,68 @@ def norm_backward(
     device = x.device
     limits = device_limits(device.type, device.index)
     plan = backward_plan(dy, x, weight, bias, gate, spec, need, contiguous_output, limits, dh, from_output)
+    return run_backward(plan, dy, x, weight, bias, rstd, mean, spec.eps, need, gate, dh)
+
+
+def run_backward(plan: BackwardPlan, dy, x, weight, bias, rstd, mean, eps: float, need, gate=None, dh=None):
+    """`norm_backward` of tensors like those that the plan was made for."""
     need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
     dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
     dg = torch.empty_like(x, dtype=gate.dtype, memory_format=plan.memory_format) if need_dg else None
     if plan.rows == 0:
         return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None, dg
-    x, dy, gate, dh = (
-        _in_order(t, plan.order).contiguous() if t is not None and rows.copy else t
-        for t, rows in ((x, plan.x), (dy, plan.dy), (gate, plan.other), (dh, plan.other))
-    )
-    flat = plan.flat_output
-    out, out_gate = (t if t is None or flat else _flat_like(t, plan.order) for t in (dx, dg))
-    shift = bias if from_output or (need_dg and spec.gated_after) else None
-    mean = rstd if from_output and spec.centered else mean  # not read, but there
-    aligned = aligned_pointers(plan.vectorised, x, dy, weight, shift, gate, dh)
+    out, out_gate, device = dx, dg, x.device
+    if not plan.in_place:
+        x, dy, gate, dh = (
+            _in_order(t, plan.order).contiguous() if t is not None and rows.copy else t
+            for t, rows in ((x, plan.x), (dy, plan.dy), (gate, plan.other), (dh, plan.other))
+        )
+        if not plan.flat_output:
+            out, out_gate = (t if t is None else _flat_like(t, plan.order) for t in (dx, dg))
+    shift = bias if plan.reads_bias else None
+    mean = mean if plan.reads_mean else rstd  # not read, but there
+    aligned = plan.vectorised and aligned_pointers(x, dy, weight, shift, gate, dh)
     config, addresses, constants = plan.config, plan.arguments[aligned], plan.constants[aligned]
-    dw, db = (
-        torch.empty((plan.parts, plan.heads * x.shape[-1]), dtype=torch.float32, device=device) if needed else None
-        for needed in (need_dw, need_db)
-    )
-
-    def launch(kernel, grid, args, constants, num_warps):
-        kernel(device, grid, (*args, *constants), (plan.dtypes, constants), aligned, num_warps)
-
+    partials = plan.parts, plan.heads * x.shape[-1]
+    dw = torch.empty(partials, dtype=torch.float32, device=device) if need_dw else None
+    db = torch.empty(partials, dtype=torch.float32, device=device) if need_db else None
+    code, warps = plan.codes[aligned], config.num_warps
     if not config.loop:
-        args = (dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, plan.rows, *addresses, spec.eps)
-        launch(NORM_BACKWARD, (plan.parts, plan.heads, 1), args, constants, config.num_warps)
+        args = (dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, plan.rows, *addresses, eps)
+        NORM_BACKWARD(device, (plan.parts, plan.heads, 1), (*args, *constants), code, aligned, warps)
     else:
         if need_dx:
-            args = (dy, x, weight, shift, dh, rstd, mean, out, *addresses, spec.eps)
-            launch(NORM_BACKWARD_LOOP, (plan.rows, 1, 1), args, constants, config.num_warps)
+            args = (dy, x, weight, shift, dh, rstd, mean, out, *addresses, eps, *constants)
+            NORM_BACKWARD_LOOP(device, (plan.rows, 1, 1), args, code, aligned, warps)
         if need_dw or need_db:
             grid = (-(-x.shape[-1] // COLUMNS.block), plan.parts, 1)
             args = (dy, x, weight, shift, rstd, mean, dw, db, plan.rows, -(-plan.rows // plan.parts), *addresses[:6])
-            launch(NORM_BACKWARD_COLUMNS, grid, args, plan.columns_constants[aligned], COLUMNS.num_warps)
-    for whole, part in ((dx, out), (dg, out_gate)):
-        if part is not whole:
-            _in_order(whole, plan.order).copy_(part)
-    return dx, _reduced(dw, weight), _reduced(db, bias), dg
+            args += plan.columns_constants[aligned]
+            NORM_BACKWARD_COLUMNS(device, grid, args, plan.columns_codes[aligned], aligned, COLUMNS.num_warps)
+    if out is not dx:
+        _in_order(dx, plan.order).copy_(out)
+    if out_gate is not dg:
+        _in_order(dg, plan.order).copy_(out_gate)
+    if need_dw:
+        dw = _reduced(dw, weight)
+    if need_db:
+        db = _reduced(db, bias)
+    return dx, dw, db, dg
 
 
-def _reduced(partials: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    if partials is None:
-        return None
-    parts, hidden_size = partials.shape
-    total = torch.empty_like(parameter)
+@cache
+def _reduction(device: torch.device, dtype: torch.dtype, hidden_size: int) -> tuple[tuple, tuple, int]:
     constants = (hidden_size, REDUCE.block, REDUCE.rows)
-    REDUCE_PARTIALS(
-        parameter.device, (-(-hidden_size // REDUCE.block), 1, 1), (partials, total, parts, *constants),
-        (parameter.dtype, constants), hidden_size % VECTOR == 0, REDUCE.num_warps,
-    )  # fmt: skip
+    return (-(-hidden_size // REDUCE.block), 1, 1), constants, code_of(device, dtype, constants)
+
+
+def _reduced(partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    parts, hidden_size = partials.shape
+    device = parameter.device
+    grid, constants, code = _reduction(device, parameter.dtype, hidden_size)
+    total = torch.empty_like(parameter)
+    args = (partials, total, parts, *constants)
+    REDUCE_PARTIALS(device, grid, args, code, hidden_size % VECTOR == 0, REDUCE.num_warps)
     return total
 
 

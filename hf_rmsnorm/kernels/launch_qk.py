@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formula import NormSpec
 from . import launch, qk
 from .config import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
-from .plan import VECTOR, formula_key, kernel_rounding, remember
+from .plan import VECTOR, code_of, formula_key, kernel_rounding, remember
 
 QK_NORM_FORWARD = launch.Kernel(qk.qk_norm_forward)
 QK_NORM_BACKWARD = launch.Kernel(qk.qk_norm_backward)
@@ -21,7 +21,10 @@ KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch: `parts` programs for q and for k, outputs of `strides`; pairs are (unaligned, aligned) variants."""
+    """One launch: `parts` programs for q and for k, outputs of `strides`; pairs are (unaligned, aligned) variants.
+
+    `codes` are of a launch without statistics and with.
+    """
 
     config: ForwardConfig | BackwardConfig
     strides: tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,7 +34,8 @@ class Plan:
     vectorised: bool
     arguments: tuple[tuple, tuple]
     constants: tuple[tuple, tuple]
-    keys: tuple[tuple, tuple]
+    codes: tuple[tuple[int, int], tuple[int, int]]
+    centered: bool
 
 
 def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, contiguous: bool) -> tuple[int, ...]:
@@ -80,14 +84,17 @@ def _plan(config, operands, outputs, cos, spec: NormSpec, weight, parts, dtypes)
         vectorised=head_dim % VECTOR == 0 and all(n % VECTOR == 0 for n in numbers),
         arguments=(arguments(1), arguments(VECTOR)),
         constants=pair,
-        keys=tuple((dtypes, c) for c in pair),
+        codes=tuple(tuple(code_of(q.device, dtypes, stats, c) for stats in (False, True)) for c in pair),
+        centered=spec.centered,
     )
 
 
-def _forward_plan(q, k, weight, cos, spec: NormSpec, stats: bool, contiguous: bool) -> Plan:
-    dtypes = (q.dtype, weight is None, stats)
+def forward_plan(q, k, weight, cos, spec: NormSpec, contiguous: bool) -> Plan:
+    """The launch on tensors like these; none of their values is read."""
+    dtypes = (q.dtype, weight is None)
     table = None if cos is None else (cos.shape, cos.stride())
-    key = ("qk forward", q.shape, q.stride(), k.shape, k.stride(), table, dtypes, formula_key(spec), contiguous)
+    like = q.device, q.shape, q.stride(), k.shape, k.stride(), table
+    key = ("qk forward", like, dtypes, formula_key(spec), contiguous)
 
     def make() -> Plan:
         config = forward_config(q.shape[-1])
@@ -98,11 +105,11 @@ def _forward_plan(q, k, weight, cos, spec: NormSpec, stats: bool, contiguous: bo
     return remember(key, make)
 
 
-def _backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> Plan:
+def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> Plan:
     dtypes = (q.dtype, weight is None, spec.centered, need[0] or need[1], need[2], need[3])
     table = None if cos is None else (cos.shape, cos.stride())
     strides = dq.stride(), dk.stride(), q.stride(), k.stride()
-    key = ("qk backward", q.shape, k.shape, strides, table, dtypes, formula_key(spec), limits)
+    key = ("qk backward", q.device, q.shape, k.shape, strides, table, dtypes, formula_key(spec), limits)
 
     def make() -> Plan:
         sms, shared = limits
@@ -148,18 +155,23 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
         (q', k', rstd, mean): rstd and mean are float32, one for each row of q and then of k, or None; mean is None
         for RMSNorm.
     """
-    plan = _forward_plan(q, k, q_weight, cos, spec, stats, contiguous)
+    plan = forward_plan(q, k, q_weight, cos, spec, contiguous)
+    return run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
+
+
+def run_forward(plan: Plan, q, k, q_weight, k_weight, cos, sin, eps: float, stats: bool):
+    """`qk_norm_forward` of tensors like those that the plan was made for."""
     device, dtype = q.device, q.dtype
     q_strides, k_strides = plan.strides
     yq = torch.empty_strided(q.shape, q_strides, dtype=dtype, device=device)
     yk = torch.empty_strided(k.shape, k_strides, dtype=dtype, device=device)
     rstd = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats else None
-    mean = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats and spec.centered else None
+    mean = torch.empty_like(rstd) if stats and plan.centered else None
     if plan.rows:
-        aligned = launch.aligned_pointers(plan.vectorised, q, k, q_weight, k_weight, cos, sin)
+        aligned = plan.vectorised and launch.aligned_pointers(q, k, q_weight, k_weight, cos, sin)
         tensors = (q, k, q_weight, k_weight, cos, sin, yq, yk, rstd, mean)
-        args = (*tensors, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
-        QK_NORM_FORWARD(device, plan.grid, args, plan.keys[aligned], aligned, plan.config.num_warps)
+        args = (*tensors, *plan.arguments[aligned], eps, *plan.constants[aligned])
+        QK_NORM_FORWARD(device, plan.grid, args, plan.codes[aligned][stats], aligned, plan.config.num_warps)
     return yq, yk, rstd, mean
 
 
@@ -180,25 +192,25 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
     given = [d is not None for d in (dq, dk)]
     dq, dk = (d if d is None or d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
     dq, dk = (q if dq is None else dq), (k if dk is None else dk)  # stand-ins that no program reads
-    plan = _backward_plan(dq, dk, q, k, q_weight, cos, spec, need, launch.device_limits(device.type, device.index))
+    plan = backward_plan(dq, dk, q, k, q_weight, cos, spec, need, launch.device_limits(device.type, device.index))
     dxq, dxk = (
         torch.empty_strided(t.shape, strides, dtype=q.dtype, device=device) if need[0] or need[1] else None
         for t, strides in zip((q, k), plan.strides, strict=True)
     )
     dwq, dwk = (torch.empty_like(w) if n else None for w, n in zip((q_weight, k_weight), need[2:], strict=True))
     if plan.rows:
-        q_parts, k_parts = (parts * present for parts, present in zip(plan.parts, given, strict=True))
+        q_parts, k_parts = plan.parts[0] * given[0], plan.parts[1] * given[1]
         parts, head_dim = q_parts + k_parts, q.shape[-1]
         partials = torch.empty((parts, head_dim), dtype=torch.float32, device=device) if need[2] or need[3] else None
-        aligned = launch.aligned_pointers(plan.vectorised, dq, dk, q, k, q_weight, k_weight, cos, sin)
+        aligned = plan.vectorised and launch.aligned_pointers(dq, dk, q, k, q_weight, k_weight, cos, sin)
         tensors = (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, dxq, dxk, partials)
         args = (*tensors, q_parts, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
-        QK_NORM_BACKWARD(device, (parts, 1, 1), args, plan.keys[aligned], aligned, plan.config.num_warps)
+        QK_NORM_BACKWARD(device, (parts, 1, 1), args, plan.codes[aligned][True], aligned, plan.config.num_warps)
         if partials is not None:
             constants = (head_dim, REDUCE.block, REDUCE.rows)
             QK_REDUCE_PARTIALS(
                 device, (-(-head_dim // REDUCE.block), 2, 1), (partials, dwq, dwk, q_parts, parts, *constants),
-                (q.dtype, need[2:], constants), head_dim % VECTOR == 0, REDUCE.num_warps,
+                code_of(device, q.dtype, need[2:], constants), head_dim % VECTOR == 0, REDUCE.num_warps,
             )  # fmt: skip
     else:
         dwq, dwk = (None if t is None else t.zero_() for t in (dwq, dwk))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from .rows import RowAddress, flat_strides, memory_order, row_address
 VECTOR = 8  # elements: 16 bytes of bf16, the widest load
 _PLANS_KEPT = 8_192  # a plan is some hundred bytes; generation with a growing prompt makes one per length
 _plans: dict = {}
+_codes: dict = {}
+_numbers = itertools.count()
 Plan = TypeVar("Plan")
 
 
@@ -47,12 +50,15 @@ class ForwardPlan:
     """One forward launch. `vectorised`: strides allow 16-byte loads, if the pointers do too.
 
     `other` is the second operand of x's shape, a gate or a residual; `sum_strides` are those of residual + x.
-    `arguments` and `constants` are (unaligned, aligned) pairs; so are `keys`, which name the compiled code.
+    `in_place` says that nothing is copied, neither operands nor outputs. `arguments` and `constants` are (unaligned,
+    aligned) pairs; so are `codes`, which name the compiled code: without statistics, and with. `backward` holds the
+    plans of backwards of such calls.
     """
 
     config: ForwardConfig
     rows: int
     grid: tuple[int, int, int]
+    centered: bool
     order: tuple[int, ...] | None
     x: RowsPlan
     other: RowsPlan
@@ -61,17 +67,19 @@ class ForwardPlan:
     flat_output: bool
     sum_strides: tuple[int, ...] | None
     flat_sum: bool
+    in_place: bool
     vectorised: bool
     arguments: tuple[tuple, tuple]
     constants: tuple[tuple, tuple]
-    keys: tuple[tuple, tuple]
+    codes: tuple[tuple[int, int], tuple[int, int]]
+    backward: dict
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
     """One backward: the row launch (or, where the row loops, a launch for dx and one for the parameters).
 
-    `other` is the gate, or the gradient that is added to dx.
+    `other` is the gate, or the gradient that is added to dx. `reads_bias` and `reads_mean` say what else is read.
     """
 
     config: BackwardConfig
@@ -84,11 +92,20 @@ class BackwardPlan:
     other: RowsPlan
     memory_format: torch.memory_format
     flat_output: bool
+    in_place: bool
+    reads_bias: bool
+    reads_mean: bool
     vectorised: bool
     arguments: tuple[tuple, tuple]
     constants: tuple[tuple, tuple]
+    codes: tuple[int, int]
     columns_constants: tuple[tuple, tuple]
-    dtypes: tuple
+    columns_codes: tuple[int, int]
+
+
+def code_of(*key) -> int:
+    """A number for what compiled code depends on (device, dtypes, absent operands, constants), quick to look up."""
+    return _codes.setdefault(key, next(_numbers))
 
 
 def remember(key: tuple, make: Callable[[], Plan]) -> Plan:
@@ -151,12 +168,10 @@ def _heads(*parameters: torch.Tensor | None) -> int:
 NO_ROWS = RowsPlan(RowAddress(1, 0, 0), False)
 
 
-def forward_plan(
-    x, weight, bias, gate, spec: NormSpec, stats: bool, contiguous_output: bool, residual=None
-) -> ForwardPlan:
+def forward_plan(x, weight, bias, gate, spec: NormSpec, contiguous_output: bool, residual=None) -> ForwardPlan:
     """The launch of `spec` on tensors like these; none of their values is read."""
     formula, heads = formula_key(spec), _heads(weight, bias)
-    dtypes = (x.dtype, *map(_dtype, (weight, bias, gate)))
+    dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate)))
     other = gate if residual is None else residual
 
     def make() -> ForwardPlan:
@@ -182,10 +197,12 @@ def forward_plan(
             )  # fmt: skip
 
         pair = (constants(1), constants(VECTOR))
+        flat_sum = flat_strides(shape, total.stride(), order)
         return ForwardPlan(
             config=config,
             rows=rows,
             grid=(-(-rows // (config.rows * heads)), heads, 1),
+            centered=spec.centered,
             order=order,
             x=x_rows,
             other=other_rows,
@@ -193,15 +210,20 @@ def forward_plan(
             memory_format=memory_format,
             flat_output=flat_output,
             sum_strides=None if residual is None else total.stride(),
-            flat_sum=flat_strides(shape, total.stride(), order),
+            flat_sum=flat_sum,
+            in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
             vectorised=hidden_size % VECTOR == 0 and x_rows.vectorised() and other_rows.vectorised(),
             arguments=(arguments(1), arguments(VECTOR)),
             constants=pair,
-            keys=tuple((dtypes, output_dtype, stats, residual is not None, c) for c in pair),
+            codes=tuple(
+                tuple(code_of(dtypes, output_dtype, stats, residual is not None, c) for stats in (False, True))
+                for c in pair
+            ),
+            backward={},
         )
 
     strides = x.stride(), None if other is None else other.stride()
-    key = ("forward", x.shape, strides, dtypes, formula, heads, stats, contiguous_output, residual is None)
+    key = ("forward", x.shape, strides, dtypes, formula, heads, contiguous_output, residual is None)
     return remember(key, make)
 
 
@@ -214,7 +236,7 @@ def backward_plan(
     from_output: x is the norm's output.
     """
     formula, heads = formula_key(spec), _heads(weight, bias)
-    dtypes = (dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate, dh)), need, spec.centered)
+    dtypes = (x.device, dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate, dh)), need, spec.centered)
     other = gate if dh is None else dh
 
     def make() -> BackwardPlan:
@@ -245,6 +267,10 @@ def backward_plan(
                 spec.weight_first, spec.gate, config.stages, config.reload_weight, from_output,
             )  # fmt: skip
 
+        pair = (constants(1), constants(VECTOR))
+        columns_constants = tuple(
+            (hidden_size, COLUMNS.block, COLUMNS.rows, unit, *offset, rounding, from_output) for unit in (1, VECTOR)
+        )
         return BackwardPlan(
             config=config,
             rows=rows,
@@ -256,13 +282,15 @@ def backward_plan(
             other=other_rows,
             memory_format=memory_format,
             flat_output=flat_output,
+            in_place=flat_output and not (x_rows.copy or dy_rows.copy or other_rows.copy),
+            reads_bias=from_output or (spec.gated_after and need[3:] == (True,)),
+            reads_mean=not (from_output and spec.centered),
             vectorised=hidden_size % VECTOR == 0 and all(r.vectorised() for r in (x_rows, dy_rows, other_rows)),
             arguments=(arguments(1), arguments(VECTOR)),
-            constants=(constants(1), constants(VECTOR)),
-            columns_constants=tuple(
-                (hidden_size, COLUMNS.block, COLUMNS.rows, unit, *offset, rounding, from_output) for unit in (1, VECTOR)
-            ),
-            dtypes=dtypes,
+            constants=pair,
+            codes=tuple(code_of(dtypes, c) for c in pair),
+            columns_constants=columns_constants,
+            columns_codes=tuple(code_of(dtypes, c) for c in columns_constants),
         )
 
     strides = x.stride(), dy.stride(), None if other is None else other.stride()

@@ -7,24 +7,23 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..formula import NormSpec
 from ..reference import reference_norm
-from .backend import PLAIN_TYPES, plain, resolve_backend
+from .backend import PLAIN_TYPES, kernels, plain, resolve_backend
 from .from_output import serves_as_input
-from .norm import autocast_to_float32, autocasts_functional, fused_norm, norm_gradients, transformed
-from .operators import add_norm_forward_op, contiguous_output, spec_args
+from .norm import autocast_to_float32, autocasts_functional, fused_norm, norm_gradients, plan_of, transformed
+from .operators import add_norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 
 
 class _FusedAddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, spec, keep_output):
-        h, y, rstd, mean = _launch(x, residual, weight, bias, spec, True)
-        if keep_output and serves_as_input(y, h, weight, bias, spec):
-            ctx.save_for_backward(y, weight, bias, rstd, None)
-        else:
-            ctx.save_for_backward(h, weight, bias, rstd, mean)
-            keep_output = False
-        ctx.spec, ctx.from_output = spec, keep_output
+    def forward(ctx, x, residual, weight, bias, call):
+        spec, plan, keep_output = call
+        h, y, rstd, mean = _launch(x, residual, weight, bias, spec, plan, True)
+        keep_output = keep_output and serves_as_input(y, h, weight, bias, spec)
+        kept, mean = (y, None) if keep_output else (h, mean)
+        ctx.save_for_backward(kept, weight, bias, rstd, mean)
+        ctx.kept = spec, keep_output, plan, kept.stride()
         if not _is_compiling():  # Dynamo does not know it, and passes zeros
             ctx.set_materialize_grads(False)
         return h, y
@@ -36,10 +35,9 @@ class _FusedAddNorm(torch.autograd.Function):
             dsum, dweight, dbias = dh, None, None
         else:
             h, weight, bias, rstd, mean = ctx.saved_tensors
-            need = [need_x or need_residual, *need_parameters, False]
-            operands = (dy, h, weight, bias, None, rstd, mean, ctx.spec, need, dh, ctx.from_output)
-            dsum, dweight, dbias, _ = norm_gradients(*operands)
-        return dsum if need_x else None, dsum if need_residual else None, dweight, dbias, None, None
+            need = (need_x or need_residual, *need_parameters, False)
+            dsum, dweight, dbias, _ = norm_gradients(dy, h, weight, bias, None, rstd, mean, *ctx.kept, need, dh)
+        return dsum if need_x else None, dsum if need_residual else None, dweight, dbias, None
 
 
 class _Sum(torch.autograd.Function):
@@ -56,7 +54,7 @@ class _Sum(torch.autograd.Function):
         return dh, dh, None, None
 
 
-def sum_ahead_of_norm(x, residual, weight, bias, spec) -> tuple[torch.Tensor, tuple]:
+def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch.Tensor, tuple]:
     """(``residual + x``, what `fused_norm` may be told that it `known`s of the sum), in one launch.
 
     The norm is in no graph yet: whoever calls it puts it there, as a function of the very sum that arrives. So hooks,
@@ -65,26 +63,29 @@ def sum_ahead_of_norm(x, residual, weight, bias, spec) -> tuple[torch.Tensor, tu
     Args:
         as in `fused_add_norm`, for calls that `add_norm_backend` gives to Triton.
     """
-    grad = torch.is_grad_enabled()
-    with torch.no_grad():
-        if spec.functional:
-            _, weight, bias = autocast_to_float32(x, weight, bias)
-        operands = *(t if t is None else t.contiguous() for t in (weight, bias)), spec
-    if grad and (x.requires_grad or residual.requires_grad):
+    if plan is None:
+        with torch.no_grad():
+            if spec.functional:
+                _, weight, bias = autocast_to_float32(x, weight, bias)
+            weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+    operands = weight, bias, spec, plan
+    if not torch.is_grad_enabled():
+        h, *known = _launch(x, residual, *operands, False)
+    elif x.requires_grad or residual.requires_grad:
         known: list = []
         h = _Sum.apply(x, residual, operands, known)
     else:
         with torch.no_grad():
-            h, *known = _launch(x, residual, *operands, grad)
+            h, *known = _launch(x, residual, *operands, True)
     return h, tuple(known)
 
 
-def _launch(x, residual, weight, bias, spec, stats):
-    if _is_compiling() or not plain(x, residual, weight, bias):
-        return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)
-    from ..kernels import launch
-
-    y, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), None, residual)
+def _launch(x, residual, weight, bias, spec, plan, stats):
+    if plan is None:
+        if _is_compiling() or not plain(x, residual, weight, bias):
+            return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)
+        plan = plan_of(x, weight, bias, spec, residual)
+    y, rstd, mean, h = kernels().run_forward(plan, x, weight, bias, None, residual, spec.eps, stats)
     return h, y, rstd, mean
 
 
@@ -129,6 +130,7 @@ def fused_add_norm(
     spec: NormSpec,
     backend: str | None = None,
     keep_output: bool = False,
+    plan=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch.
 
@@ -143,10 +145,13 @@ def fused_add_norm(
         weight, bias: (hidden_size,) or None, as the spec says.
         backend: what `add_norm_backend` answered, if the caller has asked already.
         keep_output: what `keeps_output` answered: y is kept for the backward, not h.
+        plan: what `plan_of` answered for such tensors.
 
     Returns:
         (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with the strides it has in eager.
     """
+    if plan is not None:
+        return _fused(x, residual, weight, bias, spec, plan, keep_output)
     if backend is None:
         backend = add_norm_backend(x, residual, weight, bias, spec)
     if backend != "triton" or (not _is_compiling() and transformed()):
@@ -157,11 +162,15 @@ def fused_add_norm(
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
+    return _fused(x, residual, weight, bias, spec, None, keep_output)
+
+
+def _fused(x, residual, weight, bias, spec, plan, keep_output):
     if torch.is_grad_enabled() and (
         x.requires_grad
         or residual.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _FusedAddNorm.apply(x, residual, weight, bias, spec, keep_output)
-    return _launch(x, residual, weight, bias, spec, False)[:2]
+        return _FusedAddNorm.apply(x, residual, weight, bias, (spec, plan, keep_output))
+    return _launch(x, residual, weight, bias, spec, plan, False)[:2]

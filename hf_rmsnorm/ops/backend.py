@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..configuration import settings
@@ -20,13 +22,19 @@ MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach 
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 PLAIN_TYPES = (torch.Tensor, Parameter)
 
+_is_compiling = torch.compiler.is_compiling
+_functorch_active = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_count_modes = torch._C._len_torch_dispatch_stack
+
 
 class _Choice(threading.local):
     name = "auto"
 
 
 _choice = _Choice()
-_used = False  # whether `use_backend` was ever entered: before that no two calls can differ
+_used = False  # whether `use_backend` ever chose another: before that no two calls can differ
 
 
 class use_backend:
@@ -59,7 +67,7 @@ class use_backend:
 
     def __enter__(self):
         global _used
-        _used = True
+        _used = _used or self.name != "auto"
         self._previous.append(_choice.name)
         _choice.name = self.name
         return self
@@ -83,6 +91,14 @@ def _device_refusal(device_type: str, index: int | None) -> str | None:
     if device_type == "xpu":
         return None
     return f"Triton has no backend for {device_type} tensors"
+
+
+@cache
+def kernels():
+    """The launch code, which needs triton."""
+    from ..kernels import launch
+
+    return launch
 
 
 @torch.compiler.assume_constant_result
@@ -140,7 +156,7 @@ def refusal(
     # Heads multiply the rows that the last tile may reach past the end.
     most = MAX_ROWS if group_size is None and (weight is None or weight.dim() == 1) else MAX_ROWS // 2
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    if not torch.compiler.is_compiling() and x.numel() > most and x.numel() // (group_size or shape[-1]) > most:
+    if not _is_compiling() and x.numel() > most and x.numel() // (group_size or shape[-1]) > most:
         return f"x has more than {most} rows"
     return device_refusal(device.type, device.index)
 
@@ -161,7 +177,7 @@ def resolve_backend(
     choice = _choice.name
     if choice == "reference":
         backend = "reference"
-    elif choice == "auto" and settings.while_compiling == "formula" and torch.compiler.is_compiling():
+    elif choice == "auto" and settings.while_compiling == "formula" and _is_compiling():
         backend = "original"
     else:
         reason = refusal(x, weight, bias, gate, group_size)
@@ -171,7 +187,7 @@ def resolve_backend(
             raise RuntimeError(f"use_backend('triton'): {reason}")
         else:
             backend = "original"
-    if _used and not torch.compiler.is_compiling():
+    if _used and not _is_compiling():
 
         def automatic() -> str:
             return "triton" if refusal(x, weight, bias, gate, group_size) is None else "original"
@@ -185,10 +201,67 @@ def plain(*tensors: torch.Tensor | None) -> bool:
     for t in tensors:
         if t is not None and type(t) not in PLAIN_TYPES:
             return False
-    return not (torch._C._len_torch_dispatch_stack() and _traced())
+    return not (_count_modes() and _traced())
 
 
 def _traced() -> bool:
     """Whether a mode that records or fakes operators is active; one that merely watches them does not count."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def transformed() -> bool:
+    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
+    return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
+
+
+class Plans(dict):
+    """Launches of calls that the kernels serve, by the likeness of their operands: the next such call skips the checks.
+
+    Each is for one formula (whose eps may differ) that has a weight and a bias, or has not, in all calls.
+    """
+
+    _all: weakref.WeakSet = weakref.WeakSet()
+    MOST = 8_192  # generation with a growing prompt makes one per length
+
+    __hash__ = object.__hash__
+
+    def __init__(self):
+        self._all.add(self)
+
+    def keep(self, like: tuple, plan):
+        if len(self) >= self.MOST:
+            self.clear()
+        self[like] = plan
+        return plan
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop them all, where what serves a device has changed."""
+        for plans in list(cls._all):
+            plans.clear()
+
+
+def likeness(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, functional: bool) -> tuple | None:
+    """What decides how operands like these are served; None where that is to be found out anew each time."""
+    if (
+        _used
+        or _is_compiling()
+        or type(x) not in PLAIN_TYPES
+        or _count_modes()
+        or transformed()
+        or _is_wrapped(x)  # what functorch has left behind, which autograd.Function unwraps
+        or (functional and torch.is_autocast_enabled(x.device.type))
+    ):
+        return None
+    if weight is None:
+        like = x.shape, x.stride(), x.dtype, x.device, None
+    elif type(weight) in PLAIN_TYPES and weight.is_contiguous():
+        like = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.dtype, weight.device
+    else:
+        return None
+    if bias is not None:
+        if type(bias) not in PLAIN_TYPES or not bias.is_contiguous():
+            return None
+        like += (bias.shape, bias.dtype, bias.device)
+    return like

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 
 import torch
-from torch.autograd import forward_ad
 
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, input_of_output, reference_backward, reference_norm
-from .backend import plain, resolve_backend
+from .backend import Plans, kernels, likeness, plain, resolve_backend, transformed
 from .from_output import serves_as_input
-from .operators import contiguous_output, norm_backward_op, norm_forward_op, spec_args
+from .operators import as_saved, contiguous_output, norm_backward_op, norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -19,51 +19,72 @@ _is_compiling = torch.compiler.is_compiling
 class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
-    def forward(ctx, x, weight, bias, gate, spec, known, keep_output):
-        y, rstd, mean = known or _launch_forward(x, weight, bias, gate, spec, True)[:3]
-        if keep_output and serves_as_input(y, x, weight, bias, spec):
-            ctx.save_for_backward(y, weight, bias, gate, rstd, None)
-        else:
-            ctx.save_for_backward(x, weight, bias, gate, rstd, mean)
-            keep_output = False
-        ctx.spec, ctx.from_output = spec, keep_output
+    def forward(ctx, x, weight, bias, gate, call):
+        spec, plan, known, keep_output = call
+        y, rstd, mean = known or _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
+        keep_output = keep_output and serves_as_input(y, x, weight, bias, spec)
+        kept, mean = (y, None) if keep_output else (x, mean)
+        ctx.save_for_backward(kept, weight, bias, gate, rstd, mean)
+        ctx.kept = spec, keep_output, plan, kept.stride()
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        need = list(ctx.needs_input_grad[:4])
-        return *norm_gradients(dy, *ctx.saved_tensors, ctx.spec, need, None, ctx.from_output), None, None, None
+        grads = norm_gradients(dy, *ctx.saved_tensors, *ctx.kept, ctx.needs_input_grad[:4])
+        return *grads, None
 
 
-def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, need, dh=None, from_output=False):
+# What Function.apply adds is for arguments by name and for functorch, of which a planned call has neither.
+_apply = super(torch.autograd.Function, _FusedNorm).apply
+
+
+def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, plan, strides, need, dh=None):
     """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs; `dh`, another gradient of x, is in dx.
 
-    Under `from_output` x is what the norm returned.
+    Under `from_output` x is what the norm returned. `plan` is that of the forward, if one was made, and `strides` are
+    those that x had there.
     """
+    dh = dh if need[0] else None
+    x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
+    compiling = _is_compiling()
+    watched = not compiling and (torch.is_grad_enabled() or transformed() or _batched(dy) or _batched(dh))
+    if not (compiling or watched) and plain(dy, x, weight, bias, gate, dh):
+        return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need)
     if from_output:
         return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
-    if _is_compiling() or not (torch.is_grad_enabled() or transformed() or _batched(dy) or _batched(dh)):
-        return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, need)
-    if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
-        grads = _differentiable_backward(dy, x, weight, bias, gate, spec, need)
-    else:
-        grads = reference_backward(dy, x, weight, bias, spec, need, gate)
-    return grads if dh is None or not need[0] else (dh + grads[0], *grads[1:])
+    if watched:
+        if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
+            grads = _differentiable_backward(dy, x, weight, bias, gate, spec, need)
+        else:
+            grads = reference_backward(dy, x, weight, bias, spec, need, gate)
+        return grads if dh is None else (dh + grads[0], *grads[1:])
+    mean = rstd.new_empty(0) if mean is None else mean
+    grads = norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), list(need))
+    return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
+
+
+def _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need):
+    launch = kernels()
+    if plan is None:
+        row_major = contiguous_output(spec)
+        return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, row_major, gate, dh, from_output)
+    # The rest is as in the forward.
+    like = dy.stride(), dy.dtype, need, from_output, None if dh is None else (dh.stride(), dh.dtype)
+    backward = plan.backward.get(like)
+    if backward is None:
+        limits = launch.device_limits(x.device.type, x.device.index)
+        backward = plan.backward[like] = launch.backward_plan(
+            dy, x, weight, bias, gate, spec, need, contiguous_output(spec), limits, dh, from_output
+        )
+    return launch.run_backward(backward, dy, x, weight, bias, rstd, mean, spec.eps, need, gate, dh)
 
 
 def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
-    if not _is_compiling():
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
-                "instead: call patch_model(model, memory_efficient=False) first"
-            )
-        if plain(dy, y, weight, bias, dh) and not (transformed() or _batched(dy) or _batched(dh)):
-            from ..kernels import launch
-
-            order = contiguous_output(spec)
-            dh = dh if need[0] else None
-            return launch.norm_backward(dy, y, weight, bias, rstd, None, spec, tuple(need), order, None, dh, True)
+    if not _is_compiling() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
+            "instead: call patch_model(model, memory_efficient=False) first"
+        )
     x = input_of_output(y, weight, bias, rstd, spec)
     dx, *grads = reference_backward(dy, x, weight, bias, spec, need)
     if dx is not None:
@@ -79,24 +100,13 @@ def _teach_dtensor() -> bool:
     return True
 
 
-def _launch_forward(x, weight, bias, gate, spec, stats):  # (y, rstd, mean, ...)
-    if _is_compiling() or not plain(x, weight, bias, gate):
-        _teach_dtensor()
-        return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
-    from ..kernels import launch
-
-    return launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
-
-
-def _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, need):
-    dh = dh if need[0] else None
-    if _is_compiling() or not plain(x, weight, bias, gate, dy, dh):
-        mean = rstd.new_empty(0) if mean is None else mean
-        grads = norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), need)
-        return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-    from ..kernels import launch
-
-    return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), contiguous_output(spec), gate, dh)
+def _launch_forward(x, weight, bias, gate, spec, stats, plan=None):  # (y, rstd, mean, ...)
+    if plan is None:
+        if _is_compiling() or not plain(x, weight, bias, gate):
+            _teach_dtensor()
+            return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
+        return kernels().norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
+    return kernels().run_forward(plan, x, weight, bias, gate, None, spec.eps, stats)
 
 
 def _differentiable_backward(dy, x, weight, bias, gate, spec, need):
@@ -146,6 +156,21 @@ def fused_norm(
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
+    return launched_norm(x, weight, bias, gate, spec, None, known, keep_output)
+
+
+def plan_of(x, weight, bias, spec, residual=None):
+    """The launch of a norm, or of that of ``residual + x``, without gate on plain tensors that the kernels serve."""
+    return kernels().forward_plan(x, weight, bias, None, spec, contiguous_output(spec), residual)
+
+
+def launched_norm(x, weight, bias, gate, spec, plan, known=None, keep_output=False):
+    """`fused_norm` where the kernels serve it.
+
+    Args:
+        plan: what `plan_of` answered for such tensors; if None, the operator is called where that is to be seen.
+        the rest: as in `fused_norm`; parameters contiguous.
+    """
     if torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
@@ -154,13 +179,9 @@ def fused_norm(
     ):
         if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
             return _launch_forward(x, weight, bias, gate, spec, True)[0]
-        return _FusedNorm.apply(x, weight, bias, gate, spec, known, keep_output)
-    return known[0] if known is not None else _launch_forward(x, weight, bias, gate, spec, False)[0]
-
-
-def transformed() -> bool:
-    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
+        apply = _FusedNorm.apply if plan is None else _apply
+        return apply(x, weight, bias, gate, (spec, plan, known, keep_output))
+    return known[0] if known is not None else _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
 
 
 def _batched(t: torch.Tensor | None) -> bool:
@@ -211,17 +232,9 @@ def rms_norm(
         >>> rms_norm(torch.tensor([3.0, -1.0, 4.0, -2.0]), torch.ones(4), eps=0.0)
         tensor([ 1.0954, -0.3651,  1.4606, -0.7303])
     """
-    has_weight = weight is not None
-    spec = NormSpec(
-        centered=False,
-        eps=_checked_eps(eps),
-        has_weight=has_weight,
-        has_bias=bias is not None,
-        weight_offset=weight_offset if has_weight else 0.0,
-        rounding=rounding if has_weight else "once",
-    )
-    _check(x, weight, bias)
-    return fused_norm(x, weight, bias, spec)
+    if weight is None:
+        weight_offset, rounding = 0.0, "once"
+    return _compute(x, weight, bias, eps, weight_offset, rounding)
 
 
 def layer_norm(
@@ -243,17 +256,38 @@ def layer_norm(
     Raises:
         TypeError, ValueError: as `rms_norm`.
     """
-    spec = NormSpec(
-        centered=True, eps=_checked_eps(eps), has_weight=weight is not None, has_bias=bias is not None, functional=True
-    )
-    _check(x, weight, bias)
-    return fused_norm(x, weight, bias, spec)
+    return _compute(x, weight, bias, eps, functional=True)
 
 
-def _checked_eps(eps) -> float:
+def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functional=False):
     if not isinstance(eps, (int, float)):
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
-    return float(eps)
+    formula = weight is not None, bias is not None, float(eps), weight_offset, rounding, functional
+    if _is_compiling():
+        spec, plans, like = _spec(*formula), None, None
+    else:
+        spec, plans = _kept(*formula)
+        like = likeness(x, weight, bias, functional)
+    plan = None if like is None else plans.get(like)
+    if plan is None:
+        _check(x, weight, bias)
+        backend = resolve_backend(x, weight, bias)
+        if like is None or backend != "triton":
+            return fused_norm(x, weight, bias, spec, backend)
+        plan = plans.keep(like, plan_of(x, weight, bias, spec))
+    return launched_norm(x, weight, bias, None, spec, plan)
+
+
+def _spec(has_weight, has_bias, eps, weight_offset, rounding, functional) -> NormSpec:
+    return NormSpec(
+        centered=functional, eps=eps, has_weight=has_weight, has_bias=has_bias, weight_offset=weight_offset,
+        rounding=rounding, functional=functional,
+    )  # fmt: skip
+
+
+@lru_cache(256)
+def _kept(*formula) -> tuple[NormSpec, Plans]:
+    return _spec(*formula), Plans()
 
 
 def _check(x, weight, bias) -> None:

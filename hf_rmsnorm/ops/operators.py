@@ -148,13 +148,27 @@ def _(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     )
 
 
+def as_saved(strides: tuple[int, ...], x: torch.Tensor, *rows: torch.Tensor | None) -> tuple:
+    """What was saved, laid out as it was: x in `strides`, by which its rows are numbered, and the rest row-major.
+
+    Hooks of saved tensors (`torch.autograd.graph.save_on_cpu`) may give tensors back with other strides.
+    """
+    if x.stride() != strides:
+        x = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    for t in rows:
+        if t is not None and not t.is_contiguous():
+            return x, *(t if t is None else t.contiguous() for t in rows)
+    return x, *rows
+
+
 def _keep(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4], *output[1:])
-    ctx.formula = inputs[4:-1]
+    ctx.formula, ctx.strides = inputs[4:-1], inputs[0].stride()
 
 
 def _gradients(ctx, dy, *_):
     x, weight, bias, gate, rstd, mean = ctx.saved_tensors
+    x, weight, bias, rstd, mean = as_saved(ctx.strides, x, weight, bias, rstd, mean)
     need = list(ctx.needs_input_grad[:4])
     grads = norm_backward_op(dy, x, weight, bias, gate, None, rstd, mean, *ctx.formula, need)
     wanted = [grad if needed else None for grad, needed in zip(grads, need, strict=True)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formula import NormSpec
 from ..reference import reference_backward, reference_norm, reference_stats
-from .backend import MAX_ROWS, PLAIN_TYPES, device_refusal, plain, resolve_backend
-from .norm import _batched, _is_compiling, transformed
+from .backend import MAX_ROWS, PLAIN_TYPES, device_refusal, likeness, plain, resolve_backend, transformed
+from .norm import _batched, _is_compiling
 from .operators import _SPEC, _library, _none, contiguous_output, spec_args, spec_from
 
 MAX_HEAD_DIM = 512  # a tile holds several rows, and both halves of each
@@ -67,8 +69,8 @@ def _differentiable_backward(dq, dk, *operands):
 
 class _FusedQKNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, spec):
-        yq, yk, rstd, mean = _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True)
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, spec, plan):
+        yq, yk, rstd, mean = _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True, plan)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd, mean)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
@@ -76,7 +78,7 @@ class _FusedQKNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk):
-        *operands, rstd, mean = ctx.saved_tensors
+        *operands, rstd, mean = _as_saved(ctx.saved_tensors)
         need = ctx.needs_input_grad[:4]
         if dq is None and dk is None:
             grads = (None,) * 4
@@ -86,15 +88,51 @@ class _FusedQKNorm(torch.autograd.Function):
             grads = _differentiable_backward(dq, dk, *operands, ctx.spec, need)
         else:
             grads = _reference_backward(dq, dk, *operands, ctx.spec, need)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
-def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats):
-    if _is_compiling() or not plain(q, k, q_weight, k_weight, cos, sin):
-        return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
+@cache
+def kernels():
+    """The launch code, which needs triton."""
     from ..kernels import launch_qk
 
-    return launch_qk.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, contiguous_output(spec))
+    return launch_qk
+
+
+def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan=None):
+    if plan is not None:
+        return kernels().run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
+    if _is_compiling() or not plain(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
+    return kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, contiguous_output(spec))
+
+
+def qk_likeness(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) -> tuple | None:
+    """As `likeness`, of what `fused_qk_norm` is given."""
+    casts = spec.functional or spec.rounding == "every_step"
+    of_q, of_k = likeness(q, q_weight, None, casts), likeness(k, k_weight, None, casts)
+    if of_q is None or of_k is None:
+        return None
+    if cos is None or sin is None:
+        return of_q, of_k, cos is sin
+    if type(cos) not in PLAIN_TYPES or type(sin) not in PLAIN_TYPES:
+        return None
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return None
+    return of_q, of_k, cos.shape, cos.stride(), cos.dtype, cos.device, sin.shape, sin.stride(), sin.dtype, sin.device
+
+
+def qk_plan_of(q, k, q_weight, spec: NormSpec, cos=None):
+    """The launch on plain tensors that `qk_norm_backend` gives to Triton."""
+    return kernels().forward_plan(q, k, q_weight, cos, spec, contiguous_output(spec))
+
+
+def _as_saved(tensors) -> tuple:
+    """Columns of unit stride, as the kernels read them: hooks of saved tensors may give them back in others."""
+    cos, sin = tensors[4:6]
+    if all(t is None or t.stride(-1) == 1 for t in tensors) and (cos is None or cos.stride() == sin.stride()):
+        return tensors
+    return tuple(t if t is None else t.contiguous() for t in tensors)
 
 
 def _launch_backward(dq, dk, operands, rstd, mean, spec, need):
@@ -103,9 +141,7 @@ def _launch_backward(dq, dk, operands, rstd, mean, spec, need):
         grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
         given = (dq, dk, dq, dk)
         return [g if n and d is not None else None for g, n, d in zip(grads, need, given, strict=True)]
-    from ..kernels import launch_qk
-
-    return launch_qk.qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
+    return kernels().qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
 
 
 def fused_qk_norm(
@@ -117,6 +153,7 @@ def fused_qk_norm(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     backend: str | None = None,
+    plan=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise the heads of q and of k, then turn them by the rotary embedding if cos and sin are given.
 
@@ -129,14 +166,16 @@ def fused_qk_norm(
         q_weight, k_weight: (head_dim,), or None as the spec says.
         cos, sin: (batch or 1, length, head_dim) in x's dtype; or fewer, even columns: the columns behind them pass.
         backend: what `qk_norm_backend` answered, if the caller has asked already.
+        plan: what `qk_plan_of` answered for such tensors.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give.
     """
-    if backend is None:
-        backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin)
-    if backend != "triton" or (not _is_compiling() and transformed()):
-        return reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
+    if plan is None:
+        if backend is None:
+            backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin)
+        if backend != "triton" or (not _is_compiling() and transformed()):
+            return reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -144,8 +183,8 @@ def fused_qk_norm(
     ):
         if _is_compiling():  # as in `fused_norm`
             return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True)[:2]
-        return _FusedQKNorm.apply(q, k, q_weight, k_weight, cos, sin, spec)
-    return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, False)[:2]
+        return _FusedQKNorm.apply(q, k, q_weight, k_weight, cos, sin, spec, plan)
+    return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, False, plan)[:2]
 
 
 def qk_norm_backend(
@@ -236,9 +275,7 @@ def _forward(q, k, q_weight, k_weight, cos, sin, *formula):
     *fields, stats = formula
     spec = spec_from(q_weight, None, *fields)
     if _served(q, k, q_weight, k_weight, cos, sin, spec):
-        from ..kernels import launch_qk
-
-        yq, yk, rstd, mean = launch_qk.qk_norm_forward(
+        yq, yk, rstd, mean = kernels().qk_norm_forward(
             q, k, q_weight, k_weight, cos, sin, spec, stats, contiguous_output(spec)
         )
         return yq, yk, _none(q) if rstd is None else rstd, _none(q) if mean is None else mean
@@ -253,10 +290,8 @@ def _backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
     *fields, need = formula
     spec = spec_from(q_weight, None, *fields)
     if _served(q, k, q_weight, k_weight, cos, sin, spec) and plain(dq, dk):
-        from ..kernels import launch_qk
-
         mean = mean if spec.centered else None
-        grads = launch_qk.qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spec, tuple(need))
+        grads = kernels().qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spec, tuple(need))
     else:
         grads = list(_reference_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec, need))
         grads[:2] = (g if g is None else torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k), strict=False))
@@ -291,7 +326,7 @@ def _keep(ctx, inputs, output):
 
 def _gradients(ctx, dq, dk, *_):
     need = list(ctx.needs_input_grad[:4])
-    grads = qk_norm_backward_op(dq, dk, *ctx.saved_tensors, *ctx.formula, need)
+    grads = qk_norm_backward_op(dq, dk, *_as_saved(ctx.saved_tensors), *ctx.formula, need)
     wanted = [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
     return *wanted, *[None] * (len(ctx.formula) + 3)
 

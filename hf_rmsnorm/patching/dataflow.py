@@ -45,7 +45,7 @@ def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, child in layer.named_children():
         part = fused_part(type(child))
-        if part is not None and part._hf_rmsnorm_recipe.reads_sums:
+        if part is not None and part._hf_rmsnorm_recipe.unadorned:
             found[name] = child
     return found
 

@@ -1,0 +1,176 @@
+"""The second call on operands like those of a first skips its checks: what must be noticed all the same."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import count_launches, layer_norm, patch_model, rms_norm, use_backend
+from hf_rmsnorm.formula import NormSpec
+from hf_rmsnorm.ops import fused_add_norm, fused_qk_norm
+from hf_rmsnorm.ops.backend import device_refusal
+
+pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
+HIDDEN = 48
+
+
+def patched(norm):
+    """(a patched copy, the original) of a norm; calls of the copy on (2, 3, HIDDEN) rows have been planned."""
+    holder = nn.Sequential(norm)
+    original = type(norm).forward
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    patch_model(holder)
+    assert launches(norm, rows()) == 1
+    assert launches(norm, rows().requires_grad_()) == 1
+    return norm, lambda x: original(norm, x)
+
+
+def rows(dtype=torch.float32):
+    return torch.randn(2, 3, HIDDEN, dtype=dtype)
+
+
+def launches(norm, x):
+    with count_launches() as counted:
+        norm(x)
+    return counted.total()
+
+
+def test_another_backend_is_honoured():
+    norm, _ = patched(LlamaRMSNorm(HIDDEN))
+    for name, count in (("reference", 0), ("auto", 1), ("triton", 1)):
+        with use_backend(name):
+            assert launches(norm, rows()) == count, name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norm: setattr(norm, "weight", nn.Parameter(torch.rand(HIDDEN).bfloat16())),
+        lambda norm: setattr(norm, "weight", nn.Parameter(torch.rand(HIDDEN, 2)[:, 0])),
+        lambda norm: setattr(norm.weight, "data", torch.rand(HIDDEN).bfloat16()),
+        lambda norm: setattr(norm.weight, "data", torch.rand(HIDDEN, 2)[:, 1]),
+        lambda norm: setattr(norm, "variance_epsilon", 0.5),
+        lambda norm: norm.double(),
+    ],
+    ids=["bfloat16", "strided", "data in bfloat16", "data strided", "eps", "float64"],
+)
+def test_a_changed_weight_or_eps_is_honoured(change):
+    norm, original = patched(LlamaRMSNorm(HIDDEN))
+    change(norm)
+    x = rows()
+    torch.testing.assert_close(norm(x), original(x), rtol=1e-5, atol=1e-6)
+    assert norm(x).dtype == original(x).dtype
+
+
+def test_a_weight_of_another_shape_fails_as_the_original():
+    norm, original = patched(LlamaRMSNorm(HIDDEN))
+    norm.weight = nn.Parameter(torch.ones(HIDDEN + 1))
+    with pytest.raises(RuntimeError) as error:
+        original(rows())
+    with pytest.raises(RuntimeError, match=re.escape(str(error.value))):
+        norm(rows())
+
+
+def in_columns(t):
+    """t in other strides, the last one 2."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def in_rows(t):
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def gradients(compute, inputs, unpack):
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            outputs = compute(*inputs)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        dys = [torch.arange(y.numel()).view_as(y).to(y.dtype) / y.numel() for y in outputs]
+        found = torch.autograd.grad(outputs, [t for t in inputs if t.requires_grad], dys)
+    return found
+
+
+@pytest.mark.parametrize("case", ["norm", "sum", "queries and keys", "queries and keys, rotated"])
+def test_saved_tensors_that_come_back_in_other_strides(case):
+    x, residual = (torch.randn(3, 2, HIDDEN).transpose(0, 1).requires_grad_() for _ in range(2))
+    q, k = (torch.randn(2, 5, h, 16).transpose(1, 2).requires_grad_() for h in (4, 2))
+    weight, short = (torch.rand(n).requires_grad_() for n in (HIDDEN, 16))
+    tables = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
+    spec = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
+    compute, inputs = {
+        "norm": (rms_norm, (x, weight)),
+        "sum": (lambda x, r, w: fused_add_norm(x, r, w, None, spec), (x, residual, weight)),
+        "queries and keys": (lambda q, k, w: fused_qk_norm(q, k, w, w, spec), (q, k, short)),
+        "queries and keys, rotated": (lambda q, k, w: fused_qk_norm(q, k, w, w, spec, *tables), (q, k, short)),
+    }[case]
+    expected = gradients(compute, inputs, lambda t: t)
+    with use_backend("reference"):
+        for ours, theirs in zip(expected, gradients(compute, inputs, lambda t: t), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for unpack in (in_rows, in_columns):
+        for ours, theirs in zip(gradients(compute, inputs, unpack), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_transforms_and_modes_see_operators():
+    norm, original = patched(LlamaRMSNorm(HIDDEN))
+    x = rows()
+    assert torch.equal(torch.vmap(norm)(x), torch.vmap(original)(x))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert torch.autograd.forward_ad.unpack_dual(norm(dual)).tangent is not None
+
+    class Names(TorchDispatchMode):
+        seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        norm(x)
+    assert launches(norm, x) == 1
+
+
+def test_what_functorch_leaves_behind_is_unwrapped():
+    norm, original = patched(LlamaRMSNorm(HIDDEN))
+    left = []
+    torch.func.grad(lambda x: (left.append(x * 1), x.sum())[1])(rows())
+    torch.testing.assert_close(norm(left[0]), original(left[0]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)], ids=["RMSNorm", "LayerNorm"])
+def test_a_backward_of_another_gradient(norm):
+    norm, original = patched(norm)
+    x = rows().requires_grad_()
+    dense = torch.randn(2, 3, HIDDEN)
+    for dy in (dense, dense.transpose(0, 1).contiguous().transpose(0, 1), torch.ones(()).expand(2, 3, HIDDEN)):
+        wanted = [x, *norm.parameters()]
+        for inputs in (wanted, [x], wanted[1:]):
+            found, expected = (torch.autograd.grad(f(x), inputs, dy) for f in (norm, original))
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    again = torch.autograd.grad(norm(x), x, dense, create_graph=True)[0]
+    assert again.requires_grad
+
+
+def test_functions_check_each_new_kind_of_operand():
+    weight = torch.rand(HIDDEN)
+    for _ in range(2):
+        assert rms_norm(rows(), weight).shape == (2, 3, HIDDEN)
+        with pytest.raises(ValueError, match="weight has shape"):
+            rms_norm(rows(), weight[1:])
+        with pytest.raises(TypeError, match="floating-point"):
+            rms_norm(rows().long(), weight)
+        with pytest.raises(ValueError, match="eps"):
+            rms_norm(rows(), weight, float("nan"))
+        with pytest.raises(TypeError, match="x is list"):
+            layer_norm([1.0], weight)
+    x = rows()
+    torch.testing.assert_close(layer_norm(x, weight), F.layer_norm(x, (HIDDEN,), weight), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rms_norm(x, weight, 0.5), F.rms_norm(x, (HIDDEN,), weight, 0.5), rtol=1e-5, atol=1e-6)
