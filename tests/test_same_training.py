@@ -42,10 +42,11 @@ def train(model, optimizer, first, last):
     return seen
 
 
-def assert_close(seen, expected):
+def assert_close(seen, expected, same_weights=True):
     """Of the same weights, gradient norms agree to 1e-6; later ones are those of weights that AdamW has moved apart."""
     losses, norms = ([abs(a[i] - b[i]) / b[i] for a, b in zip(seen, expected, strict=True)] for i in (0, 1))
-    assert max(losses) <= 1e-5 and norms[0] <= 1e-6 and max(norms) <= 2e-4, (max(losses), norms[0], max(norms))
+    worst = max(losses), norms[0] if same_weights else 0.0, max(norms)
+    assert worst[0] <= 1e-5 and worst[1] <= 1e-6 and worst[2] <= 2e-4, worst
 
 
 def header(path):
@@ -127,7 +128,7 @@ def test_the_kernels_go_on_from_an_unpatched_checkpoint_and_back(unpatched, tmp_
     save(model, optimizer, tmp_path)
     model, optimizer = load(tmp_path, patch=False)
     with count_launches() as launches:
-        assert_close(train(model, optimizer, STEPS * 3 // 4, STEPS), expected[STEPS * 3 // 4 :])
+        assert_close(train(model, optimizer, STEPS * 3 // 4, STEPS), expected[STEPS * 3 // 4 :], same_weights=False)
     assert not launches
 
 
