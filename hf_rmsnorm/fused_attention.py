@@ -229,7 +229,7 @@ def _in_place(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.AugAssign)
         or (isinstance(node, ast.Attribute) and node.attr.endswith("_"))
-        or (isinstance(node, ast.keyword) and node.arg == "out")
+        or (isinstance(node, ast.keyword) and node.arg in ("out", "inplace"))
     )
 
 

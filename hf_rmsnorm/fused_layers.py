@@ -14,7 +14,7 @@ from .handover import leave
 from .layers import operands
 from .ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from .ops.backend import likeness
-from .ops.norm import plan_of
+from .ops.norm import plan_of, transformed
 from .rewrite import CannotRewrite, guarded, with_sums, wrappers
 
 _is_compiling = torch.compiler.is_compiling
@@ -101,10 +101,12 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
         owner is None
         or owner._forward_pre_hooks  # they may fetch or change its weights: FSDP2, DeepSpeed, a user's own
         or "_hf_hook" in owner.__dict__
+        or "forward" in owner.__dict__  # it may bring the weights in as hooks do
         or torch.is_inference_mode_enabled()  # tensors have no version there
         or (layer.training and getattr(layer, "gradient_checkpointing", False))
         # Non-reentrant checkpoints and offloading of activations: what one region makes no other may use.
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or transformed()
     ):
         return None
     return owner._modules.get(name)

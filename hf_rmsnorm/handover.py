@@ -66,4 +66,7 @@ def take(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, backend: st
     _slot.left[0] = None
     if left.weight is not _reference(weight) or left.bias is not _reference(bias):
         return None
-    return left.output if left.operands == _operands(x, weight, bias, spec, backend) else None
+    output = left.output
+    if isinstance(output, torch.Tensor) and output.requires_grad and (x._backward_hooks or x.retains_grad):
+        return None  # the output is in the graph beside x: its gradient would pass by what hangs on x
+    return output if left.operands == _operands(x, weight, bias, spec, backend) else None

@@ -133,9 +133,7 @@ def _patch(
         for module in watch(model):
             undo.callback(unwatch, module)
         if fuse_residual:
-            layers, fused = fuse_layers(model)
-            for module in fused:
-                undo.callback(unfuse, module)
+            layers = fuse_layers(model, undo)
         else:
             for module in model.modules():
                 fusion = unfuse(module)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..fused_attention import QKFusion, find_qk
@@ -13,8 +15,9 @@ from ..layers import fused_part
 from ..ops.qk import MAX_HEAD_DIM
 from ..rewrite import CannotRewrite
 from .dataflow import find_fusion, norms_of
+from .probe import neutral_modes
 from .report import FusedLayer
-from .swap import fuse, replaced_forward
+from .swap import fuse, replaced_forward, unfuse, unfused
 
 
 @dataclass
@@ -28,27 +31,28 @@ class Layer:
     qk: QKFusion | None = None
 
 
-def fuse_layers(model: nn.Module) -> tuple[tuple[FusedLayer, ...], list[nn.Module]]:
+def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
     """Fuse the sums of every layer of a patched model that allows it, and link the layers.
 
+    Args:
+        undo: is told how each change is undone, as soon as it is made.
+
     Returns:
-        (what was found, for the report; the modules that were changed).
+        What was found, for the report.
     """
     places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
     rows = [(p, name, list(row)) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
     in_rows = {module for _, _, row in rows for module in row}
     layers = {m: _examine(m, path, m in in_rows) for path, m in model.named_modules() if norms_of(m)}
     behind = _behind_each(rows, layers)
-    records, changed = [], []
+    records = []
     for module, layer in layers.items():
         inside = [f"+ {reader}" for _, reader in layer.fusion.sites if reader] if layer.fusion is not None else []
         if layer.qk is not None:
             inside = [str(layer.qk)]
         if inside or module in behind:
             try:
-                if layer_part(type(module)) is None:
-                    fuse(module, layer.qk or layer.fusion)
-                    changed.append(module)
+                _give(module, layer.qk or layer.fusion, undo)
                 if module in behind:
                     reader, owner = behind[module]
                     link(module, owner, reader)
@@ -58,26 +62,44 @@ def fuse_layers(model: nn.Module) -> tuple[tuple[FusedLayer, ...], list[nn.Modul
         if (layer.reason or inside) and (not layer.reason or module in in_rows):
             fused = "" if layer.reason else ", ".join(inside)
             records.append(FusedLayer(layer.path, type(module).__name__, fused, layer.reason))
-    return tuple(records), changed
+    return tuple(records)
+
+
+def _give(module: nn.Module, fusion, undo: contextlib.ExitStack) -> None:
+    """Give a layer this fusion; one that an earlier patch gave it, when other norms were swapped, goes."""
+    part = layer_part(type(module))
+    before = None if part is None else part._hf_rmsnorm_fusion
+    if before == fusion:
+        return
+
+    def take_back() -> None:
+        unfuse(module)
+        if before is not None:
+            fuse(module, before)
+
+    undo.callback(take_back)
+    unfuse(module)
+    fuse(module, fusion)
 
 
 def _examine(module: nn.Module, path: str, in_row: bool) -> Layer:
     part = layer_part(type(module))
     if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
         return Layer(module, path, None, "its class was given another forward: unpatch the model and patch it again")
-    if part is not None:
-        fusion = part._hf_rmsnorm_fusion
-        return Layer(module, path, None, qk=fusion) if isinstance(fusion, QKFusion) else Layer(module, path, fusion)
     if other := replaced_forward(module):
         return Layer(module, path, None, f"its forward was replaced on the instance by {other}")
-    # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
-    found = find_fusion(module) if in_row else Fusion(())
-    if isinstance(found, Fusion) and found.sites:
-        return Layer(module, path, found)
     try:
-        return Layer(module, path, None, qk=find_qk(type(module), _heads(module)))
-    except CannotRewrite:
-        return Layer(module, path, None, found) if isinstance(found, str) else Layer(module, path, found)
+        with neutral_modes(), torch.random.fork_rng(devices=[]):
+            # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
+            found = find_fusion(module) if in_row else Fusion(())
+            if isinstance(found, Fusion) and found.sites:
+                return Layer(module, path, found)
+            try:
+                return Layer(module, path, None, qk=find_qk(unfused(type(module)), _heads(module)))
+            except CannotRewrite:
+                return Layer(module, path, None, found) if isinstance(found, str) else Layer(module, path, found)
+    except Exception as error:  # whatever a user's class does, its norms are swapped
+        return Layer(module, path, None, f"it could not be examined: {type(error).__name__}: {error}")
 
 
 def _heads(attention: nn.Module) -> set[str]:

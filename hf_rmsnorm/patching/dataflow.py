@@ -18,15 +18,17 @@ import torch
 from torch import nn
 
 from ..fused_layers import Fusion
-from ..handover import leave
+from ..handover import leave, take
 from ..layers import fused_part, operands
-from ..ops import resolve_backend
 from ..rewrite import CannotRewrite, changes_itself, forward_source, sums, with_sums
+from .probe import is_plain
+from .swap import restore, unfused
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
 _cache: dict[tuple, Fusion | str] = {}
 _NUMBER = re.compile("training|idx|index|layer_id")
+_HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
 def find_fusion(layer: nn.Module) -> Fusion | str:
@@ -51,21 +53,26 @@ def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _key(layer: nn.Module) -> tuple:
-    # Settings that a forward may branch on; not the layer's number, or each would be run anew.
-    plain = {k: v for k, v in vars(layer).items() if isinstance(v, (bool, str, float, int)) and not _NUMBER.search(k)}
+    function, config = inspect.unwrap(unfused(type(layer)).forward), getattr(layer, "config", None)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    # Settings that a forward may branch on; the layer's number only where it does, or each would be run anew.
+    plain = {k: v for k, v in vars(layer).items() if is_plain(v) and (k in names or not _NUMBER.search(k))}
+    plain.update((f"config.{k}", v) for k, v in getattr(config, "__dict__", {}).items() if is_plain(v))
     children = tuple((name, type(child)) for name, child in layer.named_children())
     shapes = tuple(tuple(p.shape) for norm in norms_of(layer).values() for p in norm.parameters(recurse=False))
-    return type(layer), inspect.unwrap(type(layer).forward), children, shapes, tuple(sorted(plain.items()))
+    return unfused(type(layer)), function, children, shapes, tuple(sorted(plain.items()))
 
 
 def _learn(layer: nn.Module) -> Fusion | str:
-    base = type(layer)
+    base = unfused(type(layer))
     _, definition = forward_source(base)
     positions = range(len(sums(definition)))
     if not positions:
         return "its forward adds nothing"
     if changes_itself(definition):
         return "its forward changes what the layer holds"
+    if any(isinstance(node, ast.Attribute) and node.attr in _HOOKING for node in ast.walk(definition)):
+        return "its forward hangs hooks on tensors"
     norms = norms_of(layer)
     size, dtype = _row(norms)
     x = torch.randn(*SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -81,7 +88,7 @@ def _learn(layer: nn.Module) -> Fusion | str:
         except Exception:  # a stub returns what this forward does not expect, which any error can say
             continue
         if output.shape == x.shape and torch.equal(output, expected):
-            return _proven(base, stand_in, noted.fusion(output), expected, x)
+            return _proven(base, stand_in, norms, noted.fusion(output), expected, x)
     return "its forward does not run on stand-ins for what is not a norm"
 
 
@@ -100,21 +107,29 @@ def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
     return next(filter(None, sizes), 64), dtype
 
 
-def _proven(base: type, stand_in: nn.Module, fusion: Fusion, expected: torch.Tensor, x: torch.Tensor) -> Fusion | str:
+def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: torch.Tensor, x) -> Fusion | str:
     if not fusion.sites and not fusion.entry:
         return "no norm reads a sum of its forward"
+    recipes = {name: fused_part(type(norm))._hf_rmsnorm_recipe for name, norm in norms.items()}
 
     def add(layer, left, right, reader):
         total = left + right
         if reader:
             norm = layer._modules[reader]
-            given = operands(norm, type(norm)._hf_rmsnorm_recipe)
-            leave(norm, total, type(norm).forward(norm, total), *given, resolve_backend(total, *given[:2]))
+            given = operands(norm, recipes[reader])
+            leave(norm, total, type(norm).forward(norm, total), *given, "reference")
         return total
 
-    if not torch.equal(_run(with_sums(base, dict(fusion.sites), add), stand_in, x), expected):
-        return "with its sums fused its forward gives other values"
-    return fusion
+    def taken(name: str, norm: nn.Module, args: tuple):
+        return take(norm, args[0], *operands(norm, recipes[name]), "reference")
+
+    for name in norms:
+        stand_in._modules[name].register_forward_hook(lambda norm, args, _, name=name: taken(name, norm, args))
+    try:
+        output = _run(with_sums(base, dict(fusion.sites), add), stand_in, x)
+    except Exception as error:  # a sum where `self` is another object, or whatever else a forward does
+        return f"with its sums fused its forward fails: {type(error).__name__}: {error}"
+    return fusion if torch.equal(output, expected) else "with its sums fused its forward gives other values"
 
 
 class _Notes:
@@ -126,7 +141,7 @@ class _Notes:
 
     def clear(self) -> None:
         self.totals: dict[int, torch.Tensor] = {}
-        self.given: list[tuple[str, torch.Tensor]] = []
+        self.given: list[tuple[str, torch.Tensor, int]] = []
 
     def add(self, layer, left, right, label):
         total = left + right
@@ -134,13 +149,18 @@ class _Notes:
             self.totals[int(label)] = total
         return total
 
+    def give(self, name: str, x: torch.Tensor) -> None:
+        self.given.append((name, x, x._version))
+
     def fusion(self, output: torch.Tensor) -> Fusion:
         sites = []
         for at, total in sorted(self.totals.items()):
-            reader = next((name for name, x in self.given if x is total), None)
-            if reader is not None or total is output:
+            # A sum that is written to before it is read is another: what tells so at run time, the version of a
+            # tensor, there is none of under `inference_mode`.
+            reader = next((name for name, x, version in self.given if x is total and version == 0), None)
+            if reader is not None or (total is output and total._version == 0):
                 sites.append((at, reader or ""))
-        entry = next((name for name, x in self.given if x is self.input), "")
+        entry = next((name for name, x, _ in self.given if x is self.input), "")
         return Fusion(tuple(sites), entry)
 
 
@@ -152,7 +172,8 @@ class _Stub(nn.Module):
         self.__dict__["original"], self.number, self.form = original, number, form
 
     def __getattr__(self, name):
-        return getattr(self.__dict__["original"], name)
+        found = getattr(self.__dict__["original"], name)
+        return _Stub(found, self.number, 1) if isinstance(found, nn.Module) else found
 
     def forward(self, *args, **kwargs):
         x = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point())
@@ -168,7 +189,10 @@ def _stateless(module: nn.Module) -> bool:
 def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: dict[str, int], noted: _Notes):
     """The layer with its norms on the CPU, hooks off, and stubs for all else; nothing of the layer is changed."""
     twin = _bare(layer)
+    twin.__class__ = unfused(type(layer))
     generator = torch.Generator().manual_seed(0)
+    for held in (twin._parameters, twin._buffers):
+        held.update((name, _here(t, generator)) for name, t in held.items() if t is not None)
     modules = {}
     for number, (name, child) in enumerate(layer.named_children()):
         if name in norms:
@@ -178,11 +202,19 @@ def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: d
                     if t is not None:
                         shape = t.shape if t.numel() else (size,)
                         held[key] = (0.7 + 0.4 * torch.randn(shape, generator=generator)).to(t.dtype)
-            norm.register_forward_pre_hook(lambda _, args, name=name: noted.given.append((name, args[0])))
+            restore(norm)  # the formula is proven: what runs here needs no backend
+            norm.register_forward_pre_hook(lambda _, args, name=name: noted.give(name, args[0]))
         else:
             modules[name] = _Stub(child, number, forms[name]) if name in forms else _bare(child)
     twin.__dict__["_modules"] = modules
     return twin
+
+
+def _here(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of the layer's own, on the CPU; other values, where its own are elsewhere in parts or not at all."""
+    if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:
+        return t.detach().cpu()
+    return torch.randn(t.shape, generator=generator).to(t.dtype)
 
 
 def _bare(module: nn.Module) -> nn.Module:

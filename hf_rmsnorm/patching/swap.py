@@ -80,6 +80,12 @@ def fuse(layer: torch.nn.Module, fusion: Fusion) -> None:
     _rebind(layer, base.forward, cls.forward)
 
 
+def unfused(cls: type) -> type:
+    """What `unfuse` makes of a layer's class."""
+    part = layer_part(cls)
+    return cls if part is None else _without(cls, part, part._hf_rmsnorm_layer_base)
+
+
 def unfuse(layer: torch.nn.Module):
     """Undo `fuse`, exactly; the fusion that was undone, or None."""
     fused = layer_part(type(layer))
