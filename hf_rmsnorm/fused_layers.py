@@ -109,7 +109,8 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
         or transformed()
     ):
         return None
-    return owner._modules.get(name)
+    norm = owner._modules.get(name)
+    return None if norm is None or "_is_fsdp_managed_module" in norm.__dict__ else norm
 
 
 def untouched(norm: torch.nn.Module) -> bool:
@@ -127,7 +128,6 @@ def untouched(norm: torch.nn.Module) -> bool:
         or norm._backward_pre_hooks
         or "forward" in state
         or "_hf_hook" in state
-        or "_is_fsdp_managed_module" in state
     )
 
 

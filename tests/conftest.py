@@ -23,7 +23,6 @@ def pytest_configure(config):
 def fused_calls(monkeypatch):
     """The inputs that went through a patched module's fused forward."""
     from hf_rmsnorm import fused_attention, fused_layers, layers
-    from hf_rmsnorm.patching import chain
 
     calls = []
 
@@ -40,14 +39,28 @@ def fused_calls(monkeypatch):
         calls.extend((q, k))
         return real(q, k, *args, **kwargs)
 
-    def find_fusion(layer, real=chain.find_fusion):
-        before = len(calls)
-        found = real(layer)
-        del calls[before:]  # of its stand-ins
-        return found
-
     spy_on(layers, "fused_norm")
     spy_on(fused_layers, "fused_add_norm")
     monkeypatch.setattr(fused_attention, "fused_qk_norm", spy_on_pairs)
-    monkeypatch.setattr(chain, "find_fusion", find_fusion)
     return calls
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many outputs were taken that a sum's launch had left, and how many were left."""
+    counts = {"left": 0, "taken": 0}
+    from hf_rmsnorm import fused_layers, layers
+    from hf_rmsnorm import handover as handover_module
+
+    def leave(*args):
+        counts["left"] += 1
+        handover_module.leave(*args)
+
+    def take(*args):
+        output = handover_module.take(*args)
+        counts["taken"] += output is not None
+        return output
+
+    monkeypatch.setattr(fused_layers, "leave", leave)
+    monkeypatch.setattr(layers, "take", take)
+    return counts

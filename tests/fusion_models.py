@@ -1,0 +1,40 @@
+"""Three-layer models for the tests of what is fused around the norms."""
+
+import tiny_models
+import torch
+from torch import nn
+
+IDS = tiny_models.token_ids()
+BOTH = "+ post_attention_layernorm, + the norm behind it"
+
+
+def layers_of(model):
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def build(family, dtype=torch.float32, **config):
+    return tiny_models.build(family, dtype, num_hidden_layers=3, **config).eval()
+
+
+class Block(nn.Module):
+    """What the layers of a row hold; subclasses say how they add."""
+
+    def __init__(self, size=32):
+        super().__init__()
+        self.n1, self.n2 = nn.RMSNorm(size, eps=1e-6), nn.RMSNorm(size, eps=1e-6)
+        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
+
+
+def row(*layers, size=32):
+    """The layers, and a norm behind the last."""
+    model = nn.Sequential(*layers, nn.RMSNorm(size, eps=1e-6))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.3 + 0.4 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+def fused(report):
+    """What the report says of each layer."""
+    return [layer.fused or layer.reason for layer in report.layers]
