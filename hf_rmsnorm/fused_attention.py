@@ -94,41 +94,53 @@ def settle(attention: torch.nn.Module, held: dict, names: tuple[str, str], rotat
     return (q, k) if rotate is None else rotate(q, k, *tables)
 
 
-# A function that was proven -> the globals that it and they name, which are to be the same when it is not run.
+# A function that was proven -> what it was and all that it names, which are to be the same when it is not run.
 _proven: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def prove_rotary(function: Callable | None) -> bool:
     """Whether a function computes ``x * cos + rotate_half(x) * sin`` of q and k, to the bit; it is run to see that."""
-    if not isinstance(function, types.FunctionType) or function.__closure__ or not _rotates(function):
+    if not isinstance(function, types.FunctionType) or not _rotates(function):
         return False
-    _proven[function] = _named(function)
+    functions, named = _named(function)
+    if any(f.__closure__ for f in functions) or not all(isinstance(value, _FIXED) for *_, value in named):
+        return False  # what they hold may change while they stay what they are
+    _proven[function] = [(f, f.__code__) for f in functions], named
     return True
 
 
 def is_rotary(function: Callable) -> bool:
     """Whether this is a function that was proven, and nothing that it calls has been exchanged since."""
-    named = _proven.get(function) if isinstance(function, types.FunctionType) else None
-    return named is not None and all(space.get(name) is value for space, name, value in named)
+    proven = _proven.get(function) if isinstance(function, types.FunctionType) else None
+    if proven is None:
+        return False
+    functions, named = proven
+    # The code itself: autoreload puts another into the function that is there.
+    return all(f.__code__ is code for f, code in functions) and all(s.get(name) is value for s, name, value in named)
 
 
-def _named(function: types.FunctionType) -> list[tuple[dict, str, object]]:
-    found, waiting = [], [function]
+_FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
+
+
+def _named(function: types.FunctionType) -> tuple[list[types.FunctionType], list[tuple[dict, str, object]]]:
+    """The functions that a function calls by a global name, itself first; each (globals, name, value) of them."""
+    functions, found, waiting = [], [], [function]
     while waiting:
         each = waiting.pop()
+        functions.append(each)
         for name in each.__code__.co_names:
             if name in each.__globals__ and (each.__globals__, name) not in [(s, n) for s, n, _ in found]:
                 value = each.__globals__[name]
                 found.append((each.__globals__, name, value))
                 if isinstance(value, types.FunctionType):
                     waiting.append(value)
-    return found
+    return functions, found
 
 
 @torch.no_grad()
 def _rotates(function: Callable) -> bool:
     generator = torch.Generator().manual_seed(0)
-    for dtype, columns in itertools.product((torch.float32, torch.bfloat16), (8, 4)):
+    for dtype, columns in itertools.product((torch.float32, torch.bfloat16, torch.float16), (8, 4)):
         q, k, cos, sin = (
             torch.randn(shape, generator=generator).to(dtype)
             for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, columns), (2, 5, columns))
@@ -189,6 +201,12 @@ def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bo
     if rotary is None and q.value is _norm_call(q):
         raise CannotRewrite("its forward does not show that it normalises heads")
     last = definition.body.index(rotary or k)
+    roots = [_root(_norm_call(statement).args[0], itself) for statement in (q, k)]
+    for statement, root in zip((q, k), roots, strict=True):
+        rest = definition.body[definition.body.index(statement) + 1 : last + 1]
+        views = (rotary, k if roots[1] == root else None)
+        if root not in ("", statement.targets[0].id) and any(_mentions(n, root) for n in rest if n not in views):
+            raise CannotRewrite(f"its forward goes on with {root}, which it may write to")
     if any(_in_place(node) for statement in definition.body[first : last + 1] for node in ast.walk(statement)):
         raise CannotRewrite("its forward writes in place between q and what rotates it")
     return _Place(q, k, rotary, (q_norm, k_norm))
@@ -231,6 +249,17 @@ def _in_place(node: ast.AST) -> bool:
         or (isinstance(node, ast.Attribute) and node.attr.endswith("_"))
         or (isinstance(node, ast.keyword) and node.arg in ("out", "inplace"))
     )
+
+
+def _root(rows: ast.expr, itself: str) -> str:
+    """The variable of which an expression is a view, if it is one: `x` in ``x.view(shape)[..., 0]``."""
+    while not isinstance(rows, ast.Name):
+        match rows:
+            case ast.Subscript(inner) | ast.Call(ast.Attribute(inner)):
+                rows = inner
+            case _:
+                return ""
+    return "" if rows.id == itself else rows.id
 
 
 def _mentions(node: ast.AST, name: str) -> bool:

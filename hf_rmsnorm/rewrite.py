@@ -46,6 +46,8 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
         name = getattr(node, "attr", getattr(node, "id", ""))
         if isinstance(name, str) and name.startswith("__") and not name.endswith("__"):
             raise CannotRewrite(f"its forward uses the private name {name}")
+        if isinstance(node, ast.Name) and name in ("locals", "vars", "eval", "exec"):
+            raise CannotRewrite(f"its forward calls {name}, which may see that it is another")
     if not same:
         raise CannotRewrite("the source of its forward has changed since it was imported")
     return function, definition
@@ -79,10 +81,12 @@ def _gist(code) -> tuple:
 def guarded(forward: Callable, base: type) -> Callable:
     """A forward that steps aside where somebody gives the class it was made from another."""
     original = base.forward
+    inner = inspect.unwrap(original)
+    code = inner.__code__
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
-        if base.forward is not original:
+        if base.forward is not original or inner.__code__ is not code:  # autoreload exchanges the code alone
             return base.forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 

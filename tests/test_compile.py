@@ -72,16 +72,29 @@ def test_what_inductor_sees_is_a_setting():
         assert graphs.operators() == operators, choice
 
 
-def test_a_static_cache_decodes_the_same_tokens_compiled():
-    model = tiny_models.build("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_static_cache_decodes_the_same_tokens_compiled(family):
+    model = tiny_models.build(family)
     ids = tiny_models.token_ids(1, 6)
-    how = {"max_new_tokens": 5, "do_sample": False}
+    how = {"max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids, **how)
     patch_model(model)
     graphs = Graphs()
     model.forward = torch.compile(model.forward, fullgraph=True, backend=graphs)
     assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **how), expected)
-    assert len(graphs) >= 1
+    assert len(graphs) == 2, "one for the prompt, one for every token"
+
+
+@pytest.mark.slow
+def test_reduce_overhead_decodes_the_same_tokens():
+    """On a CPU Inductor compiles all of it but captures no CUDA graph."""
+    model = tiny_models.build("llama")
+    ids = tiny_models.token_ids(1, 6)
+    how = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **how)
+    patch_model(model)
+    model.forward = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
+    assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **how), expected)
 
 
 @pytest.mark.parametrize("name, value, words", [("while_compiling", "x", "choose one of"), ("other", 1, "no such")])

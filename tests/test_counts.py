@@ -126,8 +126,12 @@ def decode_step(family, layers, patch):
 
 @pytest.mark.parametrize(
     ("family", "before", "after"),
-    [("llama", 40, 24), ("mistral", 40, 24), ("qwen2", 40, 24), ("qwen3", 56, 15)],
-)
+    [
+        ("llama", 40, 24), ("mistral", 40, 24), ("qwen2", 40, 24), ("qwen3", 56, 15), ("phi3", 40, 24),
+        ("gemma", 44, 24), ("gemma2", 75, 37), ("gemma3_text", 84, 17), ("olmo2", 58, 30), ("mixtral", 59, 43),
+        ("gpt2", 20, 18),
+    ],
+)  # fmt: skip
 def test_operators_and_launches_of_a_decoded_layer(family, before, after):
     counts = [decode_step(family, 3, patch) - decode_step(family, 2, patch) for patch in (False, True)]
     assert counts == [before, after]

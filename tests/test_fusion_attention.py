@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 
 import pytest
 import tiny_models
@@ -10,7 +11,7 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.fused_attention import QKFusion, find_qk, prove_rotary
+from hf_rmsnorm.fused_attention import QKFusion, find_qk, is_rotary, prove_rotary
 from hf_rmsnorm.rewrite import CannotRewrite
 
 IDS = tiny_models.token_ids()
@@ -199,3 +200,107 @@ def test_the_pattern_is_found_without_a_rotary_embedding():
 def test_forwards_that_are_not_understood_are_left_alone(cls):
     with pytest.raises(CannotRewrite):
         find_qk(cls, {"q_norm", "k_norm"})
+
+
+# Attentions in other words than Transformers', whose results and gradients are those of the norms alone.
+
+
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+class Rotation:
+    half = staticmethod(rotate_half)
+
+
+FLAGS = {"back": False}
+
+
+def rotary(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def rotary_by_a_class(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + Rotation.half(q) * sin, k * cos + Rotation.half(k) * sin
+
+
+def rotary_by_a_flag(q, k, cos, sin):
+    return rotary(q, k, cos, -sin if FLAGS["back"] else sin)
+
+
+def rotary_but_in_float16(q, k, cos, sin):
+    return (q, k) if q.dtype == torch.float16 else rotary(q, k, cos, sin)
+
+
+@pytest.mark.parametrize("function", [rotary_by_a_class, rotary_by_a_flag, rotary_but_in_float16])
+def test_what_may_rotate_otherwise_at_another_time_is_not_proven(function):
+    assert not prove_rotary(function)
+
+
+def test_code_that_autoreload_exchanges_is_seen():
+    def other(q, k, cos, sin):
+        return 2 * q, k
+
+    reloaded = types.FunctionType(rotary.__code__, globals())
+    assert prove_rotary(reloaded) and is_rotary(reloaded)
+    reloaded.__code__ = other.__code__
+    assert not is_rotary(reloaded)
+
+
+class Heads(nn.Module):
+    def __init__(self, norm=modeling_qwen3.Qwen3RMSNorm):
+        super().__init__()
+        self.qp, self.kp, self.vp = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.q_norm, self.k_norm = norm(16), norm(16)
+        self.act = nn.ReLU(inplace=True)
+
+    def mix(self, q, k, v):
+        angles = torch.arange(q.shape[2])[:, None] * torch.linspace(0.1, 1.0, 8).repeat(2)
+        q, k = rotary(q, k, angles.cos()[None], angles.sin()[None])
+        return (q @ k.mT).softmax(-1) @ v
+
+    def forward(self, x):
+        q = self.q_norm(self.qp(x).view(2, 5, 2, 16)).transpose(1, 2)
+        k = self.k_norm(self.kp(x).view(2, 5, 2, 16)).transpose(1, 2)
+        v = self.vp(x).view(2, 5, 2, 16).transpose(1, 2)
+        return self.mix(q, k, v)
+
+
+class WritesToTheRows(Heads):
+    def forward(self, x):
+        rows = self.qp(x)
+        q = self.q_norm(rows.view(2, 5, 2, 16)).transpose(1, 2)
+        k = self.k_norm(self.act(rows).view(2, 5, 2, 16)).transpose(1, 2)
+        return self.mix(q, k, k)
+
+
+class LooksAtItsVariables(Heads):
+    def forward(self, x):
+        q = self.q_norm(self.qp(x).view(2, 5, 2, 16)).transpose(1, 2)
+        k = self.k_norm(self.kp(x).view(2, 5, 2, 16) + locals()["q"].mean()).transpose(1, 2)
+        return self.mix(q, k, k)
+
+
+@pytest.mark.parametrize("cls, count", [(Heads, 1), (WritesToTheRows, 0), (LooksAtItsVariables, 0)])
+def test_attentions_in_other_words(cls, count):
+    torch.manual_seed(0)
+    model, x, found = cls(), torch.randn(2, 5, 32), []
+    for fuse_residual in (False, True):
+        patch_model(model, fuse_residual=fuse_residual)
+        with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+            found.append(model(x))
+        assert launches["qk_norm_forward"] == count * fuse_residual
+    assert torch.equal(*found)
+
+
+def test_norms_whose_output_is_contiguous_keep_q_and_k_in_their_order_in_memory():
+    model, x, strides = Heads(norm=nn.RMSNorm), torch.randn(2, 5, 32), []
+    model.mix = lambda q, k, v: strides.append((q.stride(), k.stride())) or v
+    for fuse_residual in (False, True):
+        patch_model(model, fuse_residual=fuse_residual)
+        with torch.no_grad(), use_backend("triton"):
+            model(x)
+    assert strides[0] == strides[1]

@@ -103,12 +103,16 @@ def _examine(module: nn.Module, path: str, in_row: bool) -> Layer:
 
 
 def _heads(attention: nn.Module) -> set[str]:
-    """The norms among its children that are short enough for heads and bear a weight alone or nothing."""
+    """The norms among its children that are short enough for heads and bear a weight alone or nothing.
+
+    Not `F.rms_norm`, whose output is contiguous: put off to behind a transpose, it would lie otherwise in memory.
+    """
     found = set()
     for name, norm in norms_of(attention).items():
         spec = fused_part(type(norm))._hf_rmsnorm_recipe.spec
         shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
-        if not spec.has_bias and all(len(shape) == 1 and shape[0] <= MAX_HEAD_DIM for shape in shapes):
+        plain = not spec.has_bias and not spec.functional
+        if plain and all(len(shape) == 1 and shape[0] <= MAX_HEAD_DIM for shape in shapes):
             found.add(name)
     return found
 
