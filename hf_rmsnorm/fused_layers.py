@@ -13,8 +13,8 @@ from .derived import derive, marked
 from .handover import leave
 from .layers import operands
 from .ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
-from .ops.backend import likeness
-from .ops.norm import plan_of, transformed
+from .ops.backend import likeness, transformed
+from .ops.norm import plan_of
 from .rewrite import CannotRewrite, guarded, with_sums, wrappers
 
 _is_compiling = torch.compiler.is_compiling
