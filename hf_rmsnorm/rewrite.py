@@ -11,12 +11,14 @@ import functools
 import inspect
 import linecache
 import textwrap
+import threading
 import types
 from collections.abc import Callable, Mapping
 
 _FACTORY = "_hf_rmsnorm_make"
 _ADD = "_hf_rmsnorm_add"
 _GUARD = "stepping_aside"
+_syntax_trees = threading.Lock()  # Python 3.11 raises SystemError where two threads make syntax trees at once
 
 
 class CannotRewrite(Exception):
@@ -35,7 +37,8 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
     if set(function.__code__.co_freevars) - {"__class__"}:
         raise CannotRewrite("its forward uses variables of the function around it")
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        with _syntax_trees:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         same = _is_source_of(function)
     except (OSError, TypeError, SyntaxError) as error:
         raise CannotRewrite("the source of its forward is not there") from error
@@ -177,7 +180,9 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     made: dict = {}
     try:
-        exec(compile(tree, function.__code__.co_filename, "exec"), function.__globals__, made)
+        with _syntax_trees:
+            code = compile(tree, function.__code__.co_filename, "exec")
+        exec(code, function.__globals__, made)
     except Exception as error:  # a decorator may name what is there in the class's body alone, and raise anything
         raise CannotRewrite(f"its forward cannot be compiled again: {type(error).__name__}: {error}") from error
     owner = next((c for c in cls.__mro__ if inspect.unwrap(c.__dict__.get("forward")) is function), cls)
