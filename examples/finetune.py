@@ -266,6 +266,7 @@ def main(argv=None):
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
         write_losses(losses, args.output_dir)
+        print(f"Loss {losses[0]:.4f} at the first step and {losses[-1]:.4f} at the last; all is in {args.output_dir}")
     accelerator.end_training()
 
 

@@ -69,8 +69,8 @@ def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_file
     assert files == {path.relative_to(patched) for path in patched.rglob("*") if path.is_file()}
     for name in files:
         assert (patched / name).read_bytes() == (plain / name).read_bytes(), name
-    kernels = train("kernels", "--max-steps", 4, "--backend", "triton")
-    assert losses(kernels) == pytest.approx(losses(plain), rel=1e-5)
+    kernels = train("kernels", "--max-steps", 2, "--backend", "triton")
+    assert losses(kernels) == pytest.approx(losses(plain)[:2], rel=1e-5)
     assert (plain / "losses.png").read_bytes().startswith(b"\x89PNG")
     before, after = (AutoModelForCausalLM.from_pretrained(p) for p in (demo_path("llama"), plain))
     assert not before.model.norm.weight.float().equal(after.model.norm.weight.float())
