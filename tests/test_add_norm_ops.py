@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -304,24 +303,6 @@ def test_tensor_subclasses_go_through_the_registered_operator():
         assert seen == ["hf_rmsnorm.add_norm_forward.default"]
         for a, b in zip(got, fused_add_norm(x, residual, weight, None, LLAMA), strict=True):
             assert torch.equal(a, b)
-
-
-def test_dtensors_are_added_and_normalised_apart(tmp_path):
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    (x, residual), weight = some_input(4, 64), torch.rand(64, device=DEVICE)
-    dist.init_process_group(init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh(DEVICE, (1,))
-        operands = [distribute_tensor(t, mesh, [Shard(0)]) for t in (x, residual)]
-        parameter = distribute_tensor(weight, mesh)
-        with use_backend("triton"), torch.no_grad():
-            assert add_norm_backend(*operands, parameter, None, LLAMA) == "original"
-            got = fused_add_norm(*operands, parameter, None, LLAMA)
-            for a, b in zip(got, fused_add_norm(x, residual, weight, None, LLAMA), strict=True):
-                assert torch.equal(a.full_tensor(), b)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("which", ["h", "weight"])

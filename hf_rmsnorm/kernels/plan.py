@@ -118,13 +118,22 @@ def remember(key: tuple, make: Callable[[], Plan]) -> Plan:
     return plan
 
 
+def row_order(x: torch.Tensor, contiguous_output: bool, heads: int) -> tuple[int, ...] | None:
+    """The leading dimensions of x in the order in which the kernels number its rows, or None where that is their own.
+
+    Where each head has a weight of its own, rows keep their order: the kernel tells the head by the row's number.
+    """
+    if contiguous_output or heads > 1 or x.is_contiguous():
+        return None
+    return memory_order(tuple(x.shape), x.stride())
+
+
 def _layout(x: torch.Tensor, contiguous_output: bool, weight: torch.Tensor | None, heads: int):
     """(order in which rows are numbered, memory format of the output, whether that output is flat in this order)."""
-    shape, strides = tuple(x.shape), x.stride()
+    shape = tuple(x.shape)
     if contiguous_output:
         return None, torch.contiguous_format, True
-    # Where each head has a weight of its own, rows keep their order: the kernel tells the head by the row's number.
-    order = None if x.is_contiguous() or heads > 1 else memory_order(shape, strides)
+    order = row_order(x, contiguous_output, heads)
     with _disable_current_modes():  # what eager's strides would be is our question, not an operator of the caller's
         output = torch.empty_like(x, device="meta")
         if heads > 1 and weight is not None:  # such a weight has a say in the order of their product
@@ -160,7 +169,7 @@ def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def _heads(*parameters: torch.Tensor | None) -> int:
+def heads_of(*parameters: torch.Tensor | None) -> int:
     """How many rows of parameters there are: each row of x takes the next."""
     return next((p.shape[0] for p in parameters if p is not None and p.dim() == 2), 1)
 
@@ -170,7 +179,7 @@ NO_ROWS = RowsPlan(RowAddress(1, 0, 0), False)
 
 def forward_plan(x, weight, bias, gate, spec: NormSpec, contiguous_output: bool, residual=None) -> ForwardPlan:
     """The launch of `spec` on tensors like these; none of their values is read."""
-    formula, heads = formula_key(spec), _heads(weight, bias)
+    formula, heads = formula_key(spec), heads_of(weight, bias)
     dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate)))
     other = gate if residual is None else residual
 
@@ -235,7 +244,7 @@ def backward_plan(
 
     from_output: x is the norm's output.
     """
-    formula, heads = formula_key(spec), _heads(weight, bias)
+    formula, heads = formula_key(spec), heads_of(weight, bias)
     dtypes = (x.device, dy.dtype, x.dtype, *map(_dtype, (weight, bias, gate, dh)), need, spec.centered)
     other = gate if dh is None else dh
 

@@ -10,7 +10,7 @@ from ..reference import reference_norm
 from .backend import PLAIN_TYPES, kernels, plain, resolve_backend
 from .from_output import serves_as_input
 from .norm import autocast_to_float32, autocasts_functional, fused_norm, norm_gradients, plan_of, transformed
-from .operators import add_norm_forward_op, spec_args
+from .operators import add_norm_forward_op, is_dtensor, spec_args, teach_dtensor
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -83,6 +83,7 @@ def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch
 def _launch(x, residual, weight, bias, spec, plan, stats):
     if plan is None:
         if _is_compiling() or not plain(x, residual, weight, bias):
+            teach_dtensor()
             return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)
         plan = plan_of(x, weight, bias, spec, residual)
     y, rstd, mean, h = kernels().run_forward(plan, x, weight, bias, None, residual, spec.eps, stats)
@@ -99,7 +100,7 @@ def add_norm_backend(
     """What `fused_add_norm` makes of a call: ``"triton"`` (one launch), ``"reference"``, or ``"original"``.
 
     ``"original"`` is the answer where x and residual differ in shape, dtype or device; where the spec has a gate or
-    groups, or a parameter heads; for DTensors and other wrappers of tensors; where autocast gives the norm another
+    groups, or a parameter heads; for wrappers of tensors other than DTensors; where autocast gives the norm another
     dtype than the sum; and where `resolve_backend` says so of the norm.
 
     Raises:
@@ -113,7 +114,7 @@ def add_norm_backend(
     if spec.gate is not None or spec.group_size is not None:
         return "original"
     for t in (x, residual, weight, bias):
-        if t is not None and type(t) not in PLAIN_TYPES and is_traceable_wrapper_subclass(t):
+        if t is not None and type(t) not in PLAIN_TYPES and is_traceable_wrapper_subclass(t) and not is_dtensor(t):
             return "original"
     if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
         return "original"

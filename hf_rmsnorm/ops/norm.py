@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 
 import torch
@@ -11,7 +10,7 @@ from ..formula import NormSpec, Rounding
 from ..reference import in_groups, input_of_output, reference_backward, reference_norm
 from .backend import Plans, kernels, likeness, plain, resolve_backend, transformed
 from .from_output import serves_as_input
-from .operators import as_saved, contiguous_output, norm_backward_op, norm_forward_op, spec_args
+from .operators import as_saved, contiguous_output, norm_backward_op, norm_forward_op, spec_args, teach_dtensor
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -92,18 +91,10 @@ def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
     return dx, *grads
 
 
-@torch.compiler.assume_constant_result
-def _teach_dtensor() -> bool:
-    """Register how DTensors are split, once one can exist."""
-    if "torch.distributed.tensor" in sys.modules:
-        from . import sharding  # noqa: F401  registers on import
-    return True
-
-
 def _launch_forward(x, weight, bias, gate, spec, stats, plan=None):  # (y, rstd, mean, ...)
     if plan is None:
         if _is_compiling() or not plain(x, weight, bias, gate):
-            _teach_dtensor()
+            teach_dtensor()
             return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
         return kernels().norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
     return kernels().run_forward(plan, x, weight, bias, gate, None, spec.eps, stats)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import sys
 
 import torch
 
 from ..formula import NormSpec
+from ..kernels.plan import heads_of, row_order
 from ..reference import reference_backward, reference_norm, reference_stats
 from .backend import plain, refusal
 
+# The integer is for DTensor, which looks the placements of a call up by its arguments from the first integer on.
 _SPEC = (
-    "float eps, bool centered, float weight_offset, str rounding, bool functional, "
+    "float eps, int centered, float weight_offset, str rounding, bool functional, "
     "bool eps_outside, bool round_offset, bool weight_first, str gating"
 )
 _library = torch.library.Library("hf_rmsnorm", "DEF")
@@ -35,7 +37,7 @@ add_norm_forward_op = torch.ops.hf_rmsnorm.add_norm_forward.default
 def spec_args(spec: NormSpec) -> tuple:
     """The fields of a spec as the operators take them."""
     return (
-        spec.eps, spec.centered, spec.weight_offset, spec.rounding, spec.functional, spec.eps_outside,
+        spec.eps, int(spec.centered), spec.weight_offset, spec.rounding, spec.functional, spec.eps_outside,
         spec.round_offset, spec.weight_first, spec.gate or "",
     )  # fmt: skip
 
@@ -44,7 +46,7 @@ def spec_from(
     weight, bias, eps, centered, weight_offset, rounding, functional, eps_outside, round_offset, weight_first, gating
 ) -> NormSpec:
     return NormSpec(
-        centered=centered,
+        centered=bool(centered),
         eps=eps,
         has_weight=weight is not None,
         has_bias=bias is not None,
@@ -61,6 +63,38 @@ def spec_from(
 def contiguous_output(spec: NormSpec) -> bool:
     """torch's own norms return row-major tensors; pointwise arithmetic keeps the order of its input's strides."""
     return spec.functional
+
+
+@torch.compiler.assume_constant_result
+def teach_dtensor() -> bool:
+    """Register how DTensors are split, once one can exist."""
+    if "torch.distributed.tensor" in sys.modules:
+        from . import sharding  # noqa: F401  registers on import
+    return True
+
+
+def is_dtensor(t) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def _by_row(stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parameters) -> torch.Tensor:
+    """Statistics of the kernels, flat, in the shape of x's rows: whoever splits x can then split them alike."""
+    if stats is None:
+        return _none(x)
+    order = row_order(x, contiguous_output(spec), heads_of(*parameters))
+    if order is None:
+        return stats.view(x.shape[:-1])
+    own_order = sorted(range(len(order)), key=order.__getitem__)
+    return stats.view([x.shape[d] for d in order]).permute(own_order).contiguous()
+
+
+def _flat(stats: torch.Tensor, x: torch.Tensor, spec: NormSpec, *parameters) -> torch.Tensor:
+    """`_by_row` undone; what is flat, as the direct launch keeps it, stays as it is."""
+    if stats.dim() < 2:
+        return stats.reshape(-1)
+    order = row_order(x, contiguous_output(spec), heads_of(*parameters))
+    return (stats if order is None else stats.permute(order)).reshape(-1)
 
 
 def _none(t: torch.Tensor) -> torch.Tensor:
@@ -83,7 +117,8 @@ def _forward(x, weight, bias, gate, *formula):
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
         y.copy_(reference_norm(x, weight, bias, spec, gate))
         rstd, mean = reference_stats(x, spec, weight, gate) if stats else (None, None)
-    return y, _none(x) if rstd is None else rstd, _none(x) if mean is None else mean
+        return y, *(_none(x) if t is None else t.view(x.shape[:-1]) for t in (rstd, mean))
+    return y, *(_by_row(t, x, spec, weight, bias) for t in (rstd, mean))
 
 
 def _add_forward(x, residual, weight, bias, *formula):
@@ -93,7 +128,7 @@ def _add_forward(x, residual, weight, bias, *formula):
         from ..kernels import launch
 
         y, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), None, residual)
-        return h, y, *(_none(x) if t is None else t for t in (rstd, mean))
+        return h, y, *(_by_row(t, h, spec, weight, bias) for t in (rstd, mean))
     h = residual + x
     return h, *_forward(h, weight, bias, None, *formula)
 
@@ -104,6 +139,7 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
         from ..kernels import launch
 
+        rstd, mean = (_flat(t, x, spec, weight, bias) for t in (rstd, mean))
         mean = mean if spec.centered else None
         row_major = contiguous_output(spec)
         grads = launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), row_major, gate, dh)
@@ -125,7 +161,7 @@ def _fake_forward(x, weight, bias, gate, *formula):
     *fields, stats = formula
     spec = spec_from(weight, bias, *fields)
     y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
-    rows = math.prod(x.shape[:-1])  # torch.Size.numel() would fix a dynamic batch
+    rows = x.shape[:-1]
     rstd = x.new_empty(rows, dtype=torch.float32) if stats else _none(x)
     return y, rstd, x.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(x)
 

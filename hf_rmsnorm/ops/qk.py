@@ -11,7 +11,7 @@ from ..formula import NormSpec
 from ..reference import reference_backward, reference_norm, reference_stats
 from .backend import MAX_ROWS, PLAIN_TYPES, device_refusal, likeness, plain, resolve_backend, transformed
 from .norm import _batched, _is_compiling
-from .operators import _SPEC, _library, _none, contiguous_output, spec_args, spec_from
+from .operators import _SPEC, _library, _none, contiguous_output, is_dtensor, spec_args, spec_from, teach_dtensor
 
 MAX_HEAD_DIM = 512  # a tile holds several rows, and both halves of each
 
@@ -103,6 +103,8 @@ def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan=None):
     if plan is not None:
         return kernels().run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
     if _is_compiling() or not plain(q, k, q_weight, k_weight, cos, sin):
+        teach_dtensor()
+        stats = stats and not is_dtensor(q)  # statistics of q and k behind one another are no rows of either to split
         return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
     return kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, contiguous_output(spec))
 
@@ -220,7 +222,7 @@ def _fits(q, k, q_weight, k_weight, spec, cos, sin) -> bool:
     dtype, device = q.dtype, q.device
     for t in (q, k, q_weight, k_weight, cos, sin):
         if t is not None:
-            if type(t) not in PLAIN_TYPES and not isinstance(t, FakeTensor):
+            if type(t) not in PLAIN_TYPES and not isinstance(t, FakeTensor) and not is_dtensor(t):
                 return False
             if t.dtype != dtype or t.device != device:
                 return False
@@ -290,6 +292,8 @@ def _backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
     *fields, need = formula
     spec = spec_from(q_weight, None, *fields)
     if _served(q, k, q_weight, k_weight, cos, sin, spec) and plain(dq, dk):
+        if not rstd.numel():  # of DTensors, whose forward kept none
+            *_, rstd, mean = kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, True, False)
         mean = mean if spec.centered else None
         grads = kernels().qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spec, tuple(need))
     else:

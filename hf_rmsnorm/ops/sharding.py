@@ -1,4 +1,9 @@
-"""How DTensors pass through the operators: rows may be split over the first dimension, the hidden size may not.
+"""How DTensors pass through the operators: whatever does not split the dimension that is normalised stays split.
+
+Each rule lists, for one dimension of the mesh, placements of the outputs with those of the operands: everything
+replicated, or the rows split over one of their dimensions. Parameters are replicated and their gradients are then
+partial sums; where each head has a row of them, heads may be split, and the parameters and their gradients with them.
+A split hidden size is not among these, so DTensor gathers it.
 
 Imported when the first DTensor arrives, so that nobody else pays for `torch.distributed.tensor`.
 """
@@ -8,42 +13,103 @@ from __future__ import annotations
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .operators import norm_backward_op, norm_forward_op
+from .operators import add_norm_forward_op, norm_backward_op, norm_forward_op
+from .qk import qk_norm_backward_op, qk_norm_forward_op
 
 
-def _replicated(tensor):
-    return None if tensor is None else Replicate()
+def _splits(x, *parameters) -> list[tuple]:
+    """(placement of the rows, of the parameters, of the parameters' gradients), for each way to split rows."""
+    per_head = any(p is not None and p.ndim == 2 for p in parameters)
+    rows = x.ndim - 1 - per_head
+    found = [(Shard(d), Replicate(), Partial()) for d in range(rows)]
+    return found + [(Shard(rows), Shard(0), Shard(0))] if per_head else found
 
 
-def _splits_rows(x, *parameters) -> bool:
-    return x.ndim > max((p.ndim for p in parameters if p is not None), default=1)
+def _if(given, placement):
+    """The placement of an operand that may be absent."""
+    return None if given is None else placement
+
+
+def _made(wanted, placement):
+    """The placement of an output; one that is not wanted is an empty tensor."""
+    return placement if wanted else Replicate()
+
+
+_WHOLE = (Replicate(), Replicate(), Replicate())
 
 
 @register_sharding(norm_forward_op)
-def forward_sharding(x, weight, bias, gate, *formula):
-    """(y, rstd, mean) of rows split like x's; rstd and mean are flat over rows, so only dimension 0 maps onto them."""
-    rest = [None] * len(formula)
+def norm_forward(x, weight, bias, gate, eps, centered, *formula):
+    rest, stats = [None] * (2 + len(formula)), formula[-1]
+    return [
+        (
+            [rows, _made(stats, rows), _made(stats and centered, rows)],
+            [rows, _if(weight, parameters), _if(bias, parameters), _if(gate, rows), *rest],
+        )
+        for rows, parameters, _ in [_WHOLE, *_splits(x, weight, bias)]
+    ]
 
-    def inputs(rows):
-        return [rows, _replicated(weight), _replicated(bias), None if gate is None else rows, *rest]
 
-    acceptable = [([Replicate()] * 3, inputs(Replicate()))]
-    if _splits_rows(x, weight, bias):
-        acceptable.append(([Shard(0)] * 3, inputs(Shard(0))))
-    return acceptable
+@register_sharding(add_norm_forward_op)
+def add_norm_forward(x, residual, weight, bias, eps, centered, *formula):
+    rest, stats = [None] * (2 + len(formula)), formula[-1]
+    return [
+        (
+            [rows, rows, _made(stats, rows), _made(stats and centered, rows)],
+            [rows, rows, _if(weight, parameters), _if(bias, parameters), *rest],
+        )
+        for rows, parameters, _ in [_WHOLE, *_splits(x, weight, bias)]
+    ]
 
 
 @register_sharding(norm_backward_op)
-def backward_sharding(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
-    """dx and dgate like x; a parameter's gradient is a partial sum over the rows of each rank."""
-    rest = [None] * len(formula)
+def norm_backward(dy, x, weight, bias, gate, dh, rstd, mean, eps, centered, *formula):
+    rest, need = [None] * (2 + len(formula)), formula[-1]
+    return [
+        (
+            [_made(n, p) for n, p in zip(need, (rows, gradients, gradients, rows), strict=True)],
+            [
+                rows, rows, _if(weight, parameters), _if(bias, parameters), _if(gate, rows), _if(dh, rows),
+                rows, _made(centered, rows), *rest,
+            ],
+        )
+        for rows, parameters, gradients in [_WHOLE, *_splits(x, weight, bias)]
+    ]  # fmt: skip
 
-    def inputs(rows):
-        parameters = [_replicated(weight), _replicated(bias)]
-        optional = [None if t is None else rows for t in (gate, dh)]
-        return [rows, rows, *parameters, *optional, rows, rows, *rest]
 
-    acceptable = [([Replicate()] * 4, inputs(Replicate()))]
-    if _splits_rows(x, weight, bias):
-        acceptable.append(([Shard(0), Partial(), Partial(), Shard(0)], inputs(Shard(0))))
-    return acceptable
+def _qk_splits(q, k, cos) -> list[tuple]:
+    """(placement of q and k, of cos and sin), for each way to split (batch, heads, length, head_dim)."""
+    of_batch = Shard(0) if cos is not None and cos.shape[0] == q.shape[0] else Replicate()
+    found = [(Shard(0), of_batch), (Shard(2), Shard(1))]
+    if all(t.shape[1] % t.mesh.size() == 0 for t in (q, k)):  # the kernels take no rank without a head
+        found.append((Shard(1), Replicate()))
+    return found
+
+
+@register_sharding(qk_norm_forward_op)
+def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, *formula):
+    """Split only where no statistics are asked for: they are flat, those of k behind those of q."""
+    rest, stats = [None] * len(formula), formula[-1]
+    weights, whole = [_if(q_weight, Replicate()), _if(k_weight, Replicate())], (Replicate(), Replicate())
+    return [
+        ([rows, rows, Replicate(), Replicate()], [rows, rows, *weights, _if(cos, tables), _if(sin, tables), *rest])
+        for rows, tables in [whole, *([] if stats else _qk_splits(q, k, cos))]
+    ]
+
+
+@register_sharding(qk_norm_backward_op)
+def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
+    rest, need = [None] * len(formula), formula[-1]
+    weights, whole = [_if(q_weight, Replicate()), _if(k_weight, Replicate())], (Replicate(), Replicate())
+    wanted = [n and d is not None for n, d in zip(need, (dq, dk, dq, dk), strict=True)]
+    splits = [] if rstd.shape[0] else [(*s, Partial()) for s in _qk_splits(q, k, cos)]
+    return [
+        (
+            [_made(n, p) for n, p in zip(wanted, (rows, rows, gradients, gradients), strict=True)],
+            [
+                _if(dq, rows), _if(dk, rows), rows, rows, *weights, _if(cos, tables), _if(sin, tables),
+                Replicate(), Replicate(), *rest,
+            ],
+        )
+        for rows, tables, gradients in [(*whole, Replicate()), *splits]
+    ]  # fmt: skip

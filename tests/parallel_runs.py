@@ -1,0 +1,101 @@
+"""Two gloo processes on the CPU, and a training step in them: what the tests of parallel training share."""
+
+import contextlib
+import os
+from collections import Counter
+from pathlib import Path
+
+import tiny_models
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+import hf_rmsnorm
+from hf_rmsnorm import count_launches, fused_layers, use_backend
+
+RANKS = 2
+PATHS = [str(Path(__file__).parent), str(Path(hf_rmsnorm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+NORMS = 9  # of a tiny Qwen3
+
+
+def run_ranks(work, tmp_path, monkeypatch, *args):
+    """Call ``work(rank, *args)`` in each of two processes of one gloo group; raise what any of them raised."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # gloo is for the CPU, where only the interpreter runs the kernels
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in PATHS if path))
+    torch.multiprocessing.spawn(_rank, args=(tmp_path / "store", work, args), nprocs=RANKS)
+
+
+def _rank(rank, store, work, args):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    work(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def batch(rank=None):
+    """(4, 12) token ids, or the two rows of one rank."""
+    ids = tiny_models.token_ids(4)
+    return ids if rank is None else ids[2 * rank : 2 * rank + 2]
+
+
+def exact_gradients(model):
+    """The whole batch's, in float64, by parameter name; None where it is frozen."""
+    model = model.double()
+    model(input_ids=batch(), labels=batch()).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def gradients(model):
+    """Whole gradients by the model's own parameter names, however the model is wrapped."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, FullyShardedDataParallel):
+            stack.enter_context(FullyShardedDataParallel.summon_full_params(model, with_grads=True))
+        found = {}
+        for name, p in model.named_parameters():
+            for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+                name = name.replace(wrapper, "")
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            found[name.removeprefix("module.")] = grad.detach().clone() if p.requires_grad else None
+        return found
+
+
+def rms_error(found, exact):
+    """Of all gradients together; both have to have the same."""
+    assert found.keys() == exact.keys()
+    assert [n for n, g in found.items() if g is None] == [n for n, g in exact.items() if g is None]
+    errors = [(g.double() - exact[n]).square().sum() for n, g in found.items() if g is not None]
+    return (sum(errors) / sum(g.numel() for g in found.values() if g is not None)).sqrt().item()
+
+
+def assert_gradients_as_accurate(fused, plain, exact, what=""):
+    """RMS error against float64 at most 1.5 times the unpatched run's; both runs are far nearer than a wrong sum."""
+    ours, theirs = rms_error(fused, exact), rms_error(plain, exact)
+    size = rms_error({n: g if g is None else 0 * g for n, g in exact.items()}, exact)
+    assert theirs < 0.05 * size, f"{what}: the unpatched run is off by {theirs:.2e} of {size:.2e}"
+    assert ours <= 1.5 * theirs + 1e-7 * size, f"{what}: {ours:.2e}, unpatched {theirs:.2e} of {size:.2e}"
+
+
+class Launches(Counter):
+    """What ran in a ``with``: kernels by name, and "sums" that were computed with a norm."""
+
+
+@contextlib.contextmanager
+def counted():
+    found, real = Launches(), fused_layers.leave
+
+    def leave(*args):
+        found["sums"] += 1
+        return real(*args)
+
+    fused_layers.leave = leave
+    try:
+        with use_backend("triton"), count_launches() as launches:
+            yield found
+        found.update(launches)
+    finally:
+        fused_layers.leave = real
