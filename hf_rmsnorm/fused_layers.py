@@ -15,7 +15,7 @@ from .layers import operands
 from .ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from .ops.backend import likeness, transformed
 from .ops.norm import plan_of
-from .rewrite import CannotRewrite, guarded, with_sums, wrappers
+from .rewrite import CannotRewrite, guarded, with_sums, wrapped_alike
 
 _is_compiling = torch.compiler.is_compiling
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
@@ -150,7 +150,7 @@ def fused_layer_class(base: type, fusion) -> type:
         if key not in _classes:
             marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
             cls = derive(base, guarded(fusion.rewrite(base), base), marks, fused_layer_class, fusion)
-            if wrappers(cls.forward) != wrappers(base.forward):
+            if not wrapped_alike(cls.forward, base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")
             _classes[key] = cls
         return _classes[key]

@@ -196,12 +196,31 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
     return forward
 
 
-def wrappers(forward: Callable) -> list:
+def wrapped_alike(made: Callable, original: Callable) -> bool:
+    """Whether the same functions are around a `guarded` forward as around the original.
+
+    What `__init_subclass__` wraps around the forward of each subclass anew counts once.
+    """
+    codes, ours = _wrappers(original), _wrappers(made)
+    at = next((i for i, code in enumerate(ours) if _name(code) == _GUARD), 0)
+    added, ours = ours[:at], [code for code in ours if _name(code) != _GUARD]
+
+    def once(codes: list) -> list:
+        while added and codes[: 2 * at] == 2 * added:
+            codes = codes[at:]
+        return codes
+
+    return once(ours) == once([code for code in codes if _name(code) != _GUARD])
+
+
+def _wrappers(forward: Callable) -> list:
     """The code of each function around the innermost one."""
     codes = []
     while hasattr(forward, "__wrapped__"):
-        code = getattr(forward, "__code__", type(forward))
-        if getattr(code, "co_qualname", getattr(code, "co_name", "")).rpartition(".")[2] != _GUARD:
-            codes.append(code)
+        codes.append(getattr(forward, "__code__", type(forward)))
         forward = forward.__wrapped__
     return codes
+
+
+def _name(code) -> str:
+    return getattr(code, "co_qualname", getattr(code, "co_name", "")).rpartition(".")[2]

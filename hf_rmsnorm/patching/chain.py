@@ -42,7 +42,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     """
     places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
     rows = [(p, name, list(row)) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
-    in_rows = {module for _, _, row in rows for module in row}
+    in_rows = {_inner(module) for _, _, row in rows for module in row}
     layers = {m: _examine(m, path, m in in_rows) for path, m in model.named_modules() if norms_of(m)}
     behind = _behind_each(rows, layers)
     records = []
@@ -80,6 +80,13 @@ def _give(module: nn.Module, fusion, undo: contextlib.ExitStack) -> None:
     undo.callback(take_back)
     unfuse(module)
     fuse(module, fusion)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """The layer in its wrappers (FSDP, activation checkpoints, `torch.compile`): an only child by a private name."""
+    while len(module._modules) == 1 and (name := next(iter(module._modules))).startswith("_"):
+        module = module._modules[name]
+    return module
 
 
 def _examine(module: nn.Module, path: str, in_row: bool) -> Layer:

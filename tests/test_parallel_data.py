@@ -1,0 +1,176 @@
+"""DDP, FSDP1 and FSDP2 over two gloo processes: a patched model trains as the unpatched one in the same wrapping."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import tiny_models
+import torch
+from parallel_runs import NORMS, assert_gradients_as_accurate, batch, counted, exact_gradients, gradients, run_ranks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+
+from hf_rmsnorm import patch_model, unpatch_model
+from hf_rmsnorm.fused_layers import layer_part
+from hf_rmsnorm.layers import fused_part
+
+BF16 = torch.bfloat16
+
+
+@dataclass
+class Case:
+    """One wrapping. sums: how many of a forward's four residual sums are computed with a norm."""
+
+    wrap: Any
+    sums: int
+    prepare: Any = lambda model: None
+    forwards: int = 1
+    accumulate: bool = False
+
+
+def ddp(**options):
+    return lambda model: DistributedDataParallel(model, **options)
+
+
+def fsdp1(classes=(Qwen3DecoderLayer,), checkpointed=False, **options):
+    def wrap(model):
+        policy = ModuleWrapPolicy(set(classes))
+        options.setdefault("use_orig_params", True)
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+        if checkpointed:
+            apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Qwen3DecoderLayer))
+        return model
+
+    return wrap
+
+
+def fsdp2(each_norm=False, **options):
+    def wrap(model):
+        options.setdefault("mesh", init_device_mesh("cpu", (2,)))
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm) if each_norm else ():
+                fully_shard(norm, **options)
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+
+    return wrap
+
+
+def checkpointing(reentrant):
+    return lambda model: model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def only(*trained):
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(word in name for word in trained))
+
+    return freeze
+
+
+HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+HALF1 = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
+CASES = {
+    # With every parameter used and reduced: DDP itself raises in the second step where one was not.
+    "DDP": Case(ddp(find_unused_parameters=False), 4),
+    "DDP, static graph": Case(ddp(static_graph=True), 4),
+    "DDP, bucket views, accumulation": Case(ddp(gradient_as_bucket_view=True), 4, accumulate=True),
+    "DDP, checkpoints": Case(ddp(), 2, checkpointing(False), 2),
+    "DDP, reentrant checkpoints": Case(ddp(static_graph=True), 2, checkpointing(True), 2),
+    "DDP, only norms trained": Case(ddp(), 4, only("norm")),
+    "DDP, norms frozen": Case(ddp(), 4, only("proj", "embed", "head")),
+    "FSDP2": Case(fsdp2(), 2),
+    "FSDP2, norms by themselves": Case(fsdp2(each_norm=True), 0),
+    "FSDP2, bf16, not resharded": Case(fsdp2(reshard_after_forward=False, mp_policy=HALF), 2),
+    "FSDP2, offloaded to the CPU": Case(fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
+    "FSDP2, bf16, checkpoints": Case(fsdp2(mp_policy=HALF), 2, checkpointing(False), 2),
+    "FSDP2, only norms trained": Case(fsdp2(), 2, only("norm")),
+    "FSDP2, norms frozen": Case(fsdp2(), 2, only("proj", "embed", "head")),
+    "FSDP1": Case(fsdp1(), 2),
+    "FSDP1, bf16": Case(fsdp1(mixed_precision=HALF1), 2),
+    "FSDP1, gradients and optimizer alone, norms by themselves": Case(
+        fsdp1((Qwen3DecoderLayer, Qwen3RMSNorm), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 0
+    ),
+    "FSDP1, bf16, checkpoints": Case(fsdp1(checkpointed=True, mixed_precision=HALF1), 2, forwards=2),
+    "FSDP1, only norms trained": Case(fsdp1(), 2, only("norm")),
+}
+
+
+def step(model, rank, accumulate):
+    """Two steps, so that whatever was left over from the first shows; gradients are those of the first."""
+    ids, losses = batch(rank), []
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        parts = ids.split(1) if accumulate else [ids]
+        for part in parts:
+            with model.no_sync() if part is not parts[-1] else contextlib.nullcontext():
+                loss = model(input_ids=part, labels=part).loss / len(parts)
+                loss.backward()
+            losses.append(loss.detach())
+        if len(losses) == len(parts):
+            grads = gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses), grads
+
+
+def build(case):
+    model = tiny_models.build("qwen3").train()
+    case.prepare(model)
+    return model
+
+
+def check(name, case, rank):
+    exact = exact_gradients(build(case))
+    losses, plain = step(case.wrap(build(case)), rank, case.accumulate)
+    half = "bf16" in name
+    for order in ("patch first", "wrap first"):
+        model = build(case)
+        if order == "patch first":
+            patch_model(model, strict=True)
+        model = case.wrap(model)
+        types = {n: type(m) for n, m in model.named_modules()}
+        report = patch_model(model, strict=True)
+        assert len(report.swapped) == NORMS, (name, order)
+        with counted() as ran:
+            got, fused = step(model, rank, case.accumulate)
+        steps = len(got)
+        what = f"{name}, {order}: {dict(ran)}"
+        assert ran["sums"] == steps * case.sums * case.forwards, what
+        assert ran["norm_forward"] + 2 * ran["qk_norm_forward"] >= steps * NORMS, what
+        assert (got - losses).abs().max() <= (0.02 if half else 1e-5), what
+        assert_gradients_as_accurate(fused, plain, exact, what)
+        assert unpatch_model(model) == NORMS
+        assert not any(fused_part(type(m)) or layer_part(type(m)) for m in model.modules())
+        if order == "wrap first":
+            assert {n: type(m) for n, m in model.named_modules()} == types
+        of_fsdp = [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+        assert of_fsdp == [n for n, t in types.items() if issubclass(t, FSDPModule)]
+        with counted() as ran:
+            step(model, rank, case.accumulate)
+        assert not ran, what
+
+
+def work(rank, names):
+    for name in names:
+        check(name, CASES[name], rank)
+
+
+def test_ddp(tmp_path, monkeypatch):
+    run_ranks(work, tmp_path, monkeypatch, [name for name in CASES if name.startswith("DDP")])
+
+
+def test_fsdp(tmp_path, monkeypatch):
+    run_ranks(work, tmp_path, monkeypatch, [name for name in CASES if name.startswith("FSDP")])
