@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from dataclasses import replace
@@ -18,14 +19,15 @@ _FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 def replaced_forward(module: torch.nn.Module) -> str | None:
     """Who else has set a forward on the instance, so that a class's forward would not run; None if nobody.
 
-    accelerate's hooks do not count: they call the forward they found, which `swap` exchanges.
+    accelerate's hooks do not count, nor do wrappers with the module's own forward in their closure (Transformers' tensor
+    parallelism): they call the forward they found, which `swap` exchanges.
     """
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
         stored = module.__dict__.get("_old_forward")
     if stored is None:
         return None
-    if _is_own(stored, module, type(module).forward):
+    if _is_own(stored, module, type(module).forward) or _own_cells(stored, module, type(module).forward):
         return None
     function = getattr(stored, "__func__", stored)
     return f"{getattr(function, '__module__', type(function).__module__)}.{getattr(function, '__qualname__', '?')}"
@@ -102,8 +104,29 @@ def _take_off(module: torch.nn.Module, fused: type, base: type) -> None:
 
 def _rebind(module: torch.nn.Module, old, new) -> None:
     for name in _FORWARD_ATTRIBUTES:
-        if _is_own(module.__dict__.get(name), module, old):
+        stored = module.__dict__.get(name)
+        if _is_own(stored, module, old):
             module.__dict__[name] = types.MethodType(new, module)
+        for cell in _own_cells(stored, module, old):
+            cell.cell_contents = types.MethodType(new, module)
+
+
+def _own_cells(stored, module: torch.nn.Module, function) -> list[types.CellType]:
+    """The cells of a wrapper, and of the wrappers in those, that hold the module's own forward."""
+    found, waiting, seen = [], [stored], set()
+    while waiting:
+        wrapper = waiting.pop()
+        wrapper = wrapper.__func__ if isinstance(wrapper, types.MethodType) else wrapper
+        if not isinstance(wrapper, types.FunctionType) or wrapper in seen:
+            continue
+        seen.add(wrapper)
+        for cell in wrapper.__closure__ or ():
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                if _is_own(cell.cell_contents, module, function):
+                    found.append(cell)
+                else:
+                    waiting.append(cell.cell_contents)
+    return found
 
 
 def _is_own(stored, module: torch.nn.Module, function) -> bool:
