@@ -19,7 +19,7 @@ _FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 def replaced_forward(module: torch.nn.Module) -> str | None:
     """Who else has set a forward on the instance, so that a class's forward would not run; None if nobody.
 
-    accelerate's hooks do not count, nor do wrappers with the module's own forward in their closure (Transformers' tensor
+    accelerate's hooks do not count, nor do wrappers that hold the module's own forward (Transformers' tensor
     parallelism): they call the forward they found, which `swap` exchanges.
     """
     stored = module.__dict__.get("forward")
