@@ -58,6 +58,8 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
     for t in (weight, bias):
         if t is not None and (type(t) not in PLAIN_TYPES or t.is_meta or t.is_inference()):
             return "its parameters are not here as plain tensors"
+        if t is not None and (hasattr(t, "ds_id") or not t.numel()):
+            return "DeepSpeed gathers its parameters anew for each call"
     key = (id(weight), id(bias), spec.weight_offset)
     seen = _seen.get(key)
     if seen is None or seen.weight() is not weight or (bias is not None and seen.bias() is not bias):
@@ -94,7 +96,7 @@ def _look(device: torch.device) -> None:
         weight, bias = seen.weight(), None if seen.bias is None else seen.bias()
         if weight is None or (bias is None) != (seen.bias is None):
             _seen.pop(key, None)
-        elif weight.device == device and seen.state != (state := _state(weight, bias)):
+        elif weight.device == device and weight.numel() and seen.state != (state := _state(weight, bias)):
             alike = (weight.shape, weight.dtype, None if bias is None else bias.dtype, seen.offset)
             groups.setdefault(alike, []).append((key, seen, state, weight, bias))
     found = []
