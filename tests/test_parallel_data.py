@@ -6,6 +6,10 @@ from typing import Any
 
 import tiny_models
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 from parallel_runs import NORMS, assert_gradients_as_accurate, batch, counted, exact_gradients, gradients, run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,6 +72,33 @@ def fsdp2(each_norm=False, **options):
     return wrap
 
 
+def prepared(**options):
+    """What `accelerator.prepare` makes of a model."""
+
+    def wrap(model):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Accelerator(cpu=True, **options).prepare(model)
+
+    return wrap
+
+
+def prepared_fsdp2(checkpointed=False):
+    """On a CPU `Accelerator` itself takes DDP whatever the plugin: these are the functions that its `prepare` calls."""
+
+    def wrap(model):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3DecoderLayer"]
+        )
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True)
+        accelerator.state.fsdp_plugin = plugin
+        if checkpointed:
+            model = fsdp2_apply_ac(accelerator, model)
+        return fsdp2_prepare_model(accelerator, model)
+
+    return wrap
+
+
 def checkpointing(reentrant):
     return lambda model: model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
@@ -91,6 +122,14 @@ CASES = {
     "DDP, reentrant checkpoints": Case(ddp(static_graph=True), 2, checkpointing(True), 2),
     "DDP, only norms trained": Case(ddp(), 4, only("norm")),
     "DDP, norms frozen": Case(ddp(), 4, only("proj", "embed", "head")),
+    "accelerate": Case(prepared(), 4),
+    "accelerate, bf16": Case(prepared(mixed_precision="bf16"), 0),
+    "accelerate, compiled": Case(prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager")), 0),
+    "accelerate, compiled by layers": Case(
+        prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)), 0
+    ),
+    "accelerate, FSDP2": Case(prepared_fsdp2(), 2),
+    "accelerate, FSDP2, checkpoints": Case(prepared_fsdp2(checkpointed=True), 2, forwards=2),
     "FSDP2": Case(fsdp2(), 2),
     "FSDP2, norms by themselves": Case(fsdp2(each_norm=True), 0),
     "FSDP2, bf16, not resharded": Case(fsdp2(reshard_after_forward=False, mp_policy=HALF), 2),
