@@ -24,6 +24,8 @@ def run_ranks(work, tmp_path, monkeypatch, *args):
     """Call ``work(rank, *args)`` in each of two processes of one gloo group; raise what any of them raised."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # gloo is for the CPU, where only the interpreter runs the kernels
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # accelerate and DeepSpeed ask for them
+    monkeypatch.setenv("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in PATHS if path))
     torch.multiprocessing.spawn(_rank, args=(tmp_path / "store", work, args), nprocs=RANKS)
 

@@ -1,6 +1,5 @@
 """DeepSpeed ZeRO-3 gathers a module's weights for its forward and its backward; between them they are empty."""
 
-import os
 from functools import partial
 
 import pytest
@@ -194,6 +193,4 @@ def under_deepspeed(rank):
 def test_deepspeed_zero3(tmp_path, monkeypatch):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; the stand-in above does what it does")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
     run_ranks(under_deepspeed, tmp_path, monkeypatch)

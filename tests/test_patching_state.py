@@ -214,6 +214,43 @@ def test_another_patchers_instance_forward_is_named_and_left_alone(fused_calls):
     assert not fused and torch.equal(y, x8())
 
 
+@pytest.mark.parametrize("order", ["wrap first", "patch first"])
+def test_wrappers_that_hold_the_forward_they_found_run_around_the_fused_one(order, fused_calls):
+    norm, seen = LlamaRMSNorm(8), []
+
+    def wrap(factor):
+        forward = norm.forward  # as Transformers' tensor parallelism keeps it
+
+        def wrapper(x):
+            seen.append(factor)
+            return factor * forward(x)
+
+        norm.forward = wrapper
+
+    if order == "patch first":
+        patch_model(norm, strict=True)
+    wrap(2.0), wrap(3.0)
+    expected = 3.0 * (2.0 * LlamaRMSNorm.forward(norm, x8()))
+    for _ in range(2):
+        assert len(patch_model(norm, strict=True).swapped) == 1
+        fused, y = run(norm, fused_calls)
+        assert fused and torch.equal(y, expected) and seen == [3.0, 2.0]
+        seen.clear()
+        unpatch_model(norm)
+        fused, y = run(norm, fused_calls)
+        assert not fused and torch.equal(y, expected) and seen == [3.0, 2.0]
+        seen.clear()
+
+
+def test_a_wrapper_that_holds_the_forward_of_another_module_is_named_and_left_alone():
+    one, other = LlamaRMSNorm(8), LlamaRMSNorm(8)
+    forward = other.forward
+    one.forward = lambda x: forward(x)
+    report = patch_model(nn.Sequential(one, other))
+    assert [record.path for record in report.swapped] == ["1"]
+    assert "replaced on the instance" in report.skipped[0].reason
+
+
 def test_an_instance_forward_set_after_the_patch_is_reported_and_survives_unpatching():
     norm = LlamaRMSNorm(8)
     patch_model(norm)
