@@ -196,7 +196,17 @@ def fused_class(base: type, recipe: Recipe) -> type:
         return _classes[key]
 
 
-def _make_forward(base: type, recipe: Recipe, plans: Plans):
+def fused_forward(base: type, recipe: Recipe):
+    """The forward of `fused_class(base, recipe)` as a function, for modules that keep base as their class."""
+    return _forward_for_any(base, base.forward, recipe)
+
+
+@cache
+def _forward_for_any(base: type, _, recipe: Recipe):
+    return _make_forward(base, recipe, Plans(), any_class=True)
+
+
+def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = False):
     base_forward = base.forward
     signature = inspect.signature(base_forward)
     input_name = list(signature.parameters)[1]
@@ -209,7 +219,8 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans):
 
     def forward(self, *args, **kwargs):
         # Somebody may have kept this method and unpatched the module since, or given its class another forward.
-        if getattr(type(self), "_hf_rmsnorm_recipe", None) is not recipe or base.forward is not base_forward:
+        own = any_class or getattr(type(self), "_hf_rmsnorm_recipe", None) is recipe
+        if not own or base.forward is not base_forward:
             return base.forward(self, *args, **kwargs)
         gate = None
         if len(args) == 1 and not kwargs:

@@ -1,0 +1,142 @@
+"""The fused norms in the shape that Hugging Face's `kernels` library takes, for models with ``use_kernels=True``.
+
+Transformers gives one name to norms of different formulas: "RMSNorm" to those of LLaMA, which round to the output dtype
+before the weight, and to those of OLMo 2, which round once. So a layer of this module does not have a formula: it
+recognises the module that it is bound to, once, as `patch_model` does, and where that fails it runs the module's own
+forward.
+
+    >>> from kernels import Mode, kernelize, use_kernel_mapping                               # doctest: +SKIP
+    >>> with use_kernel_mapping(kernel_mapping()):                                            # doctest: +SKIP
+    ...     kernelize(model, mode=Mode.TRAINING)
+
+In Transformers, ``from_pretrained(..., use_kernels=True, kernel_config=kernel_config())``. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+
+from ..layers import fused_forward, fused_part
+from ..patching.recognise import recognise
+
+DEVICES = ("cuda", "rocm", "xpu", "cpu")
+_KEPT = "_hf_rmsnorm_kernel"
+
+
+class _Known:
+    """What a module runs, kept on it; copied and pickled without, as it is found again."""
+
+    def __init__(self):
+        self.forward = None
+
+    def __reduce__(self):
+        return _Known, ()
+
+
+def _recognised(module: torch.nn.Module) -> _Known:
+    known = module.__dict__.get(_KEPT)
+    if known is None or known.forward is None:
+        module.__dict__.pop(_KEPT, None)  # an attribute of unknown meaning
+        known = _Known()
+        cls = type(module)
+        recipe = None if fused_part(cls) else recognise(module).recipe
+        known.forward = cls.forward if recipe is None else fused_forward(cls, recipe)
+        module.__dict__[_KEPT] = known
+    return known
+
+
+@torch.compiler.assume_constant_result
+def _while_compiling(module: torch.nn.Module) -> bool:
+    """Recognise a module outside of the graph that is being traced."""
+    return _recognised(module) is not None
+
+
+def _run(self, args: tuple, kwargs: dict):
+    if torch.compiler.is_compiling():
+        _while_compiling(self)
+        return getattr(self, _KEPT).forward(self, *args, **kwargs)
+    return _recognised(self).forward(self, *args, **kwargs)
+
+
+def _like(function):
+    """Have a forward that takes anything show the arguments of another, by which `kernels` compares layers."""
+
+    def decorate(forward):
+        forward.__signature__ = inspect.signature(function)
+        return forward
+
+    return decorate
+
+
+# A layer of `kernels` is a module class with a forward, two flags and nothing else; its forward is bound to modules of
+# other classes, whose parameters have names of their own.
+class RMSNorm(torch.nn.Module):
+    """For "RMSNorm" and "RMSNormZeroCentered" of Transformers, and for any norm of one input."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    @_like(lambda self, hidden_states: None)
+    def forward(self, *args, **kwargs):
+        return _run(self, args, kwargs)
+
+
+class RMSNormGated(torch.nn.Module):
+    """For "RMSNormGated" of Transformers, whose second input is a gate."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    @_like(lambda self, hidden_states, gate=None: None)
+    def forward(self, *args, **kwargs):
+        return _run(self, args, kwargs)
+
+
+LAYERS = {"RMSNorm": RMSNorm, "RMSNormZeroCentered": RMSNorm, "RMSNormGated": RMSNormGated}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What `kernels` calls a repository: it is asked to load a layer, and this one is here already."""
+
+    layer_name: str
+
+    def load(self) -> type[torch.nn.Module]:
+        return LAYERS[self.layer_name]
+
+    def __str__(self) -> str:
+        return f"hf_rmsnorm (layer `{self.layer_name}`)"
+
+
+def kernel_mapping(*, devices: tuple[str, ...] = DEVICES) -> dict[str, dict[str, Layer]]:
+    """The mapping for `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping`, for all modes.
+
+    Args:
+        devices: types of devices for which these layers shall serve.
+
+    Returns:
+        Name of a layer in Transformers -> device -> the layer.
+    """
+    return {name: dict.fromkeys(devices, Layer(name)) for name in LAYERS}
+
+
+def kernel_config():
+    """A `KernelConfig` of Transformers with `kernel_mapping`, beside Transformers' own for all other layers.
+
+    It serves training and inference; Transformers gives both their kernels whenever a model changes between them.
+    """
+    from transformers import KernelConfig
+
+    class HfRmsNormKernels(KernelConfig):
+        """The layers are here: there is no repository's name to check, or to turn into a mapping."""
+
+        def sanitize_kernel_mapping(self, model):
+            self.store_registered_layer_names(model)
+
+        def create_compatible_mapping(self, model, compile=False):
+            self.kernel_mapping = kernel_mapping()
+
+    return HfRmsNormKernels()

@@ -1,0 +1,177 @@
+"""Our layers in the `kernels` library: bound to modules of any class, each runs the formula of its module."""
+
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+
+kernels = pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
+
+from hf_rmsnorm.integrations.kernels import RMSNorm, kernel_mapping  # noqa: E402
+
+TESTS = Path(__file__).resolve().parent
+INFERENCE, TRAINING = kernels.Mode.INFERENCE, kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+
+
+class Squashed(LlamaRMSNorm):
+    """No formula that anybody knows, under a name that says RMSNorm."""
+
+    def forward(self, hidden_states):
+        return torch.tanh(super().forward(hidden_states))
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch):
+    """The classes as Transformers decorates them, where it has found a `kernels` that it takes."""
+    classes = {LlamaRMSNorm: "RMSNorm", Olmo2RMSNorm: "RMSNorm", Gemma2RMSNorm: "RMSNormZeroCentered"}
+    for cls, name in {**classes, Squashed: "RMSNorm", Qwen3NextRMSNormGated: "RMSNormGated"}.items():
+        monkeypatch.setattr(cls, "kernel_layer_name", name, raising=False)
+        monkeypatch.setattr(cls, "kernel_condition", staticmethod(lambda module: True), raising=False)
+
+
+def kernelized(model, mode=INFERENCE):
+    with kernels.use_kernel_mapping(kernel_mapping()):
+        return kernels.kernelize(model, mode=mode, device="cpu", use_fallback=False)
+
+
+def norms():
+    """One module of each class, and what it is given; bfloat16, with weights that are not ones."""
+    made = torch.nn.ModuleList([LlamaRMSNorm(64), Olmo2RMSNorm(64), Gemma2RMSNorm(64), Qwen3NextRMSNormGated(64)])
+    generator = torch.Generator().manual_seed(0)
+    for norm in made:
+        norm.weight.data.copy_(torch.randn(64, generator=generator))
+    x, gate = torch.randn(2, 32, 64, generator=generator).bfloat16()
+    return made.bfloat16(), [(x,), (x,), (x,), (x, gate)]
+
+
+def test_one_layer_runs_both_roundings_that_are_called_rms_norm_and_the_others():
+    made, inputs = norms()
+    expected = [norm(*given) for norm, given in zip(made, inputs, strict=True)]
+    llama, olmo = made[0], made[1]
+    olmo.weight.data.copy_(llama.weight.data)
+    assert not torch.equal(olmo(*inputs[1]), expected[0]), "the two roundings differ on this input"
+    expected[1] = olmo(*inputs[1])
+    kernelized(made)
+    assert llama.forward.__func__ is olmo.forward.__func__ is RMSNorm.forward
+    for backend, launched in (("reference", 0), ("triton", 4)):
+        with use_backend(backend), count_launches() as launches:
+            got = [norm(*given) for norm, given in zip(made, inputs, strict=True)]
+        assert sum(launches.values()) == launched
+        for y, wanted in zip(got, expected, strict=True):
+            assert torch.equal(y, wanted) and y.dtype == wanted.dtype
+
+
+def test_arguments_by_name_and_an_eps_that_changes():
+    norm = LlamaRMSNorm(64)
+    x = torch.randn(4, 64)
+    kernelized(norm)
+    assert torch.equal(norm(hidden_states=x), LlamaRMSNorm.forward(norm, x))
+    norm.variance_epsilon = 0.5
+    with use_backend("reference"):
+        assert torch.equal(norm(x), LlamaRMSNorm.forward(norm, x))
+
+
+def test_a_module_of_no_known_formula_runs_its_own_forward():
+    norm, x = Squashed(64), torch.randn(4, 64)
+    expected = norm(x)
+    kernelized(norm)
+    assert norm.forward.__func__ is RMSNorm.forward
+    with use_backend("triton"), count_launches() as launches:
+        assert torch.equal(norm(x), expected)
+    assert not launches
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_a_model_trains_as_it_does_without(family):
+    def gradients(model):
+        ids = tiny_models.token_ids()
+        loss = model.train()(ids, labels=ids).loss
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    expected, wanted = gradients(tiny_models.build(family))
+    model = kernelized(tiny_models.build(family), TRAINING)
+    keys = list(model.state_dict())
+    with use_backend("triton"), count_launches() as launches:
+        loss, got = gradients(model)
+    assert launches["norm_forward"] == launches["norm_backward"] == len(tiny_models.norms(model))
+    assert loss == pytest.approx(expected, rel=1e-5) and list(model.state_dict()) == keys
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_it_compiles_without_a_graph_break_before_and_after_an_eager_call():
+    ids = tiny_models.token_ids()
+    for warm in (False, True):
+        torch.compiler.reset()
+        graphs = []
+        model = kernelized(tiny_models.build("llama"), TRAINING)
+        expected = tiny_models.build("llama")(ids, use_cache=False).logits
+        if warm:
+            model(ids)
+
+        def keep(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        got = torch.compile(model, fullgraph=True, backend=keep)(ids, use_cache=False).logits
+        torch.testing.assert_close(got, expected)
+        (graph,) = graphs
+        assert sum("hf_rmsnorm" in str(node.target) for node in graph.graph.nodes) == 5
+    torch.compiler.reset()
+
+
+def test_copies_and_pickles_hold_nothing_of_ours_but_the_name():
+    model = kernelized(torch.nn.Sequential(LlamaRMSNorm(64)))
+    x = torch.randn(4, 64)
+    expected = model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other[0].weight.data.mul_(2)
+        assert torch.equal(other(x), 2 * expected) and torch.equal(model(x), expected)
+
+
+def test_a_patched_model_stays_patched_and_a_kernelized_one_is_left_to_kernels(fused_calls):
+    ids = tiny_models.token_ids()
+    model = tiny_models.build("llama")
+    expected = model(ids).logits
+    patch_model(model)
+    kernelized(model)
+    with use_backend("reference"):
+        assert torch.equal(model(ids).logits, expected)
+    assert len(fused_calls) == 5
+    assert unpatch_model(model) == 5
+    with use_backend("reference"):
+        assert torch.equal(model(ids).logits, expected)
+    with pytest.warns(UserWarning, match="changed no norm"):
+        report = patch_model(model)
+    assert all("integrations.kernels.RMSNorm.forward" in record.reason for record in report.skipped)
+
+
+def test_transformers_own_use_kernels_in_inference_and_training(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "kernels_run.py"), str(tmp_path)],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for family, cls, count in (("llama", "LlamaRMSNorm", 5), ("olmo2", "Olmo2RMSNorm", 9)):
+        run = found[family]
+        assert run["inference"] == run["training"] == {cls: count}
+        assert run["equal"] and run["launches"] == run["backward"] == count
