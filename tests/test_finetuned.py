@@ -2,7 +2,11 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -28,6 +32,15 @@ def demo(tmp_path_factory):
     convert_checkpoint(demo_path("gpt2"), folder, verify=False)
     ids = AutoTokenizer.from_pretrained(demo_path("gpt2"))(TEXT)["input_ids"]
     return folder, torch.tensor(ids[: 8 * 64]).view(8, 64)
+
+
+def converted_olmo(folder):
+    """Folder of a small converted OLMo, whose writers are `nn.Linear`s."""
+    sizes = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **sizes, eos_token_id=2))
+    model.save_pretrained(folder / "source")
+    convert_checkpoint(folder / "source", folder / "converted", verify=False)
+    return folder / "converted"
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +202,16 @@ def test_what_cannot_be_kept_centred_is_refused_in_one_line(small):
         Recentre(model)
 
 
+def test_two_processes_keep_what_one_does_under_ddp_and_fully_shard(small, tmp_path):
+    script, root = Path(__file__).with_name("recentre_run.py"), Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store"), str(small), str(converted_olmo(tmp_path))],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{script.parent}", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_trained_as_rms_norm_is_recorded_and_honoured_after_loading(small, tmp_path):
     model = load(small)
     train_as_rms(model)
@@ -278,11 +301,7 @@ def test_verify_says_which_it_found(small, tmp_path, capsys):
 
 
 def test_the_native_target_of_a_model_trained_as_rms_norm_is_what_it_computes(tmp_path, capsys):
-    sizes = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **sizes, eos_token_id=2))
-    model.save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "converted", verify=False)
-    model = load(tmp_path / "converted")
+    model = load(converted_olmo(tmp_path))
     train_as_rms(model)
     patch_model(model)
     train(model, 5, lr=1e-2)

@@ -108,6 +108,29 @@ def test_it_is_patched_once_and_the_report_is_logged_once(tmp_path, patches, log
     assert [line for line in logged if "norms swapped" in line[1]] == [("INFO", str(callback.report))]
 
 
+@pytest.mark.parametrize("adapter", ["LoRA and all norms", "LNTuning"])
+def test_norms_that_an_adapter_trains(adapter, tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+    norms = ["norm", "input_layernorm", "post_attention_layernorm"]
+    config = peft.LNTuningConfig(target_modules=norms)
+    if adapter != "LNTuning":
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=norms)
+    runs, weights = [], []
+    for callback in (None, HfRmsNormCallback()):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny_models.build("llama"), config)
+        before = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad and "norm" in name}
+        runs.append(losses(make(tmp_path / str(len(runs)), model, callback, save_strategy="steps", save_steps=STEPS)))
+        weights.append({name: model.get_parameter(name) for name in before})
+        assert len(before) == 5 and not any(torch.equal(weights[-1][name], p) for name, p in before.items())
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5) and fused(model) == 10
+    for name, plain in weights[0].items():
+        torch.testing.assert_close(weights[1][name], plain, rtol=1e-4, atol=1e-5)
+    plain, patched = (tmp_path / str(run) / f"checkpoint-{STEPS}" for run in (0, 1))
+    assert sorted(p.name for p in plain.iterdir()) == sorted(p.name for p in patched.iterdir())
+    assert (plain / "adapter_config.json").read_bytes() == (patched / "adapter_config.json").read_bytes()
+
+
 @pytest.mark.parametrize("use", ["evaluate", "predict"])
 def test_a_trainer_that_only_evaluates_or_predicts_is_patched(use, tmp_path, fused_calls):
     expected = getattr(make(tmp_path, tiny_models.build("llama")), use)(Rows())
@@ -292,3 +315,27 @@ def test_importing_the_package_loads_no_trainer():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[] True\n"
     )
+
+
+class Scored(torch.nn.Module):
+    """A model with a head of its own on a base that another model uses too, as value heads and references are."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base, self.score = model.model, torch.nn.Linear(model.config.hidden_size, 1)
+
+    def forward(self, ids):
+        return self.score(self.base(ids).last_hidden_state)
+
+
+def test_models_that_share_modules_are_patched_together(fused_calls):
+    policy = tiny_models.build("llama")
+    scored = Scored(policy)
+    expected = policy(Rows.ids).logits, scored(Rows.ids)
+    assert len(patch_model(policy).swapped) == 5
+    assert fused(scored) == 5, "a module is patched in every model that holds it"
+    with use_backend("reference"):
+        assert torch.equal(policy(Rows.ids).logits, expected[0]) and torch.equal(scored(Rows.ids), expected[1])
+    assert len(fused_calls) == 10
+    assert len(patch_model(scored).swapped) == 5 and unpatch_model(scored) == 5
+    assert fused(policy) == 0 and torch.equal(policy(Rows.ids).logits, expected[0])

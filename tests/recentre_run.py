@@ -1,0 +1,83 @@
+"""`Recentre` in two gloo processes: DDP and `fully_shard` leave what one process makes of both batches."""
+
+import sys
+
+import tiny_models
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+from hf_rmsnorm import Recentre, patch_model, use_backend
+from hf_rmsnorm.patching.converted import conversion_of
+
+STEPS = 3
+
+
+def load(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(record.converted for record in patch_model(model).swapped)
+    return model
+
+
+def train(model, recentre, rank=None):
+    # Not Adam, which makes a step of the noise where a gradient is zero, as that of a key's bias.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        ids = tiny_models.token_ids(4, 12, seed=step)
+        ids = ids if rank is None else ids[2 * rank : 2 * rank + 2]
+        with use_backend("reference"):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = model.get_input_embeddings() if rank is None else None
+        assert moved is None or moved.weight.mean(-1).abs().max() > 1e-5
+        recentre()
+
+
+def check(model, expected):
+    """Whether a model has the parameters of another, and is centred."""
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    for name, wanted in expected.named_parameters():
+        torch.testing.assert_close(whole[name], wanted, rtol=1e-3, atol=1e-5, msg=name)
+    result = type(expected)(expected.config)
+    result.load_state_dict(whole)
+    assert not conversion_of(result).doubt, conversion_of(result).doubt
+
+
+def work(rank, store, folders):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for folder in folders:
+        expected = load(folder)
+        train(expected, Recentre(expected))
+
+        model = load(folder)
+        wrapped = DistributedDataParallel(model)
+        train(wrapped, Recentre(wrapped), rank)
+        check(model, expected)
+
+        for before in (False, True):
+            model = load(folder)
+            recentre = Recentre(model) if before else None
+            for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+                fully_shard(layer)
+            fully_shard(model)
+            train(model, recentre or Recentre(model), rank)
+            check(model, expected)
+        sharded = {place for p in model.parameters() for place in p.placements}
+        assert all(place.is_shard() for place in sharded), sharded
+    try:
+        Recentre(FullyShardedDataParallel(load(folder), device_id=torch.device("cpu")))
+    except ValueError as error:
+        assert "use FSDP2 (fully_shard)" in str(error), error
+    else:
+        raise AssertionError("FSDP1 is refused")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(work, sys.argv[1:2] + [sys.argv[2:]], nprocs=2, start_method="fork")

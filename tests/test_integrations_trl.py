@@ -1,0 +1,89 @@
+"""TRL's trainers with the callback: the losses of the unpatched run, and reference models that share its modules."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_rmsnorm import patch_model, use_backend
+from hf_rmsnorm.demo import demo_path
+from hf_rmsnorm.integrations import HfRmsNormCallback
+from hf_rmsnorm.layers import fused_part
+
+trl = pytest.importorskip("trl", reason="it is of the extra 'test' from Python 3.11 on, which it needs")
+datasets = pytest.importorskip("datasets", reason="TRL's own dependency")
+peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+
+STEPS = 3
+LINES = [
+    "The import statement finds a module and binds a name.",
+    "A class definition defines a class object.",
+    "The with statement wraps the execution of a block.",
+    "An expression is evaluated before the result is bound.",
+    "The for statement iterates over the elements of a sequence.",
+    "A function call may raise an exception.",
+]
+LORA = dict(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM")
+OPTIONS = dict(
+    per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, use_cpu=True, report_to=[], logging_steps=1,
+    save_strategy="no", disable_tqdm=True, max_length=48, bf16=False,
+    gradient_checkpointing=False,
+)  # fmt: skip
+
+
+def load():
+    return AutoModelForCausalLM.from_pretrained(demo_path("llama"), dtype=torch.float32)
+
+
+def tokenizer():
+    made = AutoTokenizer.from_pretrained(demo_path("llama"))
+    made.pad_token = made.pad_token or made.eos_token
+    return made
+
+
+def fused(model):
+    return sum(fused_part(type(module)) is not None for module in model.modules())
+
+
+def run(kind, folder, callback, adapter, **given):
+    if kind == "SFT":
+        made, config, rows = trl.SFTTrainer, trl.SFTConfig, [{"text": line} for line in LINES]
+    else:
+        made, config = trl.DPOTrainer, trl.DPOConfig
+        rows = [{"prompt": line[:12], "chosen": line[12:], "rejected": line[::-1]} for line in LINES]
+    torch.manual_seed(0)
+    trainer = made(
+        model=load(), args=config(output_dir=str(folder), **OPTIONS), processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_list(rows), callbacks=[callback] if callback else [],
+        peft_config=peft.LoraConfig(**LORA) if adapter else None, **given,
+    )  # fmt: skip
+    with use_backend("reference"):
+        trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_the_losses_are_those_of_the_unpatched_run(kind, adapter, tmp_path, fused_calls):
+    _, expected = run(kind, tmp_path, None, adapter)
+    assert not fused_calls
+    callback = HfRmsNormCallback()
+    trainer, got = run(kind, tmp_path, callback, adapter)
+    assert len(got) == STEPS and got == pytest.approx(expected, rel=1e-5)
+    # Two in each of 5 layers and the last, of which an adapter trains a copy.
+    assert fused(trainer.model) == len(callback.report.swapped) == (12 if adapter else 11)
+    # The policy runs every norm once a step. Under an adapter it is its own reference: twice.
+    assert len(fused_calls) == 11 * STEPS * (2 if kind == "DPO" and adapter else 1)
+    if kind == "DPO" and not adapter:
+        assert fused(trainer.ref_model) == 0, "TRL loads a reference model of its own, which no callback sees"
+
+
+def test_a_reference_model_that_was_patched_before_runs_so(tmp_path, fused_calls):
+    reference = load()
+    patch_model(reference)
+    _, expected = run("DPO", tmp_path, None, False)
+    del fused_calls[:]
+    trainer, got = run("DPO", tmp_path, HfRmsNormCallback(), False, ref_model=reference)
+    assert fused(trainer.ref_model) == 11 and len(fused_calls) == 2 * 11 * STEPS
+    assert got == pytest.approx(expected, rel=1e-5)
+    # DPO's loss is log 2 at the first step where policy and reference are the same function.
+    assert got[0] == pytest.approx(0.6931, abs=1e-3)
