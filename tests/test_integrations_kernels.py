@@ -134,16 +134,19 @@ def test_it_compiles_without_a_graph_break_before_and_after_an_eager_call():
     torch.compiler.reset()
 
 
-def test_copies_and_pickles_hold_nothing_of_ours_but_the_name():
+def test_a_copy_recognises_itself_and_a_pickle_runs_its_own_forward():
     model = kernelized(torch.nn.Sequential(LlamaRMSNorm(64)))
     x = torch.randn(4, 64)
     expected = model(x)
     file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(model, file)  # bound methods are pickled by name, so the class's own comes back
     file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    copied, loaded = copy.deepcopy(model), torch.load(file, weights_only=False)
+    for other, forward in ((copied, RMSNorm.forward), (loaded, LlamaRMSNorm.forward)):
         other[0].weight.data.mul_(2)
-        assert torch.equal(other(x), 2 * expected) and torch.equal(model(x), expected)
+        assert other[0].forward.__func__ is forward and other[0].forward.__self__ is other[0]
+        torch.testing.assert_close(other(x), 2 * expected)
+    assert torch.equal(model(x), expected)
 
 
 def test_a_patched_model_stays_patched_and_a_kernelized_one_is_left_to_kernels(fused_calls):

@@ -170,7 +170,7 @@ def test_torch_compile_sees_the_patched_model_and_no_graph_breaks(tmp_path):
         runs[name] = losses(made)
         assert not torch._dynamo.utils.counters["graph_break"]
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-        assert fused(made.model) == (0 if callback is None else 9)
+        assert fused(made.model) == (0 if callback is None else 5)
     torch.compiler.reset()
     assert runs["patched"] == pytest.approx(runs["plain"], rel=1e-5)
 
@@ -280,16 +280,16 @@ def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_pa
 
 def test_a_prepared_model_is_patched_like_any_other(fused_calls):
     """Mixed precision has accelerate wrap the model's forward on the instance; a plugin compiles it."""
-    for how in ({"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}, {}):
+    for how in ({"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}):
         torch.compiler.reset()
         AcceleratorState._reset_state(reset_partial_state=True)
         runs = []
         for patch in (False, True):
             accelerator = Accelerator(cpu=True, **how)
-            model = tiny_models.build("qwen3").train()
+            model = tiny_models.build("qwen3", num_hidden_layers=1).train()
             model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
             if patch:
-                assert len(patch_model(model, strict=True).swapped) == 9
+                assert len(patch_model(model, strict=True).swapped) == 5
             run = []
             for batch in Rows.ids.chunk(STEPS):
                 with use_backend("reference"):
@@ -300,7 +300,7 @@ def test_a_prepared_model_is_patched_like_any_other(fused_calls):
                 run.append(loss.item())
             runs.append(run)
         assert runs[1] == pytest.approx(runs[0], rel=2e-2 if "mixed_precision" in how else 1e-5)
-        assert fused(model) == 9 and unpatch_model(model) == 9
+        assert fused(model) == 5 and unpatch_model(model) == 5
     torch.compiler.reset()
     AcceleratorState._reset_state(reset_partial_state=True)
     assert fused_calls
