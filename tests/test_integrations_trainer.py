@@ -144,6 +144,13 @@ def test_a_trainer_that_only_evaluates_or_predicts_is_patched(use, tmp_path, fus
         assert torch.equal(torch.from_numpy(got.predictions), torch.from_numpy(expected.predictions))
 
 
+def test_a_model_that_is_put_into_the_trainer_by_hand_is_not_seen(tmp_path):
+    made = make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback())
+    made.model = tiny_models.build("llama", seed=1)
+    made.evaluate()
+    assert fused(made.model) == 0
+
+
 def test_every_model_that_model_init_makes_is_patched(tmp_path, patches, logged):
     models = []
 
@@ -164,13 +171,12 @@ def test_torch_compile_sees_the_patched_model_and_no_graph_breaks(tmp_path):
     for name, callback in (("plain", None), ("patched", HfRmsNormCallback())):
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
-        made = make(
-            tmp_path, tiny_models.build("qwen3"), callback, torch_compile=True, torch_compile_backend="aot_eager"
-        )
+        model = tiny_models.build("qwen3", num_hidden_layers=1)
+        made = make(tmp_path, model, callback, torch_compile=True, torch_compile_backend="eager")
         runs[name] = losses(made)
         assert not torch._dynamo.utils.counters["graph_break"]
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-        assert fused(made.model) == (0 if callback is None else 5)
+        assert fused(model) == (0 if callback is None else 5)
     torch.compiler.reset()
     assert runs["patched"] == pytest.approx(runs["plain"], rel=1e-5)
 
