@@ -156,6 +156,9 @@ def load_model(args, checkpoint):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     except (OSError, ValueError) as error:
         stop(f"cannot load --model {args.model}: {error}")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and args.block_size > positions:
+        stop(f"--block-size {args.block_size} is more than the {positions} positions of {args.model}")
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.lora:
@@ -210,6 +213,10 @@ def main(argv=None):
         **{name: getattr(args, name) for name in names},
     }
     checkpoint, losses = find_checkpoint(args, settings)
+    try:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"cannot write to --output-dir {args.output_dir}: {error}")
 
     set_seed(args.seed)  # the same new adapters in all processes
     model = load_model(args, checkpoint)

@@ -171,6 +171,7 @@ BAD = {
     "--text short": "has 2 tokens, fewer than one block of 32 (--block-size)",
     "--model nowhere/model": "cannot load --model nowhere/model: ",
     "--resume nowhere": "--resume nowhere: no checkpoint of finetune.py",
+    "--output-dir short": "cannot write to --output-dir short: ",
     "--fsdp2": "no process group was started: use `accelerate launch --config_file",
 }
 
@@ -183,6 +184,17 @@ def test_bad_arguments_are_one_line_and_exit_code_2(flags, train, tmp_path, monk
     Path("short").write_text("ab")
     assert BAD[flags] in refusal(capsys, lambda: train("out", *flags.split()))
     assert not Path("out").exists()
+
+
+def test_adapters_without_peft_are_refused(train, monkeypatch, capsys):
+    pytest.importorskip("peft", reason="is to be hidden")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "--lora needs peft: pip install peft" in refusal(capsys, lambda: train("out", "--lora"))
+
+
+def test_blocks_that_the_model_has_no_positions_for_are_refused(train, capsys):
+    said = refusal(capsys, lambda: train("out", "--block-size", 1024))
+    assert "--block-size 1024 is more than the 512 positions of " in said
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path, capsys):
