@@ -119,7 +119,8 @@ def untouched(norm: torch.nn.Module) -> bool:
     base = getattr(cls, "_hf_rmsnorm_base", None)
     return not (
         base is None
-        or base.forward is not cls._hf_rmsnorm_forward  # somebody gave the class another
+        or base.forward is not cls._hf_rmsnorm_forward  # somebody gave the class another, or it other code
+        or getattr(base.forward, "__code__", None) is not cls._hf_rmsnorm_code
         or "parametrizations" in norm._modules  # a weight that is computed, once a call
         or _any_global_hook()
         or norm._forward_pre_hooks

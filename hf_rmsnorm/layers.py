@@ -190,7 +190,7 @@ def fused_class(base: type, recipe: Recipe) -> type:
             plans = Plans()
             marks = {
                 "_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward,
-                "_hf_rmsnorm_plans": plans,
+                "_hf_rmsnorm_code": getattr(base.forward, "__code__", None), "_hf_rmsnorm_plans": plans,
             }  # fmt: skip
             _classes[key] = derive(base, _make_forward(base, recipe, plans), marks, fused_class, recipe)
         return _classes[key]
@@ -208,6 +208,7 @@ def _forward_for_any(base: type, _, recipe: Recipe):
 
 def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = False):
     base_forward = base.forward
+    code = getattr(base_forward, "__code__", None)
     signature = inspect.signature(base_forward)
     input_name = list(signature.parameters)[1]
     weight_name, bias_name, gate_name = recipe.weight, recipe.bias, recipe.gate
@@ -218,9 +219,13 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
     unadorned, memory_efficient = recipe.unadorned, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
-        # Somebody may have kept this method and unpatched the module since, or given its class another forward.
-        own = any_class or getattr(type(self), "_hf_rmsnorm_recipe", None) is recipe
-        if not own or base.forward is not base_forward:
+        # Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
+        # forward other code, as IPython's autoreload does.
+        if (
+            not (any_class or getattr(type(self), "_hf_rmsnorm_recipe", None) is recipe)
+            or base.forward is not base_forward
+            or getattr(base_forward, "__code__", None) is not code
+        ):
             return base.forward(self, *args, **kwargs)
         gate = None
         if len(args) == 1 and not kwargs:
@@ -233,7 +238,7 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
         like = likeness(x, weight, bias, functional) if unadorned and spec is not None else None
-        plan = plans.get(like)
+        plan = None if like is None else plans.get(like)  # Dynamo guards on a dictionary that it sees
         if plan is None:
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (

@@ -174,3 +174,20 @@ def test_functions_check_each_new_kind_of_operand():
     x = rows()
     torch.testing.assert_close(layer_norm(x, weight), F.layer_norm(x, (HIDDEN,), weight), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(rms_norm(x, weight, 0.5), F.rms_norm(x, (HIDDEN,), weight, 0.5), rtol=1e-5, atol=1e-6)
+
+
+def test_a_forward_that_is_given_other_code_runs_it():
+    def forward(self, x):
+        return self.weight * x
+
+    class Reloaded(LlamaRMSNorm):
+        def forward(self, x):
+            dtype = x.dtype
+            x = x.float()
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(dtype)
+
+    norm, _ = patched(Reloaded(HIDDEN))
+    Reloaded.forward.__code__ = forward.__code__
+    x = rows()
+    assert torch.equal(norm(x), norm.weight * x)
+    assert launches(norm, x) == 0
