@@ -64,6 +64,7 @@ def work(rank, store, folders):
             recentre = Recentre(model) if before else None
             for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
                 fully_shard(layer)
+            fully_shard(model.get_input_embeddings())
             fully_shard(model)
             train(model, recentre or Recentre(model), rank)
             check(model, expected)

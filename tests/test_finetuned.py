@@ -127,6 +127,19 @@ def test_layer_norm_does_not_see_it_and_what_has_moved_is_mended(small):
     torch.testing.assert_close(logits(model), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_dropout_leaves_a_mean_in_the_stream_while_training_alone(small):
+    model = load(small, resid_pdrop=0.3)
+    outputs = {}
+    for mode in (True, False):
+        for patch in (False, True):
+            (patch_model if patch else unpatch_model)(model.train(mode))
+            torch.manual_seed(0)
+            with torch.no_grad(), use_backend("reference"):
+                outputs[patch] = model(IDS).logits
+        difference = (outputs[True] - outputs[False]).abs().max()
+        assert difference > 1e-3 if mode else difference < 1e-5
+
+
 def test_what_is_centred_keeps_its_bytes_until_a_step_changes_it(small):
     model = load(small)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}

@@ -14,6 +14,7 @@ from ..layers import Recipe
 from ..ops.backend import PLAIN_TYPES
 
 STAYS = "stays the LayerNorm that it is: "
+_HARMLESS = ("transformers.", "torch.distributed.")  # whose hooks move tensors, and do not change what is in them
 WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
 
 
@@ -177,7 +178,7 @@ class Weights(Mapping[str, torch.Tensor]):
         for key in Writers(record, self._owners).how:
             module, _ = self._owners[key]
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks):
+            if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):
                 return f"{key.rpartition('.')[0]} has a hook, which may change what it writes to the stream"
         return ""
 
