@@ -78,9 +78,9 @@ def test_arguments_by_name_and_an_eps_that_changes():
     norm = LlamaRMSNorm(64)
     x = torch.randn(4, 64)
     kernelized(norm)
-    assert torch.equal(norm(hidden_states=x), LlamaRMSNorm.forward(norm, x))
-    norm.variance_epsilon = 0.5
     with use_backend("reference"):
+        assert torch.equal(norm(hidden_states=x), LlamaRMSNorm.forward(norm, x))
+        norm.variance_epsilon = 0.5
         assert torch.equal(norm(x), LlamaRMSNorm.forward(norm, x))
 
 
