@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm.conversion import native, native_tensors
+from hf_rmsnorm.conversion.discovery import discover
 from hf_rmsnorm.conversion.native import native_target, plan_native, prove_native, write_native
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.source import ConversionError
@@ -302,3 +303,19 @@ def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
     with pytest.raises(ConversionError, match=f"{key} is I8: it is quantised"):
         write_native(src, tmp_path / "dst", verify=False)
     assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("name", ["olmo", "dbrx", "cohere2", "starcoder2", "stablelm-to-llama"])
+def test_a_model_trained_as_rms_norm_keeps_the_weights_that_it_has(name):
+    """The source's norms are RMSNorms of a stream that has a mean: what writes to it is not centred."""
+    model_type, changes, target, _ = PAIRS[name]
+    config = config_of(model_type, **changes)
+    plan = discover(make_twin(config))
+    assert all(norm.becomes_rms for norm in plan.norms)
+    for key, value in plan.config.items():
+        setattr(config, key, value)
+    config.hf_rmsnorm = {**config.hf_rmsnorm, "computes": "rms_norm"}
+    with pytest.raises(ConversionRefused, match="trained as one"):
+        make_twin(config)
+    proof = prove_native(make_twin(config, trained=True), target)
+    assert proof.passed, str(proof)
