@@ -27,7 +27,9 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend
 from hf_rmsnorm.layers import fused_part
@@ -171,6 +173,27 @@ def sequence_parallel(rank):
             assert not again[2] and torch.equal(again[0], plain[0]), what
 
 
+def sequence_parallel_style(rank):
+    """Transformers' own, which no plan of its models names yet: it takes and gives a rank's part as a local tensor."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, dy = (torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(s)) for s in range(2))
+    whole = LlamaRMSNorm(16)
+    y = whole(x)
+    y.backward(dy)
+    for order in ORDERS:
+        norm = LlamaRMSNorm(16)
+        if order == "patch first":
+            patch_model(norm, strict=True)
+        ALL_PARALLEL_STYLES["sequence_parallel"].install_forward(norm, mesh)
+        assert len(patch_model(norm, strict=True).swapped) == 1
+        with counted() as ran:
+            mine = norm(x.chunk(2, 1)[rank])
+            mine.backward(dy.chunk(2, 1)[rank])
+        assert ran["norm_forward"] == ran["norm_backward"] == 1
+        torch.testing.assert_close(mine, y.chunk(2, 1)[rank])
+        torch.testing.assert_close(norm.weight.grad.full_tensor(), whole.weight.grad)
+
+
 def own_loss(logits):
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
@@ -224,6 +247,7 @@ def context_parallelism(rank):
 def work(rank, folder):
     tensor_parallel(rank, folder)
     sequence_parallel(rank)
+    sequence_parallel_style(rank)
     context_parallelism(rank)
 
 
