@@ -1,0 +1,158 @@
+"""Distil a model whose conversion to RMSNorm is approximate against the original, by its hidden states.
+
+    hf-rmsnorm convert ENCODER converted --post-norm fit --text sentences.txt
+    accelerate launch examples/distil.py ENCODER converted --text sentences.txt --max-steps 300 --output-dir distilled
+
+Post-norm encoders (BERT, MiniLM) convert by a least-squares fold; this trains what the fold left over. The text has one
+example a line. Every tenth line, or ``--held-out FILE``, is not trained on and says by the cosine of embeddings (the
+mean over tokens) how near the student is. What is written is the best of the evaluations, with ``distil.json``; where
+none beats the converted model, nothing is written, and the last line says that the conversion is enough.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoModel, AutoTokenizer, get_cosine_schedule_with_warmup
+from transformers.utils import logging
+
+from hf_rmsnorm import patch_model
+
+
+def stop(message):
+    print(f"distil.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        stop(message)
+
+
+def parse_arguments(argv=None):
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", help="the original: a local folder or a hub id")
+    parser.add_argument("student", help="its conversion: a local folder or a hub id")
+    parser.add_argument("--text", type=Path, required=True, help="what to train on, one example a line")
+    parser.add_argument("--held-out", type=Path, help="what to measure on, one example a line")
+    parser.add_argument("--output-dir", type=Path, default=Path("distilled"))
+    parser.add_argument("--max-steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=32, help="examples per process and step")
+    parser.add_argument("--max-length", type=int, default=128, help="tokens of an example")
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--evaluate-every", type=int, default=100, metavar="N", help="steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU though there is a GPU")
+    args = parser.parse_args(argv)
+    if min(args.max_steps, args.batch_size, args.max_length, args.evaluate_every) < 1:
+        stop("--max-steps, --batch-size, --max-length and --evaluate-every must be at least 1")
+    return args
+
+
+def read_lines(path):
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        stop(f"cannot read {path}: {error}")
+
+
+def load(name):
+    try:
+        return AutoModel.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        stop(f"cannot load {name}: {error}")
+
+
+@torch.no_grad()
+def embeddings(model, batches):
+    """(examples, hidden_size), of length one."""
+    rows = []
+    for batch in batches:
+        hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
+        rows.append(torch.nn.functional.normalize((hidden.double() * mask).sum(1), dim=-1))
+    return torch.cat(rows)
+
+
+def nearness(expected, got):
+    cosines = (expected * got).sum(-1)
+    return {"cosine_mean": cosines.mean().item(), "cosine_min": cosines.min().item()}
+
+
+def relative_error(got, expected, mask):
+    """The squared error of the tokens' hidden states over their squared norm."""
+    mask = mask.unsqueeze(-1)
+    return ((got - expected).square() * mask).sum() / (expected.square() * mask).sum()
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    logging.disable_progress_bar()
+    lines = read_lines(args.text)
+    held_out = read_lines(args.held_out) if args.held_out else lines[::10]
+    lines = lines if args.held_out else [line for i, line in enumerate(lines) if i % 10]
+    if len(lines) < args.batch_size or not held_out:
+        stop(f"{args.text} has {len(lines)} lines to train on, fewer than one batch of {args.batch_size}")
+    accelerator = Accelerator(cpu=args.cpu or not torch.accelerator.is_available())
+    set_seed(args.seed)
+    teacher, student = load(args.teacher).eval(), load(args.student).eval()  # eval: dropout would be an error to fit
+    report = patch_model(student)
+    if not any(norm.converted for norm in report.swapped):
+        stop(f"no LayerNorm of {args.student} runs as RMSNorm: make it with hf-rmsnorm convert --post-norm fit")
+    accelerator.print(report)
+    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
+
+    def tokens(texts):
+        found = tokenizer(texts, padding=True, truncation=True, max_length=args.max_length, return_tensors="pt")
+        return found.to(accelerator.device)
+
+    loader = DataLoader(lines, batch_size=args.batch_size, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, args.max_steps // 10, args.max_steps)
+    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+    teacher.to(accelerator.device)
+    measured = [tokens(held_out[i : i + 64]) for i in range(0, len(held_out), 64)]
+    expected = embeddings(teacher, measured)
+    start = best = nearness(expected, embeddings(student, measured))
+    accelerator.print(f"converted  {start}")
+
+    losses, weights, batches = [], None, iter(())
+    for step in tqdm(range(1, args.max_steps + 1), disable=not accelerator.is_main_process):
+        batch = next(batches, None)
+        if batch is None:
+            batches = iter(loader)
+            batch = next(batches)
+        inputs = tokens(batch)
+        with torch.no_grad():
+            goal = teacher(**inputs).last_hidden_state
+        loss = relative_error(student(**inputs).last_hidden_state, goal, inputs["attention_mask"])
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if step % args.evaluate_every == 0 or step == args.max_steps:
+            now = nearness(expected, embeddings(student, measured))
+            accelerator.print(f"step {step}  {now}")
+            if now["cosine_mean"] > best["cosine_mean"]:
+                best, weights = now, {k: v.cpu().clone() for k, v in accelerator.get_state_dict(student).items()}
+
+    if weights is None:
+        accelerator.print("The conversion is enough: distillation does not come nearer. Nothing is written.")
+    elif accelerator.is_main_process:
+        accelerator.unwrap_model(student).save_pretrained(args.output_dir, state_dict=weights)
+        tokenizer.save_pretrained(args.output_dir)
+        result = {"converted": start, "distilled": best, "losses": losses}
+        (args.output_dir / "distil.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+        print(f"distilled  {best}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

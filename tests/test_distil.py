@@ -1,0 +1,121 @@
+"""`examples/distil.py`: a student starts as the conversion, comes nearer to the original, and loads as what it is."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
+
+from hf_rmsnorm import patch_model
+from hf_rmsnorm.conversion.norms import find_layer_norms
+from hf_rmsnorm.invariant import RECORD_KEY, make_record
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "distil.py"
+WORDS = [f"w{i}" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(teacher, a student whose LayerNorms are called RMSNorms, text)."""
+    root = tmp_path_factory.mktemp("distil")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    model = BertModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            elif parameter.dim() == 2:
+                parameter.mul_(5.0)
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+    norms, _ = find_layer_norms(BertModel(config).double().eval(), {"input_ids": torch.ones(1, 4, dtype=torch.long)})
+    rms = {path: {"eps": n.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
+    for name in ("teacher", "student"):
+        if name == "student":
+            record = make_record({}, rms, [], list(norms))
+            setattr(model.config, RECORD_KEY, {**record, "computes": "rms_norm"})
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    generator = torch.Generator().manual_seed(1)
+    lines = [
+        " ".join(WORDS[i] for i in torch.randint(60, (int(torch.randint(3, 12, (1,), generator=generator)),),
+                                                 generator=generator))
+        for _ in range(200)
+    ]  # fmt: skip
+    (root / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    return root / "teacher", root / "student", root / "text.txt"
+
+
+def launched(*arguments):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(EXAMPLE)]
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, encoding="utf-8")
+
+
+@pytest.fixture
+def main():
+    """The example's own, in this process."""
+    return run_path(str(EXAMPLE))["main"]
+
+
+def test_a_student_comes_nearer_and_loads_as_rms_norm(folders, tmp_path):
+    teacher, student, text = folders
+    run = launched(
+        teacher, student, "--cpu", "--text", text, "--max-steps", 40, "--evaluate-every", 20, "--batch-size", 16,
+        "--learning-rate", 3e-3, "--output-dir", tmp_path / "out",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "out" / "distil.json").read_text())
+    assert len(result["losses"]) == 40
+    assert result["converted"]["cosine_mean"] < result["distilled"]["cosine_mean"]
+    model = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    report = patch_model(model)
+    assert [norm.converted for norm in report.swapped] == [True] * 5
+    ids = torch.arange(2, 12)[None]
+    original = AutoModel.from_pretrained(teacher).eval()(ids).last_hidden_state
+    started = AutoModel.from_pretrained(student).eval()
+    patch_model(started)
+    errors = [(m(ids).last_hidden_state - original).norm() for m in (started, model)]
+    assert errors[1] < errors[0]
+
+
+def test_what_is_near_already_is_left_as_it_is(folders, tmp_path, capsys, main):
+    teacher, student, text = folders
+    out = tmp_path / "out"
+    main([str(teacher), str(student), "--cpu", f"--text={text}", "--max-steps=2", "--learning-rate=10",
+          f"--output-dir={out}"])  # fmt: skip
+    assert "The conversion is enough" in capsys.readouterr().out
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"student": "teacher"}, "no LayerNorm of .*teacher runs as RMSNorm: make it with hf-rmsnorm convert"),
+        ({"student": "nothing"}, "cannot load .*nothing"),
+        ({"text": "nothing.txt"}, "cannot read .*nothing.txt"),
+        ({"batch": "5000"}, "fewer than one batch of 5000"),
+        ({"batch": "0"}, "must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(folders, tmp_path, capsys, main, change, says):
+    teacher, student, text = folders
+    student, text = student.with_name(change.get("student", "student")), text.with_name(change.get("text", text.name))
+    with pytest.raises(SystemExit) as stop:
+        main([str(teacher), str(student), "--cpu", f"--text={text}", f"--batch-size={change.get('batch', 8)}",
+              f"--output-dir={tmp_path / 'out'}"])  # fmt: skip
+    assert stop.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distil.py")]
+    assert re.search(says, line)
+    assert not (tmp_path / "out").exists()
