@@ -4,6 +4,7 @@ Makes ``.venv`` with everything pinned, runs the linter and then pytest; exits w
 linter's where only that one complains. Useful arguments: ``-m "not slow"``, ``-k WORD``, ``tests/test_cli.py``.
 """
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,9 @@ def main() -> int:
     python = str(_bootstrap.ensure("test"))
     print("ruff check", flush=True)
     ruff = subprocess.run([python, "-m", "ruff", "check", "."], cwd=_bootstrap.ROOT).returncode
-    tests = subprocess.run([python, "-m", "pytest", *sys.argv[1:]], cwd=_bootstrap.ROOT).returncode
+    # The tests keep one thread busy each; more workers than four would want more memory than they save time.
+    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    tests = subprocess.run([python, "-m", "pytest", *workers, *sys.argv[1:]], cwd=_bootstrap.ROOT).returncode
     return tests or ruff
 
 
