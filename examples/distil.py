@@ -9,14 +9,16 @@ mean over tokens) how near the student is. What is written is the best of the ev
 none beats the converted model, nothing is written, and the last line says that the conversion is enough.
 """
 
-import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
+import launched
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from refusals import SEED, UNREADABLE, NotWritten, Parser, at_least, output_folder, stopper, writing
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, get_cosine_schedule_with_warmup
@@ -24,49 +26,52 @@ from transformers.utils import logging
 
 from hf_rmsnorm import patch_model
 
-
-def stop(message):
-    print(f"distil.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        stop(message)
+stop = stopper("distil.py")
 
 
 def parse_arguments(argv=None):
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(stop, __doc__)
     parser.add_argument("teacher", help="the original: a local folder or a hub id")
     parser.add_argument("student", help="its conversion: a local folder or a hub id")
     parser.add_argument("--text", type=Path, required=True, help="what to train on, one example a line")
     parser.add_argument("--held-out", type=Path, help="what to measure on, one example a line")
     parser.add_argument("--output-dir", type=Path, default=Path("distilled"))
-    parser.add_argument("--max-steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=32, help="examples per process and step")
-    parser.add_argument("--max-length", type=int, default=128, help="tokens of an example")
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
-    parser.add_argument("--evaluate-every", type=int, default=100, metavar="N", help="steps")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-steps", type=at_least(1), default=300)
+    parser.add_argument("--batch-size", type=at_least(1), default=32, help="examples per process and step")
+    parser.add_argument(
+        "--max-length", type=at_least(1), default=128, help="tokens of an example, or as many as the model takes"
+    )
+    parser.add_argument("--learning-rate", type=at_least(0.0, float), default=2e-5)
+    parser.add_argument("--evaluate-every", type=at_least(1), default=100, metavar="N", help="steps")
+    parser.add_argument("--seed", type=SEED, default=0)
     parser.add_argument("--cpu", action="store_true", help="train on the CPU though there is a GPU")
-    args = parser.parse_args(argv)
-    if min(args.max_steps, args.batch_size, args.max_length, args.evaluate_every) < 1:
-        stop("--max-steps, --batch-size, --max-length and --evaluate-every must be at least 1")
-    return args
+    return parser.parse_args(argv)
 
 
 def read_lines(path):
     try:
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        stop(f"cannot read {path}: {error}")
+        stop(f"cannot read {path}: {error}; it has to be a file of UTF-8 text")
 
 
-def load(name):
+def load(kind, name, **options):
     try:
-        return AutoModel.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        return kind.from_pretrained(name, **options)
+    except UNREADABLE as error:
         stop(f"cannot load {name}: {error}")
+
+
+def check(args, teacher, student, tokenizer, text):
+    """Stop where the two are not of one shape, or the tokenizer does not fit."""
+    for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"):
+        theirs, its = (getattr(model.config, name, None) for model in (teacher, student))
+        if its != theirs:
+            stop(f"{args.student} is no conversion of {args.teacher}: its {name} is {its}, not {theirs}")
+    if tokenizer.pad_token is None:
+        stop(f"the tokenizer of {args.teacher} has no token to pad with: set its pad_token and save it")
+    if set(tokenizer(text).input_ids) <= set(tokenizer.all_special_ids):
+        stop(f"the tokenizer of {args.teacher} knows no word of the text: are its files there?")
 
 
 @torch.no_grad()
@@ -93,22 +98,52 @@ def relative_error(got, expected, mask):
 def main(argv=None):
     args = parse_arguments(argv)
     logging.disable_progress_bar()
+    try:
+        distil(args)
+    except NotWritten as error:
+        stop(error)
+    except KeyboardInterrupt:
+        print("distil.py: interrupted; nothing is written", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+
+
+def distil(args):
     lines = read_lines(args.text)
     held_out = read_lines(args.held_out) if args.held_out else lines[::10]
     lines = lines if args.held_out else [line for i, line in enumerate(lines) if i % 10]
-    if len(lines) < args.batch_size or not held_out:
-        stop(f"{args.text} has {len(lines)} lines to train on, fewer than one batch of {args.batch_size}")
-    accelerator = Accelerator(cpu=args.cpu or not torch.accelerator.is_available())
+    if not held_out:
+        stop(f"{args.held_out or args.text} has no line to measure on")
+    # An encoder's pooler has no part in the hidden states, so that DDP must not wait for its gradients.
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=args.cpu or not torch.accelerator.is_available(), kwargs_handlers=[unused])
+    asked = launched.requested()
+    if asked.processes and asked.processes > 0 and asked.processes != accelerator.num_processes:
+        stop(f"{asked.processes} processes were asked for, {accelerator.num_processes} started: `accelerate launch "
+             "--multi_gpu --num_processes N examples/distil.py ... --cpu` starts N on a CPU")  # fmt: skip
+    batch = args.batch_size * accelerator.num_processes
+    if len(lines) < batch:
+        stop(f"{args.text} has {len(lines)} lines to train on, fewer than one batch of {batch} (--batch-size)")
     set_seed(args.seed)
-    teacher, student = load(args.teacher).eval(), load(args.student).eval()  # eval: dropout would be an error to fit
+    # eval: dropout would be an error to fit
+    teacher, student = (load(AutoModel, name, dtype=torch.float32).eval() for name in (args.teacher, args.student))
+    tokenizer = load(AutoTokenizer, args.teacher)
+    check(args, teacher, student, tokenizer, held_out[0])
     report = patch_model(student)
     if not any(norm.converted for norm in report.swapped):
         stop(f"no LayerNorm of {args.student} runs as RMSNorm: make it with hf-rmsnorm convert --post-norm fit")
     accelerator.print(report)
-    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
+    with output_folder(args.output_dir, alone=accelerator.is_main_process):
+        train(args, accelerator, teacher, student, tokenizer, lines, held_out)
+    accelerator.end_training()
+
+
+def train(args, accelerator, teacher, student, tokenizer, lines, held_out):
+    """Train the student, and write the best of the evaluations if it is nearer than what there was."""
+    positions = getattr(student.config, "max_position_embeddings", None) or args.max_length
+    length = min(args.max_length, positions, tokenizer.model_max_length)
 
     def tokens(texts):
-        found = tokenizer(texts, padding=True, truncation=True, max_length=args.max_length, return_tensors="pt")
+        found = tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         return found.to(accelerator.device)
 
     loader = DataLoader(lines, batch_size=args.batch_size, shuffle=True, drop_last=True)
@@ -122,7 +157,8 @@ def main(argv=None):
     accelerator.print(f"converted  {start}")
 
     losses, weights, batches = [], None, iter(())
-    for step in tqdm(range(1, args.max_steps + 1), disable=not accelerator.is_main_process):
+    bar = tqdm(range(1, args.max_steps + 1), disable=not accelerator.is_main_process)
+    for step in bar:
         batch = next(batches, None)
         if batch is None:
             batches = iter(loader)
@@ -137,6 +173,9 @@ def main(argv=None):
         schedule.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if not math.isfinite(losses[-1]):
+            bar.close()
+            stop(f"the loss is {losses[-1]} at step {step}, nothing is written: give a smaller --learning-rate")
         if step % args.evaluate_every == 0 or step == args.max_steps:
             now = nearness(expected, embeddings(student, measured))
             accelerator.print(f"step {step}  {now}")
@@ -146,12 +185,12 @@ def main(argv=None):
     if weights is None:
         accelerator.print("The conversion is enough: distillation does not come nearer. Nothing is written.")
     elif accelerator.is_main_process:
-        accelerator.unwrap_model(student).save_pretrained(args.output_dir, state_dict=weights)
-        tokenizer.save_pretrained(args.output_dir)
-        result = {"converted": start, "distilled": best, "losses": losses}
-        (args.output_dir / "distil.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+        with writing(args.output_dir, cure="make room, or give another --output-dir"):
+            accelerator.unwrap_model(student).save_pretrained(args.output_dir, state_dict=weights)
+            tokenizer.save_pretrained(args.output_dir)
+            result = {"converted": start, "distilled": best, "losses": losses}
+            (args.output_dir / "distil.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
         print(f"distilled  {best}")
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

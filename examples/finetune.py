@@ -20,6 +20,7 @@ import launched
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_deepspeed_available, set_seed
+from refusals import SEED, UNREADABLE, NotWritten, Parser, at_least, output_folder, stopper, writing
 from saving import NAME, load_optimizer, save_checkpoint, save_model
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -33,28 +34,11 @@ from hf_rmsnorm.demo import demo_path
 BUNDLED = Path(__file__).with_name("text.txt")
 
 
-def stop(message):
-    print(f"finetune.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        stop(message)
-
-
-def at_least(least, kind=int):
-    def number(text):
-        if not kind(text) >= least:
-            raise ValueError
-        return kind(text)
-
-    number.__name__ = f"number, at least {least}:"  # argparse: "invalid number, at least 1: value: '0'"
-    return number
+stop = stopper("finetune.py")
 
 
 def parse_arguments(argv=None):
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(stop, __doc__)
     parser.add_argument("--model", default=str(demo_path("llama")), help="a local folder or a hub id")
     parser.add_argument("--text", type=Path, default=BUNDLED, help="the text file to train on")
     parser.add_argument("--output-dir", type=Path, default=Path("finetuned"))
@@ -65,7 +49,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--block-size", type=at_least(2), default=128, help="tokens per block")
     parser.add_argument("--gradient-accumulation", type=at_least(1), default=1, metavar="N", help="forwards per step")
     parser.add_argument("--learning-rate", type=at_least(0.0, float), default=1e-4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=SEED, default=0)
     parser.add_argument("--lora", action="store_true", help="train rank 8 adapters on all linears, not the model")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16; the weights stay float32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
@@ -112,7 +96,7 @@ def read_blocks(args, tokenizer):
     try:
         text = args.text.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        stop(f"cannot read --text {args.text}: {error}")
+        stop(f"cannot read --text {args.text}: {error}; it has to be a file of UTF-8 text")
     ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
     if len(ids) < args.block_size:
         stop(f"--text {args.text} has {len(ids)} tokens, fewer than one block of {args.block_size} (--block-size)")
@@ -139,23 +123,33 @@ def find_checkpoint(args, settings):
     folder = max(saved, key=lambda p: int(p.name.partition("-")[2])) if args.resume == "last" else Path(args.resume)
     try:
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        made, losses = dict(run["settings"]), [float(loss) for loss in run["losses"]]
+    except (OSError, ValueError, TypeError, KeyError):
         stop(f"--resume {folder}: no checkpoint of finetune.py")
     for name, value in settings.items():
-        if run["settings"].get(name) != value:
-            stop(f"--resume {folder}: it was made with {name} {run['settings'].get(name)}, this run has {value}")
-    if len(run["losses"]) > args.max_steps:
-        stop(f"--resume {folder}: it has {len(run['losses'])} steps already, --max-steps is {args.max_steps}")
-    return folder, run["losses"]
+        if made.get(name) != value:
+            stop(f"--resume {folder}: it was made with {name} {made.get(name)}, this run has {value}")
+    if len(losses) > args.max_steps:
+        stop(f"--resume {folder}: it has {len(losses)} steps already, --max-steps is {args.max_steps}")
+    return folder, losses
 
 
-def load_model(args, checkpoint):
-    """The model to train, float32, from the checkpoint if there is one."""
+def damaged(checkpoint, error):
+    stop(f"--resume {checkpoint}: it is damaged: {error}; --resume another checkpoint")
+
+
+def load_model(args, checkpoint, largest):
+    """The model to train, float32, from the checkpoint if there is one; `largest` is the largest token id it gets."""
+    source = args.model if args.lora or not checkpoint else checkpoint
     try:
-        source = args.model if args.lora or not checkpoint else checkpoint
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
+        if source is checkpoint:
+            damaged(checkpoint, error)
         stop(f"cannot load --model {args.model}: {error}")
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if rows is not None and rows <= largest:
+        stop(f"cannot train --model {args.model}: it embeds {rows} tokens, its tokenizer has given the text {largest}")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and args.block_size > positions:
         stop(f"--block-size {args.block_size} is more than the {positions} positions of {args.model}")
@@ -166,10 +160,15 @@ def load_model(args, checkpoint):
             from peft import LoraConfig, PeftModel, get_peft_model
         except ImportError:
             stop("--lora needs peft: pip install peft")
-        if checkpoint:
-            model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
-        else:
-            model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+        try:
+            if checkpoint:
+                model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+            else:
+                model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+        except UNREADABLE as error:
+            if checkpoint:
+                damaged(checkpoint, error)
+            stop(f"--lora does not fit --model {args.model}: {error}")
     return model.train()
 
 
@@ -198,13 +197,23 @@ def write_losses(losses, folder):
 def main(argv=None):
     args = parse_arguments(argv)
     logging.disable_progress_bar()
+    try:
+        finetune(args)
+    except NotWritten as error:
+        stop(error)
+    except KeyboardInterrupt:
+        print("finetune.py: interrupted; --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+
+
+def finetune(args):
     accelerator, wanted = make_accelerator(args)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         stop(f"cannot load --model {args.model}: {error}")
     blocks = read_blocks(args, tokenizer)
-    names = ("batch_size", "gradient_accumulation", "learning_rate", "seed", "lora")
+    names = ("batch_size", "block_size", "gradient_accumulation", "learning_rate", "seed", "lora")
     settings = {
         "model": Path(args.model).name,
         "tokens": hashlib.sha256(blocks.numpy().tobytes()).hexdigest()[:16],
@@ -213,13 +222,20 @@ def main(argv=None):
         **{name: getattr(args, name) for name in names},
     }
     checkpoint, losses = find_checkpoint(args, settings)
-    try:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        stop(f"cannot write to --output-dir {args.output_dir}: {error}")
-
     set_seed(args.seed)  # the same new adapters in all processes
-    model = load_model(args, checkpoint)
+    model = load_model(args, checkpoint, int(blocks.max()))
+    with output_folder(args.output_dir, alone=accelerator.is_main_process):
+        train(args, accelerator, wanted, model, blocks, settings, checkpoint, losses)
+        if accelerator.is_main_process:
+            with writing(args.output_dir):
+                tokenizer.save_pretrained(args.output_dir)
+                write_losses(losses, args.output_dir)
+            print(f"Loss {losses[0]:.4f} at first and {losses[-1]:.4f} at last; all is in {args.output_dir}")
+    accelerator.end_training()
+
+
+def train(args, accelerator, wanted, model, blocks, settings, checkpoint, losses):
+    """Train the model and save it; `losses` gets one number per step."""
     if args.patch:
         report = patch_model(model)
         accelerator.print(report)
@@ -241,7 +257,10 @@ def main(argv=None):
              f"and {runs.processes} with {runs.wrapper or 'none'} train together")  # fmt: skip
     accelerator.print(f"{runs.processes} process(es) on {accelerator.device.type}, {runs.wrapper or 'not sharded'}")
     if checkpoint:
-        load_optimizer(accelerator, model, optimizer, checkpoint)
+        try:
+            load_optimizer(accelerator, model, optimizer, checkpoint)
+        except Exception as error:  # bytes that are no pickle raise nearly anything
+            damaged(checkpoint, f"its optimizer's state: {type(error).__name__} {error}")
         accelerator.print(f"Going on from {checkpoint}")
 
     batches = iter(loader)
@@ -270,11 +289,6 @@ def main(argv=None):
                 save_checkpoint(accelerator, model, optimizer, args.output_dir / NAME.format(step + 1), run)
 
     save_model(accelerator, model, args.output_dir)
-    if accelerator.is_main_process:
-        tokenizer.save_pretrained(args.output_dir)
-        write_losses(losses, args.output_dir)
-        print(f"Loss {losses[0]:.4f} at the first step and {losses[-1]:.4f} at the last; all is in {args.output_dir}")
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import shutil
 
 import torch
 from accelerate.utils import DistributedType
+from refusals import writing
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,7 +22,8 @@ def save_model(accelerator, model, folder):
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     weights = accelerator.get_state_dict(model) if deepspeed else get_model_state_dict(model, options=WHOLE)
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+        with writing(folder):
+            accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
 
 
 def save_checkpoint(accelerator, model, optimizer, folder, run):
@@ -37,13 +39,15 @@ def save_checkpoint(accelerator, model, optimizer, folder, run):
     else:
         state = get_optimizer_state_dict(model, optimizer.optimizer, options=WHOLE)
         if accelerator.is_main_process:
-            torch.save(state, staging / "optimizer.pt")
+            with writing(staging):
+                torch.save(state, staging / "optimizer.pt")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (staging / "run.json").write_text(json.dumps(run) + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rename(replaced)
-        staging.rename(folder)
+        with writing(folder):
+            (staging / "run.json").write_text(json.dumps(run) + "\n", encoding="utf-8")
+            if folder.exists():
+                folder.rename(replaced)
+            staging.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     accelerator.wait_for_everyone()
 

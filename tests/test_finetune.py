@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import resource
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm.demo import demo_path
 
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import finetune  # noqa: E402
 import launched  # noqa: E402
+import refusals  # noqa: E402
 
 # reference: bit for bit the model's own forward, as "auto" runs on a CPU outside of Triton's interpreter
 SHORT = ["--batch-size", "2", "--block-size", "32", "--cpu", "--backend", "reference"]
@@ -153,23 +156,27 @@ def refusal(capsys, run):
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:
         run()
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1 and error.startswith("finetune.py: ")
-    return error
+    lines = [line for line in re.split(r"[\r\n]+", capsys.readouterr().err) if line and "%|" not in line]  # bars
+    assert exit.value.code == 2 and len(lines) == 1 and lines[0].startswith("finetune.py: "), lines
+    return lines[0]
 
 
 BAD = {
     "--max-steps 0": "argument --max-steps: invalid number, at least 1: value: '0'",
     "--batch-size many": "argument --batch-size: invalid number, at least 1: value: 'many'",
     "--learning-rate nan": "argument --learning-rate: invalid number",
+    "--learning-rate inf": "argument --learning-rate: invalid number",
+    "--seed -1": "argument --seed: invalid number, at least 0, less than 2147483648: value: '-1'",
     "--gradient-accumulation -1": "argument --gradient-accumulation",
     "--backend cuda": "invalid choice: 'cuda'",
     "--patches": "unrecognized arguments: --patches",
     "--text nowhere.txt": "cannot read --text nowhere.txt: ",
     "--text tests": "cannot read --text tests: ",
-    "--text binary": "cannot read --text binary: 'utf-8'",
+    "--text binary": "invalid start byte; it has to be a file of UTF-8 text",
     "--text short": "has 2 tokens, fewer than one block of 32 (--block-size)",
     "--model nowhere/model": "cannot load --model nowhere/model: ",
+    "--model cut": "cannot load --model cut: Error while deserializing header",
+    "--model few": "cannot train --model few: it embeds 50 tokens, its tokenizer has given the text 125",
     "--resume nowhere": "--resume nowhere: no checkpoint of finetune.py",
     "--output-dir short": "cannot write to --output-dir short: ",
     "--fsdp2": "no process group was started: use `accelerate launch --config_file",
@@ -182,6 +189,13 @@ def test_bad_arguments_are_one_line_and_exit_code_2(flags, train, tmp_path, monk
     Path("tests").mkdir()
     Path("binary").write_bytes(b"\xff\xfe\x00")
     Path("short").write_text("ab")
+    if flags.startswith(("--model cut", "--model few")):
+        shutil.copytree(demo_path("llama"), flags.split()[1])
+        if flags == "--model cut":
+            os.truncate("cut/model.safetensors", 2000)
+        else:
+            config = AutoConfig.from_pretrained("few", vocab_size=50, pad_token_id=None)
+            AutoModelForCausalLM.from_config(config).save_pretrained("few")
     assert BAD[flags] in refusal(capsys, lambda: train("out", *flags.split()))
     assert not Path("out").exists()
 
@@ -203,6 +217,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path,
     text.write_text("Another text. " * 100)
     for flags, said in {
         "--batch-size 3": "it was made with batch_size 2, this run has 3",
+        "--block-size 16": "it was made with block_size 32, this run has 16",
         "--lora": "it was made with lora False, this run has True",
         "--bf16": "it was made with precision no, this run has bf16",
         "--seed 1": "it was made with seed 0, this run has 1",
@@ -212,8 +227,83 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path,
     }.items():
         assert said in refusal(capsys, lambda flags=flags: train("run", "--max-steps", 2, "--resume", *flags.split()))
     assert "checkpoints of an earlier run: --resume" in refusal(capsys, lambda: train("run", "--max-steps", 2))
-    (folder / "checkpoint-2" / "run.json").write_text("{")
-    assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
+    for content in ("{", "[]", "{}", '{"settings": {}, "losses": 3}'):
+        (folder / "checkpoint-2" / "run.json").write_text(content)
+        assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(adapter, train, capsys):
+    flags = ["--lora"] if adapter else []
+    whole = train("whole", "--max-steps", 2, "--save-every", 1, *flags)
+    result = (losses(whole), weights(whole))
+    names = ["adapter_model.safetensors", "adapter_config.json"] if adapter else ["model.safetensors", "config.json"]
+    for name in [*names, "optimizer.pt"]:
+        path = whole / "checkpoint-2" / name
+        content = path.read_bytes()
+        for damage in (content[: len(content) // 2], b"", b"not so", None):
+            path.unlink() if damage is None else path.write_bytes(damage)
+            said = refusal(capsys, lambda: train("whole", "--max-steps", 2, "--resume", *flags))
+            assert f"--resume {whole / 'checkpoint-2'}: it is damaged: " in said
+            assert "; --resume another checkpoint" in said
+            path.write_bytes(content)
+        path.write_bytes(b"")
+    train("whole", "--max-steps", 2, "--save-every", 1, "--resume", whole / "checkpoint-1", *flags)
+    assert (losses(whole), weights(whole)) == result
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_saved(train, tmp_path, capsys):
+    folder = train("run", "--max-steps", 2, "--save-every", 1)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    size = (folder / "model.safetensors").stat().st_size
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (size // 2, size + 1000):  # of the weights, and of the optimizer's state
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        try:
+            said = refusal(capsys, lambda: train("run", "--max-steps", 3, "--save-every", 1, "--resume"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        assert f"cannot write {folder / 'checkpoint-3.partial'}: " in said
+        assert "make room; the checkpoints written before are whole" in said
+        assert {path: path.read_bytes() for path in before} == before
+    train("run", "--max-steps", 3, "--save-every", 1, "--resume")
+    assert losses(folder) == losses(train("whole", "--max-steps", 3))
+
+
+def test_an_output_folder_is_tried_before_training_and_has_one_run_at_a_time(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("trained"))
+    with refusals.output_folder(tmp_path / "run", alone=True):
+        said = refusal(capsys, lambda: train("run", "--max-steps", 1))
+    assert f"--output-dir {tmp_path / 'run'}: another run is writing there now; give another one" in said
+    assert not (tmp_path / "run").exists()  # since nothing was written
+    if Path("/sys/kernel").is_dir():  # may be listed, and not written to, by root either
+        said = refusal(capsys, lambda: finetune.main([*SHORT, "--output-dir", "/sys/kernel"]))
+        assert "cannot write to --output-dir /sys/kernel: " in said
+
+
+def test_an_interrupted_run_says_how_to_go_on(train, tmp_path, monkeypatch, capsys):
+    real = finetune.save_checkpoint
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "save_checkpoint", interrupted)
+    with pytest.raises(SystemExit) as exit:
+        train("run", "--max-steps", 2, "--save-every", 1)
+    assert exit.value.code == 130
+    assert "finetune.py: interrupted; --resume goes on from the last checkpoint\n" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoint-1" / "run.json").exists()
+
+
+def test_adapters_that_do_not_fit_are_refused(train, monkeypatch, capsys):
+    peft = pytest.importorskip("peft", reason="is to refuse a model")
+
+    def refuse(model, config):
+        raise ValueError("Target modules not found")
+
+    monkeypatch.setattr(peft, "get_peft_model", refuse)
+    assert "--lora does not fit --model " in refusal(capsys, lambda: train("out", "--lora"))
 
 
 # What was launched

@@ -1,0 +1,93 @@
+"""What the examples make of wrong arguments, unreadable files and full disks: one line, and the exit code 2."""
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import tempfile
+
+from safetensors import SafetensorError
+
+UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)  # what from_pretrained raises
+UNWRITABLE = (OSError, RuntimeError, SafetensorError)  # RuntimeError is torch.save's, for a full disk
+
+
+def stopper(script):
+    def stop(message):
+        print(f"{script}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
+
+    return stop
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, stop, description):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.error = stop
+
+
+def at_least(least, kind=int, most=math.inf):
+    """A finite number of arguments: `least` and more, less than `most`."""
+
+    def number(text):
+        if not least <= kind(text) < most:
+            raise ValueError
+        return kind(text)
+
+    limit = "" if most == math.inf else f", less than {most}"
+    number.__name__ = f"number, at least {least}{limit}:"  # argparse: "invalid number, at least 1: value: '0'"
+    return number
+
+
+SEED = at_least(0, most=2**31)  # numpy takes twice that, and a step adds its number
+
+
+class NotWritten(Exception):
+    """Something could not be written; the message says what and why."""
+
+
+@contextlib.contextmanager
+def writing(path, cure="make room; the checkpoints written before are whole"):
+    try:
+        yield
+    except UNWRITABLE as error:
+        raise NotWritten(f"cannot write {path}: {error}; {cure}") from error
+
+
+@contextlib.contextmanager
+def output_folder(path, alone):
+    """Make the folder, and try it before hours of training; where nothing was written it goes again.
+
+    One process has it `alone`: a second run, which would mix its checkpoints with these, is refused.
+    """
+    handle = None
+    with writing(f"to --output-dir {path}", cure="give another one"):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        if alone and os.name == "posix":
+            handle = _claim(path)
+    try:
+        yield
+    finally:
+        if alone:
+            with contextlib.suppress(OSError):  # there is something in it
+                path.rmdir()
+        if handle is not None:
+            os.close(handle)
+
+
+def _claim(path):
+    """A handle that holds the folder until it is closed, or its process killed."""
+    import fcntl
+
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise OSError("another run is writing there now") from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
