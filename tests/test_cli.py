@@ -280,9 +280,8 @@ def test_generate_decodes_greedily_whatever_the_checkpoint_asks_for(capsys, tmp_
     shutil.copytree(demo_path("gpt2"), tmp_path, dirs_exist_ok=True)
     transformers.GenerationConfig(do_sample=True, temperature=9.0, num_beams=2).save_pretrained(tmp_path)
     argv = ("--prompt", "The", "--max-new-tokens", "4")
-    assert (
-        run_json(capsys, "generate", tmp_path, *argv)["patched"]["token_ids"]
-        == (run_json(capsys, "generate", "demo:gpt2", *argv)["patched"]["token_ids"])
+    assert run_json(capsys, "generate", tmp_path, *argv)["patched"]["token_ids"] == (
+        run_json(capsys, "generate", "demo:gpt2", *argv)["patched"]["token_ids"]
     )
 
 

@@ -62,3 +62,4 @@ def test_amd_compiles_again_for_storage_past_32_bit_offsets():
     small, large = probe("gfx942")["x_attributes"]
     assert small == ["tt.divisibility", "tt.pointer_range"]
     assert large == ["tt.divisibility"]
+

@@ -85,7 +85,7 @@ def test_tolerances_of_other_primitives_are_those_of_the_code():
 
 
 def test_it_names_what_the_table_of_budgets_holds():
-    ((version, table),) = json.loads((ROOT / "tests/aot_budgets.json").read_text(encoding="utf-8")).items()
+    (version, table), = json.loads((ROOT / "tests/aot_budgets.json").read_text(encoding="utf-8")).items()
     assert f"for Triton {version} alone" in PROSE
     rows = [row.split() for row in table]
     on_sm_90 = {variant.split("-")[0] for target, variant, _ in rows if target == "sm_90"}
