@@ -188,6 +188,9 @@ def test_what_cannot_be_kept_centred_is_refused_in_one_line(small):
         Recentre(tiny_models.build("gpt2"))
     with pytest.raises(ValueError, match="records no conversion"):
         train_as_rms(tiny_models.build("llama"))
+    for function in (Recentre, train_as_rms):
+        with pytest.raises(TypeError, match=f"{function.__name__} needs a torch.nn.Module, got OrderedDict: load"):
+            function(load(small).state_dict())
     hooked = load(small)
     hooked.transformer.h[0].mlp.c_proj.register_forward_hook(lambda module, args, output: output + 1)
     with pytest.raises(ValueError, match="cannot be kept centred: transformer.h.0.mlp.c_proj has a hook"):

@@ -1,6 +1,7 @@
 """`HfRmsNormCallback` in a Trainer: patched when it is time, whatever the Trainer does, and nothing else changes."""
 
 import functools
+import pickle
 import subprocess
 import sys
 import warnings
@@ -265,6 +266,23 @@ def test_without_it_a_resumed_checkpoint_runs_its_layer_norms_and_the_log_says_s
         text for level, text in logged if level == "WARNING" and "each norm that the conversion recorded" in text
     ]
     assert "no longer has zero mean" in said
+
+
+def test_a_converted_model_trained_without_a_choice_is_warned_of_once(converted, tmp_path, logged):
+    said = "this converted model trains as RMSNorm, and what is saved loads as LayerNorm"
+    for how in ({"recentre": True}, {"train_as_rms": True}, {}):
+        losses(make(tmp_path, load(converted), HfRmsNormCallback(**how)))
+        assert sum(said in text for _, text in logged) == (not how)
+    losses(make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback()))
+    assert sum(said in text for _, text in logged) == 1
+
+
+def test_a_callback_that_has_patched_is_pickled_for_a_search_in_other_processes(tmp_path):
+    callback = HfRmsNormCallback(include="model.norm")
+    whole = losses(make(tmp_path, tiny_models.build("llama"), callback))
+    again = pickle.loads(pickle.dumps(callback))
+    model = tiny_models.build("llama")
+    assert losses(make(tmp_path, model, again)) == whole and fused(model) == 1
 
 
 def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_path):

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, centre_, mending, own_names
+from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
 
 
@@ -31,13 +32,14 @@ class Recentre:
         model: a converted model, or one that holds it: under PEFT, DDP, `torch.compile`, `fully_shard`.
 
     Raises:
+        TypeError: this is no module.
         ValueError: no conversion is recorded, or the model was trained as RMSNorm, or something else than the writers
             may give the stream a mean; or the parameters are managed by FSDP1 or ZeRO-3, which keep them elsewhere.
     """
 
     def __init__(self, model: torch.nn.Module):
+        found = _recorded(model, "Recentre")
         _refuse_fsdp1(model)
-        found = _recorded(model)
         if found.followed:
             raise ValueError(
                 "this model's config says that it was trained as RMSNorm: its weights may have any mean, and taking it "
@@ -94,8 +96,8 @@ class Recentre:
             parameter = module._parameters[key]
             if parameter.shape != self._shapes[name] or parameter.is_meta:
                 raise ValueError(
-                    f"{name} is not here whole, as under FSDP1 and ZeRO-3: build Recentre under fully_shard or DDP, or "
-                    "train as RMSNorm (train_as_rms)"
+                    f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: build Recentre after that, "
+                    "under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
                 )
             if wanted(parameter):
                 _apply(parameter, acts)
@@ -111,9 +113,10 @@ def train_as_rms(model: torch.nn.Module) -> None:
         model: a converted model, or one that holds it.
 
     Raises:
+        TypeError: this is no module.
         ValueError: no conversion is recorded; or the model computes something else as RMSNorm, since it has moved.
     """
-    found = _recorded(model)
+    found = _recorded(model, "train_as_rms")
     doubt = "" if found.followed else conversion_of(model).doubt
     if doubt:
         raise ValueError(
@@ -124,14 +127,15 @@ def train_as_rms(model: torch.nn.Module) -> None:
 
 def mark_as_rms(model: torch.nn.Module) -> None:
     """`train_as_rms` of a model whose weights are known to be trained as RMSNorm already."""
-    record = _recorded(model).record
+    record = _recorded(model, "train_as_rms").record
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, RECORD_KEY, None) == record:
             setattr(config, RECORD_KEY, {**record, "computes": TRAINED_AS_RMS})
 
 
-def _recorded(model: torch.nn.Module) -> Recorded:
+def _recorded(model: torch.nn.Module, function: str) -> Recorded:
+    check_module(function, model)
     found = recorded_model(model)
     if found is None:
         raise ValueError(

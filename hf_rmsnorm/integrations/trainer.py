@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 
 import torch
 from transformers import TrainerCallback
@@ -14,6 +15,10 @@ from ..patching.converted import conversion_of
 from .finetuned import Recentre, mark_as_rms, train_as_rms
 
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")  # whose level and handlers are Transformers'
+
+
+def _none() -> None:
+    """For `weakref.ref` of no model."""
 
 
 class HfRmsNormCallback(TrainerCallback):
@@ -55,8 +60,12 @@ class HfRmsNormCallback(TrainerCallback):
         self.report: PatchReport | None = None
         self._recentre_wanted, self._trained_as_rms, self._options = recentre, train_as_rms, options
         self._recentre: Recentre | None = None
-        self._patched = lambda: None
+        self._patched: Callable[[], torch.nn.Module | None] = _none
         self._logged = ""
+
+    def __getstate__(self):
+        # A search by Ray pickles the Trainer with its callbacks; the model is another one there.
+        return {**self.__dict__, "_patched": _none, "_recentre": None}
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._patch(model, resumed=False)
@@ -67,6 +76,13 @@ class HfRmsNormCallback(TrainerCallback):
             self._recentre = Recentre(model)
             if optimizer is not None:
                 self._recentre.check_optimizer(optimizer)
+        conversion = conversion_of(model)
+        as_rms = any(norm.converted for norm in self.report.swapped)
+        if as_rms and not (self._recentre_wanted or conversion.trained):
+            logger.warning(
+                "this converted model trains as RMSNorm, and what is saved loads as LayerNorm: another function where "
+                "its writers were trained; give HfRmsNormCallback recentre=True or train_as_rms=True"
+            )
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         if self._recentre is not None:

@@ -81,7 +81,7 @@ def unpatch_model(model: torch.nn.Module) -> int:
     Raises:
         TypeError: model is not a module.
     """
-    _check_module("unpatch_model", model)
+    check_module("unpatch_model", model)
     for module in model.modules():
         unfuse(module)
         unwatch(module)
@@ -116,7 +116,7 @@ def _patch(
     stacklevel: int,
 ) -> tuple[PatchReport, contextlib.ExitStack]:
     """(the report, what undoes the changes)."""
-    _check_module("patch_model", model)
+    check_module("patch_model", model)
     plan = make_plan(model, include, exclude)
     if strict:
         _check_strict(model, plan)
@@ -148,7 +148,7 @@ def _patch(
     return replace(plan.report(), layers=layers), undo
 
 
-def _check_module(function: str, model) -> None:
+def check_module(function: str, model) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}: load the model first")
 
