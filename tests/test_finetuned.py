@@ -253,6 +253,13 @@ def test_trained_as_rms_norm_is_recorded_and_honoured_after_loading(small, tmp_p
     assert isinstance(loaded, original) and type(loaded).__name__ == "GPT2LMHeadModel"
     unpatch_model(loaded)
     assert type(loaded) is original and type(loaded.transformer) is type(load(small).transformer)
+    late = load(small)
+    patch_model(late)
+    train_as_rms(late)
+    with pytest.warns(UserWarning, match="trained as RMSNorm"):
+        late.save_pretrained(tmp_path / "late")
+    unpatch_model(late)
+    assert type(late) is original
 
 
 def test_models_that_were_not_trained_so_are_saved_in_silence(small, tmp_path):
@@ -314,6 +321,10 @@ def test_verify_says_which_it_found(small, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "trained"), "--json", "--max-tokens", "8", "--max-new-tokens", "0"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert found["conversion"] == "trained" and found["conversion_doubt"] == ""
+    lora = peft.LoraConfig(r=2, target_modules=["c_proj"], fan_in_fan_out=True)
+    peft.get_peft_model(load(small), lora).save_pretrained(tmp_path / "adapter")
+    assert main(["verify", str(tmp_path / "adapter")]) == 2
+    assert "adapter is an adapter: merge_and_unload it into its base" in capsys.readouterr().err
 
 
 def test_the_native_target_of_a_model_trained_as_rms_norm_is_what_it_computes(tmp_path, capsys):

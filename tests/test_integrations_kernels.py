@@ -1,6 +1,7 @@
 """Our layers in the `kernels` library: bound to modules of any class, each runs the formula of its module."""
 
 import copy
+import inspect
 import io
 import json
 import os
@@ -92,6 +93,15 @@ def test_a_module_of_no_known_formula_runs_its_own_forward():
     with use_backend("triton"), count_launches() as launches:
         assert torch.equal(norm(x), expected)
     assert not launches
+
+
+def test_transformers_gives_no_name_to_what_the_readme_says_is_not_served():
+    norms = {LlamaRMSNorm: True, Gemma2RMSNorm: False}
+    for cls, named in norms.items():
+        source = inspect.getsource(sys.modules[cls.__module__])
+        assert (f'@use_kernel_forward_from_hub("RMSNorm")\nclass {cls.__name__}' in source) == named
+        assert f"\nclass {cls.__name__}(nn.Module):" in source
+    assert not hasattr(torch.nn.LayerNorm, "kernel_layer_name")
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])

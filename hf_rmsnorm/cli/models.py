@@ -59,6 +59,8 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if (folder / "adapter_config.json").is_file():
+                raise CliError(f"{model} is an adapter: merge_and_unload it into its base, save that, and pass it")
             raise CliError(f"{model} has no config.json: pass the folder that save_pretrained wrote")
         return Source(model, str(folder), True, False, trust_remote_code)
     if folder.exists():

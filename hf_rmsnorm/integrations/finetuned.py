@@ -11,6 +11,7 @@ import torch
 from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, centre_, mending, own_names
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
+from ..patching.saving import watch
 
 
 class Recentre:
@@ -132,6 +133,7 @@ def mark_as_rms(model: torch.nn.Module) -> None:
         config = getattr(module, "config", None)
         if getattr(config, RECORD_KEY, None) == record:
             setattr(config, RECORD_KEY, {**record, "computes": TRAINED_AS_RMS})
+    watch(model)  # one patched before warns as well
 
 
 def _recorded(model: torch.nn.Module, function: str) -> Recorded:
