@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from hf_rmsnorm import patch_model, use_backend
+from hf_rmsnorm import patch_model, rms_norm, use_backend
 from hf_rmsnorm.demo import demo_path
 
 BUNDLED = Path(__file__).with_name("text.txt")
@@ -147,6 +147,8 @@ def load_model(args, checkpoint, largest):
         if source is checkpoint:
             damaged(checkpoint, error)
         stop(f"cannot load --model {args.model}: {error}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        stop(f"--model {args.model} is an adapter: merge_and_unload it into its base, and save that")
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if rows is not None and rows <= largest:
         stop(f"cannot train --model {args.model}: it embeds {rows} tokens, its tokenizer has given the text {largest}")
@@ -212,10 +214,16 @@ def finetune(args):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     except UNREADABLE as error:
         stop(f"cannot load --model {args.model}: {error}")
+    if args.backend == "triton":
+        try:
+            with use_backend("triton"):
+                rms_norm(torch.ones(1, 8, device=accelerator.device))
+        except RuntimeError as error:
+            stop(f"--backend triton: {error}; without it each device is served by what it has")
     blocks = read_blocks(args, tokenizer)
     names = ("batch_size", "block_size", "gradient_accumulation", "learning_rate", "seed", "lora")
     settings = {
-        "model": Path(args.model).name,
+        "model": Path(os.path.abspath(args.model)).name,
         "tokens": hashlib.sha256(blocks.numpy().tobytes()).hexdigest()[:16],
         "precision": accelerator.mixed_precision,
         "processes": accelerator.num_processes,

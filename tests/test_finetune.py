@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm.demo import demo_path
+from hf_rmsnorm.ops import backend
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "examples" / "accelerate"
@@ -294,6 +295,27 @@ def test_an_interrupted_run_says_how_to_go_on(train, tmp_path, monkeypatch, caps
     assert exit.value.code == 130
     assert "finetune.py: interrupted; --resume goes on from the last checkpoint\n" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoint-1" / "run.json").exists()
+
+
+def test_an_adapter_in_the_place_of_a_model_is_refused(train, capsys):
+    pytest.importorskip("peft", reason="makes the adapter")
+    folder = train("adapter", "--max-steps", 1, "--lora")
+    for flags in ([], ["--lora"]):  # which would train nothing, and lose the adapter
+        said = refusal(capsys, lambda flags=flags: train("out", "--max-steps", 1, "--model", folder, *flags))
+        assert f"--model {folder} is an adapter: merge_and_unload it into its base" in said
+
+
+def test_kernels_that_the_device_has_not_are_refused(train, monkeypatch, capsys):
+    monkeypatch.setattr(backend, "device_refusal", lambda *device: "Triton has no backend for cpu tensors")
+    said = refusal(capsys, lambda: train("out", "--max-steps", 1, "--backend", "triton"))
+    assert "--backend triton: use_backend('triton'): Triton has no backend for cpu tensors; without it" in said
+
+
+def test_a_model_is_the_same_by_whatever_path(train, monkeypatch):
+    whole = train("run", "--max-steps", 2, "--save-every", 1)
+    monkeypatch.chdir(demo_path("llama"))
+    again = train("again", "--model", ".", "--max-steps", 2, "--resume", whole / "checkpoint-1")
+    assert_same_run(again, whole)
 
 
 def test_adapters_that_do_not_fit_are_refused(train, monkeypatch, capsys):
