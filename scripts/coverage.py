@@ -2,7 +2,8 @@
 
     python scripts/coverage.py                                  every causal LM and base type
     python scripts/coverage.py --mapping causal --only llama,gpt2 --out two.json
-    python scripts/coverage.py --mapping causal --interpreter   also the kernels, in float32 in Triton's interpreter
+    python scripts/coverage.py --mapping causal --interpreter norms   also the kernels, in float32 in the interpreter
+    python scripts/coverage.py --mapping causal --interpreter fusion  also fused layers there, and their operators
 
 Each type runs in a process of its own, forked from this one, with a limit of time and of memory. The table goes to the
 terminal, or beside the JSON as text where --out is given.
@@ -38,7 +39,7 @@ import hf_rmsnorm  # noqa: E402
 MEMORY_LIMIT = 6 * 2**30  # bytes beyond what the parent holds
 
 
-def _child(pipe, job, interpreter: bool) -> None:
+def _child(pipe, job, interpreter: str) -> None:
     with open("/proc/self/statm", encoding="ascii") as statm:
         limit = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MEMORY_LIMIT
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -55,7 +56,7 @@ def _child(pipe, job, interpreter: bool) -> None:
     os._exit(0)
 
 
-def run_all(jobs: list[tuple[str, str]], workers: int = 1, interpreter: bool = False, tell=lambda result: None) -> list:
+def run_all(jobs: list[tuple[str, str]], workers: int = 1, interpreter: str = "", tell=lambda result: None) -> list:
     """`examine` for each (type, mapping) in a forked process of its own; what does not end in time is stopped.
 
     Returns:
@@ -122,7 +123,9 @@ def main() -> int:
     parser.add_argument("--only", help="types, separated by commas")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="the JSON; the table goes beside it as .txt")
-    parser.add_argument("--interpreter", action="store_true", help="also run the kernels in Triton's interpreter")
+    parser.add_argument(
+        "--interpreter", choices=("norms", "fusion"), default="", help="also run the kernels in Triton's interpreter"
+    )
     parser.add_argument("--update", type=Path, help="a JSON made earlier, whose results stay where --only names others")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

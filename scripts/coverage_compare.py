@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from coverage_fusion import compare_fusion
 from coverage_hints import CONFIG, INPUTS
 from coverage_inputs import find_inputs, fresh, tensors
 from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, to_bfloat16
@@ -30,8 +31,11 @@ TIME_LIMIT = 90  # seconds a type may take
 DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half|FFT")
 
 
-def examine(model_type: str, mapping: str, interpreter: bool = False, say=lambda stage: None) -> dict:
+def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda stage: None) -> dict:
     """Build, run, patch, compare and unpatch one type.
+
+    Args:
+        interpreter: what to run in Triton's interpreter besides: "norms", each alone; "fusion", the model as a whole.
 
     Returns:
         ``{"type", "mapping", "model_class", "built", "ran", "error", "runs": [...]}``; a type with optional features
@@ -129,7 +133,7 @@ def _build(cls, config, style: str, features: bool, done: set, hints: dict, repa
                 raise
 
 
-def _compare(model, arguments, how: dict, interpreter: bool, say) -> dict:
+def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     say("patching")
     run = {**how, "arguments": sorted(arguments or ()), "parameters": sum(p.numel() for p in model.parameters())}
     classes = [type(m) for m in model.modules()]
@@ -184,7 +188,10 @@ def _compare(model, arguments, how: dict, interpreter: bool, say) -> dict:
         if alone[p] is not None and not _same_bits(alone[p], alone_before[p])
     ]
     run["norms_alone"] = sum(a is not None for a in alone.values())
-    if interpreter and norms:
+    if interpreter == "fusion" and any("not fused" not in how for _, how, _ in run["layers"]) and arguments is not None:
+        say("running fused layers in the interpreter")
+        run["fusion"] = compare_fusion(model, arguments, _same_bits)
+    if interpreter == "norms" and norms:
         say("running the kernels in the interpreter")
         run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms)
     return run

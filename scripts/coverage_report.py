@@ -19,6 +19,8 @@ def wrong(result: dict) -> list[str]:
         found += [word for word in ("saved_equal", "classes_restored") if not run[word]]
         found += [f"{c}: neither swapped nor explained" for c, reason, _ in run["not_norms"] if not reason]
         found += run.get("interpreter", {}).get("failures", [])
+        fusion = run.get("fusion", {})
+        found += [f"fusion: not {key}" for key in ("bit_equal", "tokens_equal") if fusion.get(key) is False]
     return list(dict.fromkeys(found))
 
 
@@ -68,6 +70,9 @@ def table(results: list[dict]) -> str:
             f"{r['type']:<34} {_sum(run['swapped']):>5} {_sum(run['left_alone']):>5} {run['norms_run']:>5}  "
             f"{run['style']:<9} {verdict}"
         )
+    if fused := [(r["type"], run["fusion"]) for r in results for run in r["runs"][:1] if "fusion" in run]:
+        lines += ["", "operators and launches of one forward: before, norms swapped, fused (of which launches):"]
+        lines += [f"{name:<34} {'{:>5} {:>5} {:>5}'.format(*f['operators'])} ({f['launches']})" for name, f in fused]
     for title, key in (("left alone", "left_alone"), ("no norms, whatever their names say", "not_norms")):
         lines += ["", f"{title}:"]
         lines += [

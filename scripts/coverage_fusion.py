@@ -1,0 +1,57 @@
+"""What fusing residual sums and q/k norms changes beside norms that are swapped one by one: no bit, and the work."""
+
+from __future__ import annotations
+
+import torch
+from coverage_inputs import fresh, tensors
+
+import hf_rmsnorm
+from hf_rmsnorm.bench.counting import Operators
+
+NEW_TOKENS = 3
+
+
+def compare_fusion(model, arguments: dict, same_bits) -> dict:
+    """Run a model in Triton's interpreter with its norms alone swapped, and with what surrounds them fused.
+
+    Args:
+        same_bits: whether two lists of tensors are equal, each bit.
+
+    Returns:
+        ``operators``: of one forward, views and allocations left out, kernel launches counted, as Hugging Face's,
+        with norms alone, and fused. ``launches``: of these the last has so many. ``hidden_states``: whether the model
+        returns them. ``bit_equal``: of all outputs, and ``tokens_equal`` of greedy ones, or why there are none.
+    """
+    found: dict = {"operators": [], "hidden_states": True}
+    outputs, tokens = [], []
+    try:
+        with torch.no_grad():
+            model(**fresh(arguments), output_hidden_states=True)
+        arguments = {**arguments, "output_hidden_states": True}
+    except TypeError:
+        found["hidden_states"] = False
+    for options in (None, {"fuse_residual": False}, {}):
+        if options is not None:
+            hf_rmsnorm.patch_model(model, **options)
+        with hf_rmsnorm.use_backend("triton"), torch.no_grad():
+            torch.manual_seed(0)
+            with Operators() as operators, hf_rmsnorm.count_launches() as launches:
+                result = model(**fresh(arguments))
+            found["operators"].append(operators.computing + launches.total())
+            outputs.append([t.detach().clone() for t in tensors(result)])
+            if options is not None and "tokens" not in found:
+                try:
+                    torch.manual_seed(0)
+                    tokens.append(_generate(model, arguments))
+                except Exception as error:  # whatever it is that this type cannot generate from
+                    found["tokens"] = f"{type(error).__name__}: {str(error)[:100]}"
+    hf_rmsnorm.unpatch_model(model)
+    found["launches"] = launches.total()
+    found["bit_equal"] = same_bits(outputs[1], outputs[2])
+    found["tokens_equal"] = found.pop("tokens", None) or same_bits(*([t] for t in tokens))
+    return found
+
+
+def _generate(model, arguments: dict) -> torch.Tensor:
+    given = {name: value for name, value in fresh(arguments).items() if name != "output_hidden_states"}
+    return model.generate(**given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
