@@ -153,7 +153,10 @@ def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, 
     device, like, h, rstd, mean = x.device, x, None, None, None
     if residual is not None:
         like = h = torch.empty_strided(x.shape, plan.sum_strides, dtype=x.dtype, device=device)
-    y = torch.empty_like(like, dtype=plan.output_dtype, memory_format=plan.memory_format)
+    if plan.output_like_input:  # without options, which take as long again as a dictionary look-up
+        y = torch.empty_like(like)
+    else:
+        y = torch.empty_like(like, dtype=plan.output_dtype, memory_format=plan.memory_format)
     if stats:
         rstd = torch.empty(plan.rows, dtype=torch.float32, device=device)
         mean = torch.empty_like(rstd) if plan.centered else None

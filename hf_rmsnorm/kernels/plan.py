@@ -64,6 +64,7 @@ class ForwardPlan:
     other: RowsPlan
     output_dtype: torch.dtype
     memory_format: torch.memory_format
+    output_like_input: bool
     flat_output: bool
     sum_strides: tuple[int, ...] | None
     flat_sum: bool
@@ -217,6 +218,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, contiguous_output: bool,
             other=other_rows,
             output_dtype=output_dtype,
             memory_format=memory_format,
+            output_like_input=output_dtype == x.dtype and memory_format == torch.preserve_format,
             flat_output=flat_output,
             sum_strides=None if residual is None else total.stride(),
             flat_sum=flat_sum,
