@@ -108,6 +108,10 @@ def test_the_numbers_of_types_are_those_of_the_results():
     sums, pairs = (sum(any(word in text for text in texts) for texts in fused) for word in ("+ ", "in one launch"))
     assert f"Of Transformers' {len(fused)} causal types {sums} have sums fused and {pairs} their q and k norms" in PROSE
     assert causal["totals"]["with_wrong_results"] == 0
+    around = [run["fusion"] for t in causal["types"] for run in t["runs"][:1] if "fusion" in run]
+    assert all(f["bit_equal"] and f["hidden_states"] for f in around)
+    assert f"hidden states of all {len(around)} are equal to the bit" in PROSE
+    assert f"greedy tokens of the {sum(f['tokens_equal'] is True for f in around)} that generate" in PROSE
     counts = json.loads((results / "convert-5.23.0.json").read_text(encoding="utf-8"))["summary"]
     converted = f"{counts['converted']} convert in full, {counts['partly']} in part"
     assert f"{converted}, {counts['refused']} are refused by name" in PROSE
