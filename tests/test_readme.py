@@ -118,6 +118,21 @@ def test_the_numbers_of_types_are_those_of_the_results():
     assert f"{counts['no LayerNorm']} have no LayerNorm" in PROSE
 
 
+def test_the_host_costs_are_those_of_the_result():
+    cases = json.loads((ROOT / "scripts/results/host-cpu.json").read_text(encoding="utf-8"))["cases"]
+
+    def least(case, name, mode):
+        return f"{cases[case][name][mode]['us_min']:.1f}"
+
+    norm, both = "RMSNorm 1x1x64", ("inference", "forward+backward")
+    ours, eager, liger = ([least(norm, n, m) for m in both] for n in ("hf_rmsnorm", "hf_eager", "liger"))
+    assert f"takes {ours[0]} us in inference and {ours[1]} with its backward" in PROSE
+    assert f"Hugging Face's {eager[0]} and {eager[1]}, Liger's {liger[0]} and {liger[1]}" in PROSE
+    assert f"computes nothing {least(norm, 'an empty Function', both[1])} with its backward" in PROSE
+    add = [least("add + RMSNorm 1x1x64", name, "inference") for name in ("hf_rmsnorm", "hf_eager")]
+    assert f"a sum with its norm takes {add[0]}, Hugging Face's {add[1]}" in PROSE
+
+
 def figures(row: str) -> list[str]:
     """The cells of the table's row that starts with `row`, without its name."""
     (line,) = [line for line in README.splitlines() if line.startswith(f"| {row}")]

@@ -20,7 +20,7 @@ from .peers import EAGER, EPS, OURS, Case, Implementation, calls_of, implementat
 from .peers import other_libraries as find_libraries
 from .timing import Stopwatch
 
-FUNCTION, ONE_OPERATOR = f"{OURS}.rms_norm", "F.layer_norm"
+FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
 MODES = ("inference", "forward", "forward+backward")
 STUBBED = (
     "no GPU: kernels are compiled for sm_90 and not launched, so the launch itself (2 to 3 us) and the check of the "
@@ -34,6 +34,19 @@ CASES = (
     Case("add + RMSNorm", (1, 1, HIDDEN_SIZE)),
     Case("q/k norm", (1, 1, 4, 2, HIDDEN_SIZE)),
 )
+
+
+class _Nothing(torch.autograd.Function):
+    """What any norm in Python costs: its output, what is kept, and two gradients, all of it left unwritten."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
 def untimed() -> str | None:
@@ -102,6 +115,7 @@ def _made(case: Case, device: str, dtype: torch.dtype, libraries: dict, compile_
     if case.kind == "RMSNorm":
         weight = norms[0].weight
         made[FUNCTION] = Implementation(lambda x: rms_norm(x, weight, EPS), [weight])
+        made[NOTHING] = Implementation(lambda x: _Nothing.apply(x, weight), [weight])
         shape, parameters = weight.shape, list(make_norms(Case("LayerNorm", case.shape), device, dtype)[0].parameters())
         made[ONE_OPERATOR] = Implementation(lambda x: F.layer_norm(x, shape, *parameters, EPS), parameters)
     return made
