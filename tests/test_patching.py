@@ -337,3 +337,12 @@ def test_public_names_are_the_patching_ones():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_rmsnorm.patch_model(LlamaRMSNorm(8))
+
+
+@pytest.mark.parametrize("flag", ["strict", "fuse_residual", "memory_efficient"])
+@pytest.mark.parametrize("value", ["False", None, 3])
+def test_a_flag_that_is_no_bool_is_refused(flag, value):
+    model = nn.Sequential(nn.LayerNorm(8))
+    with pytest.raises(TypeError, match=f"{flag} is {value!r}: pass True or False"):
+        patch_model(model, **{flag: value})
+    assert type(model[0]) is nn.LayerNorm

@@ -52,7 +52,7 @@ def patch_model(
         What was swapped, with which formula, and what was left alone, with the reason.
 
     Raises:
-        TypeError: model is not a module, or a glob is not a string.
+        TypeError: model is not a module, a glob is not a string, or a flag is not a bool.
         ValueError: a glob matches no norm; or, under strict, a norm cannot be swapped or there is none.
 
     Warns:
@@ -117,6 +117,10 @@ def _patch(
 ) -> tuple[PatchReport, contextlib.ExitStack]:
     """(the report, what undoes the changes)."""
     check_module("patch_model", model)
+    flags = {"strict": strict, "fuse_residual": fuse_residual, "memory_efficient": memory_efficient}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
     plan = make_plan(model, include, exclude)
     if strict:
         _check_strict(model, plan)
