@@ -174,15 +174,16 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
 
 
 def _ratios(entries: dict) -> dict:
-    """Least times of the patched norm over those of others."""
+    """Least times of the patched norm, or of the function, over those of others."""
 
-    def ratio(mode, name):
-        pair = [entries.get(n, {}).get(mode, {}).get("us_min") for n in (OURS, name)]
+    def ratio(mode, name, ours=OURS):
+        pair = [entries.get(n, {}).get(mode, {}).get("us_min") for n in (ours, name)]
         return None if None in pair else pair[0] / pair[1]
 
     return {
         "inference / F.rms_norm": ratio("inference", "F.rms_norm"),
         "inference / F.layer_norm": ratio("inference", ONE_OPERATOR),
         "inference / Hugging Face": ratio("inference", EAGER),
+        "forward of the function / Liger": ratio("forward", "liger", FUNCTION),
         "forward+backward / Liger": ratio("forward+backward", "liger"),
     }

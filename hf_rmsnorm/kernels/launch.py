@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,48 +45,54 @@ class Kernel:
 
     def __call__(self, device: torch.device, grid: tuple, args: tuple, code: int, aligned: bool, num_warps: int):
         """Launch on `device`; `code`, of `plan.code_of`, stands for all that the compiled code depends on."""
+        index = device.index
+        if index is not None and not INTERPRETED and index != current_device(device.type)():
+            with torch.get_device_module(device.type).device(device):
+                self(device, grid, args, code, aligned, num_warps)
+            return
         if counting.active:
             counting.record_launch(self.name)
         if INTERPRETED:
             with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
                 self._variants[aligned][grid](*args)
             return
-        index = device.index
-        if index is not None and index != current_device(device.type)():
-            with torch.get_device_module(device.type).device(device):
-                self(device, grid, args, code, aligned, num_warps)
-            return
         code = 2 * code + aligned
         if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
             code = (code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor)))
-        launch = self._compiled.get(code)
-        if launch is not None:
-            launch(*grid, *args)
-        else:
+        compiled = self._compiled.get(code)
+        if compiled is None:
             # FP fusion is asked for by name: its default differs between versions of Triton.
             kernel = self._variants[aligned][grid](*args, num_warps=num_warps, enable_fp_fusion=True)
-            self._compiled[code] = _launcher(kernel)
-
-
-def _launcher(kernel: triton.compiler.CompiledKernel) -> Callable:
-    """``launch(x, y, z, *args)`` of a compiled kernel on the current device, quicker than its own ``kernel[x, y, z]``.
-
-    That makes a closure, finds out the device and builds what Triton's launch hooks are told, each time. Here the
-    device is the one it was compiled for, and hooks are told where there are any.
-    """
-    active, hooks = triton.runtime.driver.active, triton.knobs.runtime
-    index, stream_of = active.get_current_device(), active.get_current_stream
-    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-
-    def launch(x, y, z, *args):
-        before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
+            self._compiled[code] = Compiled.of(kernel)
+            return
+        # Quicker than kernel[grid](*args), which makes a closure, finds out the device and builds what Triton's launch
+        # hooks are told, each time.
+        kernel, run, function, metadata, stream_of, index = compiled
+        before, after = _hooks.launch_enter_hook, _hooks.launch_exit_hook
         if getattr(before, "calls", before) or getattr(after, "calls", after):
-            kernel[x, y, z](*args)
+            kernel[grid](*args)
         else:
-            run(x, y, z, stream_of(index), function, metadata, None, None, None, *args)
+            run(*grid, stream_of(index), function, metadata, None, None, None, *args)
 
-    launch.kernel = kernel
-    return launch
+
+_hooks = triton.knobs.runtime
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel and what a launch on the device that it was compiled for needs of it."""
+
+    kernel: triton.compiler.CompiledKernel
+    run: Callable
+    function: object
+    metadata: tuple
+    stream_of: Callable[[int], int]
+    index: int
+
+    @classmethod
+    def of(cls, kernel) -> Compiled:
+        active = triton.runtime.driver.active
+        described = kernel.run, kernel.function, kernel.packed_metadata
+        return cls(kernel, *described, active.get_current_stream, active.get_current_device())
 
 
 @cache
