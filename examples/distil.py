@@ -41,7 +41,7 @@ def parse_arguments(argv=None):
     parser.add_argument(
         "--max-length", type=at_least(1), default=128, help="tokens of an example, or as many as the model takes"
     )
-    parser.add_argument("--learning-rate", type=at_least(0.0, float), default=2e-5)
+    parser.add_argument("--learning-rate", type=at_least(0.0, float), default=1e-6)
     parser.add_argument("--evaluate-every", type=at_least(1), default=100, metavar="N", help="steps")
     parser.add_argument("--seed", type=SEED, default=0)
     parser.add_argument("--cpu", action="store_true", help="train on the CPU though there is a GPU")

@@ -59,3 +59,11 @@ def test_the_committed_figures_are_those_that_were_asked_for():
     assert result["exact"]["norms"] == [7, 13] and result["exact"]["rms_norm"]["cosine_min"] >= 0.9999995
     assert result["fit"]["norms"] == [13, 13]
     assert result["fit"]["rms_norm"]["cosine_mean"] >= 0.9999 and result["fit"]["rms_norm"]["cosine_min"] >= 0.999
+    naive, fit = (result[f"{name} distilled"] for name in ("naive", "fit"))
+    for start, trained in ((result["naive"], naive), (result["fit"], fit)):
+        assert trained["written"] and trained["norms"] == [13, 13]
+        assert trained["rms_norm"]["cosine_mean"] > start["rms_norm"]["cosine_mean"]
+    mean = [r["rms_norm"]["cosine_mean"] for r in (result["naive"], naive, result["fit"], fit)]
+    prose = " ".join((SCRIPTS.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"a cosine of {mean[0]:.5f} after a naive swap and {mean[1]:.6f} after {naive['steps']} steps" in prose
+    assert f"{mean[2]:.6f} after the fit and {mean[3]:.6f} after {fit['steps']} steps from there" in prose
