@@ -11,14 +11,13 @@ none beats the converted model, nothing is written, and the last line says that 
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import launched
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
-from refusals import SEED, UNREADABLE, NotWritten, Parser, at_least, output_folder, stopper, writing
+from refusals import SEED, UNREADABLE, Parser, at_least, one_line_endings, output_folder, stopper, writing
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, get_cosine_schedule_with_warmup
@@ -98,13 +97,8 @@ def relative_error(got, expected, mask):
 def main(argv=None):
     args = parse_arguments(argv)
     logging.disable_progress_bar()
-    try:
+    with one_line_endings(stop, "distil.py: interrupted; nothing is written"):
         distil(args)
-    except NotWritten as error:
-        stop(error)
-    except KeyboardInterrupt:
-        print("distil.py: interrupted; nothing is written", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
 
 
 def distil(args):

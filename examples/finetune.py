@@ -13,14 +13,13 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 
 import launched
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_deepspeed_available, set_seed
-from refusals import SEED, UNREADABLE, NotWritten, Parser, at_least, output_folder, stopper, writing
+from refusals import SEED, UNREADABLE, Parser, at_least, one_line_endings, output_folder, stopper, writing
 from saving import NAME, load_optimizer, save_checkpoint, save_model
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -199,13 +198,8 @@ def write_losses(losses, folder):
 def main(argv=None):
     args = parse_arguments(argv)
     logging.disable_progress_bar()
-    try:
+    with one_line_endings(stop, "finetune.py: interrupted; --resume goes on from the last checkpoint"):
         finetune(args)
-    except NotWritten as error:
-        stop(error)
-    except KeyboardInterrupt:
-        print("finetune.py: interrupted; --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
 
 
 def finetune(args):

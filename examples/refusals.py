@@ -48,6 +48,18 @@ class NotWritten(Exception):
 
 
 @contextlib.contextmanager
+def one_line_endings(stop, interrupted):
+    """Around the whole script: what cannot be written stops it, and Ctrl-C ends it by `interrupted`, exit code 130."""
+    try:
+        yield
+    except NotWritten as error:
+        stop(error)
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+
+
+@contextlib.contextmanager
 def writing(path, cure="make room; the checkpoints written before are whole"):
     try:
         yield

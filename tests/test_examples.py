@@ -8,9 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(cwd, *argv) -> subprocess.Popen:
+def output(cwd, *argv) -> str:
     base = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.Popen(
+    done = subprocess.run(
         [sys.executable, *map(str, argv)],
         cwd=cwd,
         env=base | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
@@ -18,16 +18,12 @@ def start(cwd, *argv) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def output(process: subprocess.Popen) -> str:
-    text, _ = process.communicate()
-    assert process.returncode == 0, text
-    return text
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def test_generate_says_the_same_before_and_after_and_proves_it(tmp_path):
-    text = output(start(tmp_path, ROOT / "examples" / "generate.py", "--max-new-tokens", "6"))
+    text = output(tmp_path, ROOT / "examples" / "generate.py", "--max-new-tokens", "6")
     assert "model.layers.[0-4].input_layernorm" in text and "RMSNorm(" in text
     before, after = text.split("--- before the patch\n")[1].split("--- after the patch\n")
     assert before.strip() == after.split("--- equivalence")[0].strip() != ""

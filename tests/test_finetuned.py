@@ -46,10 +46,7 @@ def converted_olmo(folder):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Folder of a small converted GPT-2."""
-    root = tmp_path_factory.mktemp("small")
-    tiny_models.build("gpt2").save_pretrained(root / "source")
-    convert_checkpoint(root / "source", root / "converted", verify=False)
-    return root / "converted"
+    return tiny_models.converted("gpt2", tmp_path_factory.mktemp("small"))
 
 
 def load(folder, **how):

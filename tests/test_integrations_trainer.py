@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, logging
 
-from hf_rmsnorm import convert_checkpoint, patch_model, unpatch_model, use_backend
+from hf_rmsnorm import patch_model, unpatch_model, use_backend
 from hf_rmsnorm.integrations import HfRmsNormCallback, trainer
 from hf_rmsnorm.layers import fused_part
 
@@ -225,10 +225,7 @@ def test_options_go_to_patch_model(tmp_path):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    root = tmp_path_factory.mktemp("converted")
-    tiny_models.build("gpt2").save_pretrained(root / "source")
-    convert_checkpoint(root / "source", root / "converted", verify=False)
-    return root / "converted"
+    return tiny_models.converted("gpt2", tmp_path_factory.mktemp("converted"))
 
 
 def load(folder):

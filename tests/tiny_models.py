@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_rmsnorm import convert_checkpoint
+
 _COMMON = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -38,6 +40,13 @@ FAMILIES = {
         "tie_word_embeddings": True,
     },
 }
+
+
+def converted(family, folder):
+    """Folder of a tiny model of the family, converted to RMSNorm."""
+    build(family).save_pretrained(folder / "source")
+    convert_checkpoint(folder / "source", folder / "converted", verify=False)
+    return folder / "converted"
 
 
 def build(family, dtype=torch.float32, seed=0, **config):

@@ -249,9 +249,7 @@ def likeness(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | 
         or _is_compiling()
         or type(x) not in PLAIN_TYPES
         or _count_modes()
-        or _functorch_active()  # with the next two: `transformed`, without a call
-        or forward_ad._current_level >= 0
-        or _is_tracing()
+        or transformed()
         or _is_wrapped(x)  # what functorch has left behind, which autograd.Function unwraps
         or (functional and torch.is_autocast_enabled(x.device.type))
     ):

@@ -20,12 +20,7 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, gate, call):
         spec, plan, known, keep_output = call
-        if known is not None:
-            y, rstd, mean = known
-        elif plan is not None:
-            y, rstd, mean, _ = kernels().run_forward(plan, x, weight, bias, gate, None, spec.eps, True)
-        else:
-            y, rstd, mean = _launch_forward(x, weight, bias, gate, spec, True)[:3]
+        y, rstd, mean = known or _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
         keep_output = keep_output and serves_as_input(y, x, weight, bias, spec)
         kept, mean = (y, None) if keep_output else (x, mean)
         ctx.save_for_backward(kept, weight, bias, gate, rstd, mean)

@@ -9,7 +9,7 @@ import torch
 from ..formula import NormSpec
 from ..kernels.plan import heads_of, row_order
 from ..reference import reference_backward, reference_norm, reference_stats
-from .backend import plain, refusal
+from .backend import kernels, plain, refusal
 
 # The integer is for DTensor, which looks the placements of a call up by its arguments from the first integer on.
 _SPEC = (
@@ -110,9 +110,7 @@ def _forward(x, weight, bias, gate, *formula):
     *fields, stats = formula
     spec = spec_from(weight, bias, *fields)
     if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
-        from ..kernels import launch
-
-        y, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
+        y, rstd, mean, _ = kernels().norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
     else:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
         y.copy_(reference_norm(x, weight, bias, spec, gate))
@@ -125,9 +123,8 @@ def _add_forward(x, residual, weight, bias, *formula):
     *fields, stats = formula
     spec = spec_from(weight, bias, *fields)
     if plain(x, residual, weight, bias) and refusal(x, weight, bias) is None:
-        from ..kernels import launch
-
-        y, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), None, residual)
+        row_major = contiguous_output(spec)
+        y, rstd, mean, h = kernels().norm_forward(x, weight, bias, spec, stats, row_major, None, residual)
         return h, y, *(_by_row(t, h, spec, weight, bias) for t in (rstd, mean))
     h = residual + x
     return h, *_forward(h, weight, bias, None, *formula)
@@ -137,12 +134,10 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     *fields, need = formula
     spec = spec_from(weight, bias, *fields)
     if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
-        from ..kernels import launch
-
         rstd, mean = (_flat(t, x, spec, weight, bias) for t in (rstd, mean))
         mean = mean if spec.centered else None
         row_major = contiguous_output(spec)
-        grads = launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), row_major, gate, dh)
+        grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), row_major, gate, dh)
     else:
         dx, dweight, dbias, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
         dx = dx if dx is None or dh is None else dh + dx
