@@ -34,7 +34,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from hf_rmsnorm.bench.driver import StubDriver  # noqa: E402
+from benchmarks.driver import StubDriver  # noqa: E402
 from hf_rmsnorm.formula import NormSpec  # noqa: E402
 from hf_rmsnorm.kernels import launch, launch_qk  # noqa: E402
 from hf_rmsnorm.ops.qk import MAX_HEAD_DIM  # noqa: E402

@@ -14,7 +14,16 @@ from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 
-from .common import DTYPES, CliError, Result, add_device, interpret_on_cpu, load_matplotlib, pick_device, save_figure
+from hf_rmsnorm.cli.common import (
+    DTYPES,
+    CliError,
+    Result,
+    add_device,
+    interpret_on_cpu,
+    load_matplotlib,
+    pick_device,
+    save_figure,
+)
 
 FORMAT = 1
 GPU_TOKENS, CPU_TOKENS = [1, 2048, 8192, 16384], [1, 4]
@@ -42,7 +51,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(args) -> Result:
-    from ..bench.shapes import SHAPES, TINY
+    from benchmarks.shapes import SHAPES, TINY
 
     every = SHAPES | TINY
     names = args.models.split(",") if args.models else list(SHAPES)
@@ -61,8 +70,8 @@ def run(args) -> Result:
 
     import torch
 
-    from ..bench.environment import environment
-    from ..bench.tables import text
+    from benchmarks.environment import environment
+    from benchmarks.tables import text
 
     if cuda:
         torch.cuda.set_device(device)
@@ -82,7 +91,7 @@ def run(args) -> Result:
     if plt is not None:
         if not data["cases"]:
             raise CliError(f"nothing to draw: {'; '.join(data['not_measured'])}")
-        from ..bench.plot import draw
+        from benchmarks.plot import draw
 
         save_figure(plt, draw(plt, data), args.plot)
         data["plot"] = str(args.plot)
@@ -95,21 +104,21 @@ def run(args) -> Result:
 
 
 def _kernels(args, shapes, device, dtype) -> dict:
-    from ..bench import kernels
-    from ..bench.timing import Stopwatch
+    from benchmarks import kernels
+    from benchmarks.timing import Stopwatch
 
     tokens = args.tokens or (GPU_TOKENS if device == "cuda" else CPU_TOKENS)
     return kernels.run(shapes, tokens, dtype, Stopwatch(device))
 
 
 def _host(args, shapes, device, dtype) -> dict:
-    from ..bench import host
+    from benchmarks import host
 
     return host.run(device, dtype) | {"layers": _layers(shapes)}
 
 
 def _layers(shapes) -> dict:
-    from ..bench.counting import decoded_layer, saved_by_layer
+    from benchmarks.counting import decoded_layer, saved_by_layer
 
     return {
         name: {
@@ -121,7 +130,7 @@ def _layers(shapes) -> dict:
 
 
 def _models(args, shapes, device, dtype) -> dict:
-    from ..bench import models
+    from benchmarks import models
 
     phase = "decode" if args.what == "generate" else "train"
     data = {"phase": phase, "layers": _layers(shapes), "models": {}, "not_measured": []}

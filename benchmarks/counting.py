@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kernels import count_launches
-from ..ops import backend, use_backend
-from .shapes import ModelShape
+from benchmarks.shapes import ModelShape
+from hf_rmsnorm.kernels import count_launches
+from hf_rmsnorm.ops import backend, use_backend
 
 VIEWS = (
     "view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "as_strided",
@@ -64,8 +64,8 @@ def kernels_left_out() -> Iterator[None]:
     What a call allocates, saves and launches does not depend on values, so it can be counted where there is no GPU,
     and of models on the meta device too.
     """
-    from ..kernels import launch
-    from ..kernels.counting import record_launch
+    from hf_rmsnorm.kernels import launch
+    from hf_rmsnorm.kernels.counting import record_launch
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
@@ -101,7 +101,7 @@ def _one_layer(count: Callable[[int], Counter]) -> dict[str, int]:
 def decoded_layer(shape: ModelShape, patch: bool) -> dict[str, int]:
     """What one decoder layer costs per decoded token: ``operators`` dispatched (neither views nor allocations),
     ``launches`` of this package, and their ``sum``. Counted as the difference of models of three and two layers."""
-    from .. import patch_model
+    from hf_rmsnorm import patch_model
 
     def count(layers: int) -> Counter:
         model = build(small(shape), layers).eval()
@@ -124,7 +124,7 @@ def saved_by_layer(shape: ModelShape, patch: bool, tokens: int = 16) -> float:
     The attention is the one that Transformers runs where there is a mask, in plain operators: it keeps more than a
     fused one, by the same number of bytes with and without the patch.
     """
-    from .. import patch_model
+    from hf_rmsnorm import patch_model
 
     def count(layers: int) -> Counter:
         model = build(shape, layers, "meta").train()

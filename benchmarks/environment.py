@@ -19,7 +19,7 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
     """Versions by name, Python's and this package's first; None for what is not installed."""
     import torch
 
-    from .. import __version__
+    from hf_rmsnorm import __version__
 
     found = {"hf-rmsnorm": __version__, "python": platform.python_version()}
     found |= {name: _version(name) for name in packages} | {"torch": torch.__version__}  # with its build

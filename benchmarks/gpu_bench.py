@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from hf_rmsnorm.bench import host, models
-from hf_rmsnorm.bench.kernels import time_case
-from hf_rmsnorm.bench.peers import OURS, Case, other_libraries
-from hf_rmsnorm.bench.shapes import SHAPES, TINY
-from hf_rmsnorm.bench.timing import Stopwatch, copy_bandwidth
+from benchmarks import host, models
+from benchmarks.kernels import time_case
+from benchmarks.peers import OURS, Case, other_libraries
+from benchmarks.shapes import SHAPES, TINY
+from benchmarks.timing import Stopwatch, copy_bandwidth
 
 CASES = (  # the most telling first: what is left when time runs out is skipped
     Case("RMSNorm", (8192, 4096), compiled=True),

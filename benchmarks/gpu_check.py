@@ -77,7 +77,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def run_environment(section: Section) -> None:
-    from hf_rmsnorm.bench.environment import environment
+    from benchmarks.environment import environment
 
     section.data |= environment(section.device == "cuda")
 

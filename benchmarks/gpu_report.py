@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_rmsnorm.bench import tables as bench_tables
-from hf_rmsnorm.bench.tables import cell, columns
+from benchmarks import tables as bench_tables
+from benchmarks.tables import cell, columns
 
 
 def tables(result: dict) -> str:

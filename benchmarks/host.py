@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from ..ops import backend, rms_norm
-from .counting import Operators, kernels_left_out
-from .driver import StubDriver
-from .peers import EAGER, EPS, OURS, Case, Implementation, calls_of, implementations, make_norms, make_set
-from .peers import other_libraries as find_libraries
-from .timing import Stopwatch
+from benchmarks.counting import Operators, kernels_left_out
+from benchmarks.driver import StubDriver
+from benchmarks.peers import EAGER, EPS, OURS, Case, Implementation, calls_of, implementations, make_norms, make_set
+from benchmarks.peers import other_libraries as find_libraries
+from benchmarks.timing import Stopwatch
+from hf_rmsnorm.ops import backend, rms_norm
 
 FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
 MODES = ("inference", "forward", "forward+backward")
@@ -52,7 +52,7 @@ class _Nothing(torch.autograd.Function):
 def untimed() -> str | None:
     """Why host costs cannot be measured in this process where there is no GPU, or None."""
     try:
-        from ..kernels import launch
+        from hf_rmsnorm.kernels import launch
     except ImportError as error:
         return f"host costs need triton: {error}"
     if launch.INTERPRETED:
@@ -67,7 +67,7 @@ def launches_left_out() -> Iterator[None]:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from ..kernels import launch, launch_qk
+    from hf_rmsnorm.kernels import launch, launch_qk
 
     initialise = CompiledKernel._init_handles
 

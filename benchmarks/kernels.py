@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 import torch._functorch.config
 
-from .counting import saved_bytes
-from .peers import EAGER, OURS, Case, calls_of, implementations, judge, make_norms, make_set, other_libraries
-from .shapes import AGAINST_LAYER_NORM, ModelShape
-from .timing import Stopwatch, copy_bandwidth
+from benchmarks.counting import saved_bytes
+from benchmarks.peers import EAGER, OURS, Case, calls_of, implementations, judge, make_norms, make_set, other_libraries
+from benchmarks.shapes import AGAINST_LAYER_NORM, ModelShape
+from benchmarks.timing import Stopwatch, copy_bandwidth
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
 UNTIMED = (

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from .counting import build
-from .shapes import ModelShape
+from benchmarks.counting import build
+from benchmarks.shapes import ModelShape
 
 BEFORE, AFTER, PEER = "unpatched", "patch_model", "liger"
 LAYERS = 8
@@ -148,7 +148,7 @@ def run_phases(
     Returns:
         What failed of this package, in words.
     """
-    from .. import patch_model, unpatch_model
+    from hf_rmsnorm import patch_model, unpatch_model
 
     model = work.model
     data |= {"sizes": work.sizes, "dtype": str(model.dtype).removeprefix("torch."), "skipped": []}

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..formula import NormSpec
-from ..fused_attention import defer, settle
-from ..fused_layers import add
-from ..reference import reference_norm
-from . import gate
+from hf_rmsnorm.formula import NormSpec
+from hf_rmsnorm.fused.attention import defer, settle
+from hf_rmsnorm.fused.layer import add
+from hf_rmsnorm.reference import reference_norm
+from hf_rmsnorm.verification import tolerance as gate
 
 EPS = 1e-6
 OURS, EAGER = "hf_rmsnorm", "hf_eager"
@@ -156,7 +156,7 @@ def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
     Raises:
         RuntimeError: it was not recognised.
     """
-    from .. import patch_model
+    from hf_rmsnorm import patch_model
 
     holder = nn.Sequential(copy.deepcopy(norm))
     report = patch_model(holder)

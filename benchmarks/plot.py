@@ -9,7 +9,7 @@ def draw(plt, result: dict):
 
 
 def _bandwidth(plt, result: dict):
-    from .peers import Case
+    from benchmarks.peers import Case
 
     kinds = list(dict.fromkeys(case["kind"] for case in result["cases"]))
     directions = ("forward", "backward")

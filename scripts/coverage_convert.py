@@ -32,10 +32,10 @@ from coverage_inputs import find_inputs  # noqa: E402
 from coverage_models import STYLES, Shrinker, build, config_class, model_class  # noqa: E402
 
 import hf_rmsnorm  # noqa: E402
-from hf_rmsnorm.conversion.discovery import discover  # noqa: E402
 from hf_rmsnorm.conversion.plan import ConversionRefused  # noqa: E402
-from hf_rmsnorm.conversion.prove import prove  # noqa: E402
-from hf_rmsnorm.conversion.twin import make_twin  # noqa: E402
+from hf_rmsnorm.conversion.twin.discover import discover  # noqa: E402
+from hf_rmsnorm.conversion.twin.prove import prove  # noqa: E402
+from hf_rmsnorm.conversion.twin.twin import make_twin  # noqa: E402
 
 TIME_LIMIT = 120  # seconds a type may take
 MEMORY_LIMIT = 6 * 2**30  # bytes beyond what the parent holds

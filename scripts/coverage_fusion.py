@@ -6,7 +6,7 @@ import torch
 from coverage_inputs import fresh, tensors
 
 import hf_rmsnorm
-from hf_rmsnorm.bench.counting import Operators
+from benchmarks.counting import Operators
 
 NEW_TOKENS = 3
 

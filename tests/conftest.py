@@ -22,7 +22,9 @@ def pytest_configure(config):
 @pytest.fixture
 def fused_calls(monkeypatch):
     """The inputs that went through a patched module's fused forward."""
-    from hf_rmsnorm import fused_attention, fused_layers, layers
+    from hf_rmsnorm.fused import attention as fused_attention
+    from hf_rmsnorm.fused import layer as fused_layers
+    from hf_rmsnorm.fused import norm as layers
 
     calls = []
 
@@ -49,8 +51,9 @@ def fused_calls(monkeypatch):
 def taken(monkeypatch):
     """How many outputs were taken that a sum's launch had left, and how many were left."""
     counts = {"left": 0, "taken": 0}
-    from hf_rmsnorm import fused_layers, layers
-    from hf_rmsnorm import handover as handover_module
+    from hf_rmsnorm.fused import handover as handover_module
+    from hf_rmsnorm.fused import layer as fused_layers
+    from hf_rmsnorm.fused import norm as layers
 
     def leave(*args):
         counts["left"] += 1

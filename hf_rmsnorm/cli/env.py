@@ -15,7 +15,8 @@ def add_arguments(parser) -> None:
 def run(args) -> Result:
     import torch
 
-    from ..bench.environment import versions as installed
+    from benchmarks.environment import versions as installed
+
     from ..ops.backend import describe_backend
 
     versions = installed()

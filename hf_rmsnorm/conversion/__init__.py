@@ -1,13 +1,13 @@
 """LayerNorm checkpoints become RMSNorm checkpoints with the same logits."""
 
-from .adapter import ConvertedAdapter, convert_adapter
-from .convert import ConvertedCheckpoint, PlannedConversion, convert_checkpoint, plan_conversion
-from .fold import plan_fold, write_folded
-from .native import plan_native, write_native
+from .checkpoint.source import ConversionError
+from .judge.publish import VerificationFailed
 from .plan import ConversionPlan, ConversionRefused
-from .postnorm_write import PostNormCheckpoint, convert_post_norm, plan_post_norm
-from .publish import VerificationFailed
-from .source import ConversionError
+from .targets.adapter import ConvertedAdapter, convert_adapter
+from .targets.centred import ConvertedCheckpoint, PlannedConversion, convert_checkpoint, plan_conversion
+from .targets.fold import plan_fold, write_folded
+from .targets.native import plan_native, write_native
+from .targets.postnorm.write import PostNormCheckpoint, convert_post_norm, plan_post_norm
 
 __all__ = [
     "ConversionError",

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .fused_layers import untouched
-from .layers import operands
-from .ops import fused_qk_norm, qk_norm_backend, resolve_backend
-from .ops.backend import likeness
-from .ops.qk import qk_likeness, qk_plan_of, rotated
-from .rewrite import CannotRewrite, call, compiled_again, forward_source
+from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
+from ..ops.backend import likeness
+from ..ops.qk import qk_likeness, qk_plan_of, rotated
+from .layer import untouched
+from .norm import operands
+from .source import CannotRewrite, call, compiled_again, forward_source
 
 _DEFER, _SETTLE, _HELD = "_hf_rmsnorm_defer", "_hf_rmsnorm_settle", "_hf_rmsnorm_held"
 _is_compiling = torch.compiler.is_compiling

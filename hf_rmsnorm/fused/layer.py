@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .derived import derive, marked
+from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
+from ..ops.backend import likeness, transformed
+from ..ops.norm import plan_of
 from .handover import leave
-from .layers import operands
-from .ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
-from .ops.backend import likeness, transformed
-from .ops.norm import plan_of
-from .rewrite import CannotRewrite, guarded, with_sums, wrapped_alike
+from .norm import operands
+from .source import CannotRewrite, guarded, with_sums, wrapped_alike
+from .subclass import derive, marked
 
 _is_compiling = torch.compiler.is_compiling
 _any_global_hook = torch.nn.modules.module._has_any_global_hook

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import torch
 
-from .derived import derive, marked
-from .formula import NormSpec
+from ..formula import NormSpec
+from ..ops import formula_refusal, fused_norm, keeps_output, parameters_refusal, resolve_backend
+from ..ops.backend import Plans, likeness
+from ..ops.norm import launched_norm, plan_of
 from .handover import take
-from .ops import formula_refusal, fused_norm, keeps_output, parameters_refusal, resolve_backend
-from .ops.backend import Plans, likeness
-from .ops.norm import launched_norm, plan_of
+from .subclass import derive, marked
 
 Layout = Literal["last", "channels_first", "heads"]
 

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, centre_, mending, own_names
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
 from ..patching.saving import watch
+from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, centre_, mending, own_names
 
 
 class Recentre:

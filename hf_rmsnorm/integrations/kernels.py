@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers import fused_forward, fused_part
-from ..patching.recognise import recognise
+from ..fused.norm import fused_forward, fused_part
+from ..patching.formula.recognise import recognise
 
 DEVICES = ("cuda", "rocm", "xpu", "cpu")
 _KEPT = "_hf_rmsnorm_kernel"

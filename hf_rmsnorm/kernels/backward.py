@@ -16,7 +16,7 @@ norm is centered. Not with a gate, a weight before the norm, or an eps outside t
 import triton
 import triton.language as tl
 
-from .common import activation, hat_of_output, load, round_hat, row_offsets, scale_of, store
+from .device import activation, hat_of_output, load, round_hat, row_offsets, scale_of, store
 
 
 @triton.jit

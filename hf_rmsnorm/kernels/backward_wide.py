@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .backward import eps_outside_factor
-from .common import hat_of_output, load, round_hat, row_offsets, scale_of, store
+from .device import hat_of_output, load, round_hat, row_offsets, scale_of, store
 
 
 @triton.jit

@@ -7,7 +7,7 @@ length and strides are not, so a new batch or sequence length compiles nothing.
 import triton
 import triton.language as tl
 
-from .common import activation, load, normalised, root, round_hat, round_product, row_offsets, scale_of, step, store
+from .device import activation, load, normalised, root, round_hat, round_product, row_offsets, scale_of, step, store
 
 
 @triton.jit

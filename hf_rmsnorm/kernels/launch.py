@@ -12,9 +12,9 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import backward, backward_wide, counting, forward
-from .config import COLUMNS, REDUCE
 from .interpreter import faithful_interpreter
 from .plan import VECTOR, BackwardPlan, ForwardPlan, backward_plan, code_of, forward_plan
+from .sizes import COLUMNS, REDUCE
 
 INTERPRETED = not isinstance(forward.norm_forward, triton.runtime.JITFunction)
 HIP = torch.version.hip is not None

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from . import launch, qk
-from .config import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
 from .plan import VECTOR, code_of, formula_key, kernel_rounding, remember
+from .sizes import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
 
 QK_NORM_FORWARD = launch.Kernel(qk.qk_norm_forward)
 QK_NORM_BACKWARD = launch.Kernel(qk.qk_norm_backward)

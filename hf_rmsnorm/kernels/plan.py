@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
-from .config import COLUMNS, BackwardConfig, ForwardConfig, backward_config, forward_config
 from .rows import RowAddress, flat_strides, memory_order, row_address
+from .sizes import COLUMNS, BackwardConfig, ForwardConfig, backward_config, forward_config
 
 VECTOR = 8  # elements: 16 bytes of bf16, the widest load
 _PLANS_KEPT = 8_192  # a plan is some hundred bytes; generation with a growing prompt makes one per length

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward import eps_outside_factor, reduce_partials
-from .common import load, normalised, root, round_hat, scale_of, step
+from .device import load, normalised, root, round_hat, scale_of, step
 from .forward import affine
 
 

@@ -12,9 +12,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from ..configuration import settings
-from ..kernels.config import MAX_HIDDEN_SIZE, TILE_MAX
+from ..kernels.sizes import MAX_HIDDEN_SIZE, TILE_MAX
 from .recompute import same_as_forward
+from .settings import settings
 
 BACKENDS = ("auto", "triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

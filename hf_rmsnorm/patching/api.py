@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from .chain import fuse_layers
+from .layers.links import fuse_layers
+from .plan import Globs, Plan, make_plan
 from .report import PatchReport
 from .saving import unwatch, watch
 from .swap import fuse, remember, restore, swap, unfuse
-from .walk import Globs, Plan, make_plan
 
 
 def patch_model(

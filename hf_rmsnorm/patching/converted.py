@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 
-from ..invariant import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms, trained_as_rms
-from ..layers import Recipe
+from ..fused.norm import Recipe
 from ..ops.backend import PLAIN_TYPES
+from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms, trained_as_rms
 
 STAYS = "stays the LayerNorm that it is: "
 _HARMLESS = ("transformers.", "torch.distributed.")  # whose hooks move tensors, and do not change what is in them

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ..layers import Recipe, fused_class, fused_part
+from ..fused.norm import Recipe, fused_class, fused_part
 from .converted import STAYS, conversion_of
-from .recognise import Verdict, class_name, recognise
+from .formula.recognise import Verdict, class_name, recognise
 from .report import PatchReport, Skipped, Swapped
 from .swap import replaced_forward
 

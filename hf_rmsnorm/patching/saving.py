@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
-from ..derived import derive, marked
-from ..invariant import RECORD_KEY, trained_as_rms
-from ..layers import fused_part
+from ..fused.norm import fused_part
+from ..fused.subclass import derive, marked
+from ..record import RECORD_KEY, trained_as_rms
 
 TRAINED = (
     "this model was trained as RMSNorm: loaded without hf_rmsnorm.patch_model, what is saved here computes LayerNorm, "

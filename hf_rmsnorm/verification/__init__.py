@@ -1,10 +1,10 @@
 """Proof that a changed model computes what the original does: `verify_equivalence` and its report."""
 
-from .compare import LogitDifference, NoiseFloor
+from .equivalence import verify_equivalence
 from .inspection import Inspection, NaiveSwap, NormInput, inspect_norms
-from .norms import NormCheck
+from .modules import NormCheck
+from .noise import LogitDifference, NoiseFloor
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
-from .run import verify_equivalence
 
 __all__ = [
     "EquivalenceReport",

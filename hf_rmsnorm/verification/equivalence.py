@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from .compare import compare_logits
 from .context import max_positions
 from .float64 import in_float64
-from .norms import changed_modules, check_norms, recording, run_originals
+from .modules import changed_modules, check_norms, recording, run_originals
+from .noise import compare_logits
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
 
 

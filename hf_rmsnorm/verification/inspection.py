@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from .compare import compare_logits
+from .noise import compare_logits
 
 
 @dataclass(frozen=True)

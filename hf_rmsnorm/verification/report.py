@@ -6,8 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from .compare import LogitDifference, NoiseFloor
-from .norms import NormCheck
+from .modules import NormCheck
+from .noise import LogitDifference, NoiseFloor
 
 _SHOWN = 6
 

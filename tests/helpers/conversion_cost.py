@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_rmsnorm.conversion.checkpoint.stream import carry_out
 from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, Copy
-from hf_rmsnorm.conversion.stream import carry_out
 
 HIDDEN = 1024
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from checkpoints import contents, tiny, write_checkpoint
 
-from hf_rmsnorm.conversion import arithmetic
-from hf_rmsnorm.conversion.stream import carry_out
+from hf_rmsnorm.conversion.checkpoint import arithmetic
+from hf_rmsnorm.conversion.checkpoint.stream import carry_out
 
 CALLS = ("write", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "copyfile")
 

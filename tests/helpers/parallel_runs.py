@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import hf_rmsnorm
-from hf_rmsnorm import count_launches, fused_layers, use_backend
+from hf_rmsnorm import count_launches, use_backend
+from hf_rmsnorm.fused import layer as fused_layers
 
 RANKS = 2
 PATHS = [str(Path(__file__).parent), str(Path(hf_rmsnorm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

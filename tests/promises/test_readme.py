@@ -78,7 +78,7 @@ def test_limits_it_names_are_there():
 
 
 def test_tolerances_of_other_primitives_are_those_of_the_code():
-    from hf_rmsnorm.patching.compare import MAX_DIFFERING, MAX_ULPS
+    from hf_rmsnorm.patching.formula.closeness import MAX_DIFFERING, MAX_ULPS
 
     bf16, fp16 = (f"{MAX_DIFFERING[dtype]:.1%}" for dtype in (torch.bfloat16, torch.float16))
     assert f"held to {MAX_ULPS} ulp in float32 and to {bf16} of differing elements in bfloat16, {fp16} in" in PROSE

@@ -181,8 +181,8 @@ def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
 
 @budgeted
 def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
-    from hf_rmsnorm.kernels.config import backward_config
     from hf_rmsnorm.kernels.launch_qk import PROGRAMS_PER_SM as QK_PROGRAMS_PER_SM
+    from hf_rmsnorm.kernels.sizes import backward_config
 
     for kernel in compiled(DEFAULT):
         variant = kernel["variant"]

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_rmsnorm.bench import kernels, models, peers, plot, tables
-from hf_rmsnorm.bench.shapes import SHAPES, TINY
-from hf_rmsnorm.bench.timing import Stopwatch
+from benchmarks import kernels, models, peers, plot, tables
+from benchmarks.shapes import SHAPES, TINY
+from benchmarks.timing import Stopwatch
 from hf_rmsnorm.cli.main import main
 
 ENVELOPE = {"format", "bench", "started", "versions", "device", "driver", "platform", "commit", "dtype", "not_measured"}

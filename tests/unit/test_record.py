@@ -6,8 +6,8 @@ import pytest
 import torch
 from conversion_models import carry_out, causal_lm, config_of
 
-from hf_rmsnorm.conversion.discovery import discover
-from hf_rmsnorm.invariant import RECORD_KEY, complaint, make_record, recorded_norms, uncentred
+from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.record import RECORD_KEY, complaint, make_record, recorded_norms, uncentred
 
 
 def converted(name, dtype=torch.float64):

@@ -8,7 +8,7 @@ import shutil
 from math import prod
 from pathlib import Path
 
-from ..invariant import RECORD_KEY
+from ...record import RECORD_KEY
 from .recipe import Job
 from .source import INDEX, Source
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .plan import Centre, ConversionPlan, Scale
+from ..plan import Centre, ConversionPlan, Scale
 from .source import COPIED, FLOATS, ConversionError, SafetensorsShard, Source, StoredTensor
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from .folder import write_other_files
-from .plan import ConversionPlan
+from ..plan import ConversionPlan
+from .files import write_other_files
 from .recipe import Job, make_job
 from .shards import WrittenShard, header_of, read_factors, sha256_of, write_shard
 from .source import ConversionError, open_source

@@ -16,8 +16,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from .arithmetic import as_bytes
-from .folder import copy_others
-from .native_tensors import Expression, Stored
+from .expressions import Expression, Stored
+from .files import copy_others
 from .shards import sha256_of
 from .source import COPIED, FLOATS, INDEX, ConversionError, Source, open_source
 from .staging import Staging, already_exists, clear_errors, destination, durable_file, staging_for, write_all

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from ..invariant import RECORD_KEY, is_centred, shorten
-from ..verification.compare import NOISE_FACTOR
+from ...record import RECORD_KEY, is_centred, shorten
+from ...verification.noise import NOISE_FACTOR
+from ..checkpoint.source import read_json
+from ..plan import Centre, ConversionPlan
 from .pair import side_by_side
-from .plan import Centre, ConversionPlan
-from .source import read_json
 
 LEAK = "rounding moves the mean of the stream, and what reads this norm would multiply that"
 

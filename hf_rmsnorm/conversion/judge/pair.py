@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..verification.context import prompt_length
-from .source import ConversionError
-from .twin import TOKENS as RANDOM_TOKENS
-from .twin import config_and_class, default_inputs, one_line, output_tensors, quiet
+from ...verification.context import prompt_length
+from ..checkpoint.source import ConversionError
+from ..twin.twin import TOKENS as RANDOM_TOKENS
+from ..twin.twin import config_and_class, default_inputs, one_line, output_tensors, quiet
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -48,9 +48,9 @@ class Pair:
 
     def judge(self):
         """(figures for people, `NoiseFloor`) of the result, by the source's own error against float64."""
-        from ..verification import verify_equivalence
-        from ..verification.compare import compare_logits
-        from ..verification.float64 import in_float64
+        from ...verification import verify_equivalence
+        from ...verification.float64 import in_float64
+        from ...verification.noise import compare_logits
 
         source, result, extra = self.source, self.result, {}
         generates = source.can_generate() and not source.config.is_encoder_decoder and not self.streamed
@@ -82,7 +82,7 @@ class Pair:
 
     def judge_as_rms(self):
         """As `judge`, with the result's norms as its config records them."""
-        from .. import patched
+        from ... import patched
 
         with patched(self.result) as report:
             count = sum(record.converted for record in report.swapped)

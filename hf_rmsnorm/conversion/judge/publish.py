@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from .. import __version__
-from .source import ConversionError
-from .verify import Verification
+from ... import __version__
+from ..checkpoint.source import ConversionError
+from .folder import Verification
 
 SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[^/]+)$")  # in the cache of the hub
 

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import torch
 
-from ..invariant import RECORD_KEY, Writers
-from .convert import CARD_HEADING
+from ...record import RECORD_KEY, Writers
+from ..checkpoint.recipe import make_job
+from ..checkpoint.shards import read_factors
+from ..checkpoint.source import ADAPTER_FILES, FLOATS, ConversionError, Source, open_source
+from ..checkpoint.staging import clear_errors
+from ..checkpoint.stream import Result, carry_out
+from ..judge.folder import Verification, not_centred
+from ..judge.pair import fits_memory, side_by_side
+from ..judge.publish import Judged, add_to_card, provenance
+from ..plan import Centre, ConversionPlan, ConversionRefused, Scale
+from ..twin.keys import KeyMap
+from ..twin.twin import Twin, make_twin
+from .centred import CARD_HEADING
 from .fold import FOLDED
-from .keys import KeyMap
-from .pair import fits_memory, side_by_side
-from .plan import Centre, ConversionPlan, ConversionRefused, Scale
-from .publish import Judged, add_to_card, provenance
-from .recipe import make_job
-from .shards import read_factors
-from .source import ADAPTER_FILES, FLOATS, ConversionError, Source, open_source
-from .staging import clear_errors
-from .stream import Result, carry_out
-from .twin import Twin, make_twin
-from .verify import Verification, not_centred
 
 PLAN = "conversion_plan.json"
 MERGE = "merge it into the base, and convert that"

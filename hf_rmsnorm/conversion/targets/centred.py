@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..invariant import RECORD_KEY
-from ..paths import compact_paths
-from .discovery import discover
-from .plan import ConversionPlan, ConversionRefused
-from .prove import ProofReport, prove
-from .publish import Judged, add_to_card, provenance
-from .stream import Result, carry_out
-from .twin import make_twin
-from .verify import Verification, verify_folder
+from ...paths import compact_paths
+from ...record import RECORD_KEY
+from ..checkpoint.stream import Result, carry_out
+from ..judge.folder import Verification, verify_folder
+from ..judge.publish import Judged, add_to_card, provenance
+from ..plan import ConversionPlan, ConversionRefused
+from ..twin.discover import discover
+from ..twin.prove import ProofReport, prove
+from ..twin.twin import make_twin
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
 

@@ -20,20 +20,20 @@ from pathlib import Path
 
 import torch
 
-from .convert import PlannedConversion, Publication
-from .folder import merged
-from .keys import KeyMap, saved_tensors
+from ..checkpoint.expressions import Centred, Expression, Filled, FoldedBias, Scaled, Stored, Transposed
+from ..checkpoint.files import merged
+from ..checkpoint.recipe import Job, Recipe, make_job
+from ..checkpoint.source import open_source
+from ..checkpoint.write import MAX_SHARD_SIZE, Written, write_computed
+from ..judge.folder import Verification
+from ..judge.publish import Judged, add_to_card, provenance
+from ..plan import ConversionRefused, Scale
+from ..twin.keys import KeyMap, saved_tensors
+from ..twin.layer_norms import find_layer_norms
+from ..twin.prove import BOUND, difference, load_tensors
+from ..twin.twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
+from .centred import PlannedConversion, Publication
 from .native import Memory, judge_folders
-from .native_tensors import Centred, Expression, Filled, FoldedBias, Scaled, Stored, Transposed
-from .native_write import MAX_SHARD_SIZE, Written, write_computed
-from .norms import find_layer_norms
-from .plan import ConversionRefused, Scale
-from .prove import BOUND, difference, load_tensors
-from .publish import Judged, add_to_card, provenance
-from .recipe import Job, Recipe, make_job
-from .source import open_source
-from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
-from .verify import Verification
 
 CARD_HEADING = "## Norms folded into the linears that read them"
 FOLDED = "hf_rmsnorm_folded"  # in the metadata of the shards

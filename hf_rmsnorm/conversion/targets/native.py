@@ -14,19 +14,19 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ..invariant import RECORD_KEY, trained_as_rms
-from ..verification.recorded import as_recorded
-from .keys import saved_tensors
-from .native_target import NativeTarget, native_targets, refused
-from .native_tensors import Stored, Values, is_zero, largest_output
-from .native_write import MAX_SHARD_SIZE, Folder, Written, write_computed
-from .pair import side_by_side
-from .plan import ConversionRefused
-from .prove import BOUND
-from .publish import Judged, add_to_card, provenance
-from .source import Source, open_source
-from .twin import Twin, config_of, give_weights, in_double, make_twin, new_model, quiet, run, shapes_of
-from .verify import Verification
+from ...record import RECORD_KEY, trained_as_rms
+from ...verification.recorded import as_recorded
+from ..checkpoint.expressions import Stored, Values, is_zero, largest_output
+from ..checkpoint.source import Source, open_source
+from ..checkpoint.write import MAX_SHARD_SIZE, Folder, Written, write_computed
+from ..judge.folder import Verification
+from ..judge.pair import side_by_side
+from ..judge.publish import Judged, add_to_card, provenance
+from ..plan import ConversionRefused
+from ..twin.keys import saved_tensors
+from ..twin.prove import BOUND
+from ..twin.twin import Twin, config_of, give_weights, in_double, make_twin, new_model, quiet, run, shapes_of
+from .native_build import NativeTarget, native_targets, refused
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 

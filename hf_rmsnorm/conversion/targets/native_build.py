@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from ..invariant import RECORD_KEY, trained_as_rms
+from ...record import RECORD_KEY, trained_as_rms
+from ..checkpoint.expressions import Centred, Expression, Filled, FoldedBias, Plus, Rows, Scaled, Stored
+from ..plan import ConversionRefused
 from .native_rules import PAIRS, Pair
-from .native_tensors import Centred, Expression, Filled, FoldedBias, Plus, Rows, Scaled, Stored
-from .plan import ConversionRefused
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ..invariant import RECORD_KEY, trained_as_rms
-from .native_tensors import Centred, Expression, Rows, Stored, Transposed
+from ...record import RECORD_KEY, trained_as_rms
+from ..checkpoint.expressions import Centred, Expression, Rows, Stored, Transposed
 
 Linears = Iterator[tuple[str, str, bool]]
 

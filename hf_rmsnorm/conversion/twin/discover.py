@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import __version__, invariant
+from ... import __version__
+from ... import record as invariant
+from ..plan import ConversionPlan, ConversionRefused, Copy, NormRecord
 from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
 from .keys import Hit, KeyMap
+from .layer_norms import LayerNorm, find_layer_norms, hooked
 from .naming import named_as_stored, stored_names
-from .norms import LayerNorm, find_layer_norms, hooked
-from .plan import ConversionPlan, ConversionRefused, Copy, NormRecord
 from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model, one_line, run
 from .unreached import behind_masks, refuse_if_unreached
 

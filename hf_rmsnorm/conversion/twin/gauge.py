@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .keys import Hit
-from .norms import LayerNorm, hooked
+from .layer_norms import LayerNorm, hooked
 from .twin import run
 
 GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not

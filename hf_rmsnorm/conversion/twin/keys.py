@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from .plan import Centre, ConversionRefused, Copy, Scale
+from ..plan import Centre, ConversionRefused, Copy, Scale
 from .twin import quiet
 
 

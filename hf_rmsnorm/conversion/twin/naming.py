@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from .plan import ConversionPlan, ConversionRefused
-from .source import read_json, read_keys
+from ..checkpoint.source import read_json, read_keys
+from ..plan import ConversionPlan, ConversionRefused
 
 
 def stored_names(folder: Path) -> set[str]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..plan import ConversionPlan, ConversionRefused
 from .gauge import centred, input_means
 from .keys import saved_tensors
+from .layer_norms import find_layer_norms, hooked
 from .naming import named_as_stored
-from .norms import find_layer_norms, hooked
-from .plan import ConversionPlan, ConversionRefused
 from .twin import Twin, give_weights, new_model, quiet, run
 
 BOUND = 1e-12

@@ -16,12 +16,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..invariant import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
-from ..verification.context import max_positions
-from ..verification.float64 import Float64Mode
-from .plan import ConversionRefused
+from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
+from ...verification.context import max_positions
+from ...verification.float64 import Float64Mode
+from ..checkpoint.source import read_json
+from ..plan import ConversionRefused
 from .shrink import shrunk
-from .source import read_json
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
 # up to MIDDLE are tried before larger ones.

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from ..plan import ConversionRefused
 from .gauge import Gauge, centre, gauge_test, input_means, weight_axis
 from .keys import Hit, KeyMap
-from .norms import LayerNorm
-from .plan import ConversionRefused
+from .layer_norms import LayerNorm
 from .twin import MISFITS, Twin, new_model, run
 
 _NUMBER = re.compile(r"\d+")

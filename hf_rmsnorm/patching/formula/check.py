@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from ..layers import Recipe
-from ..reference import reference_norm
-from .compare import close
+from ...fused.norm import Recipe
+from ...reference import reference_norm
+from .closeness import close
+from .inputs import NotInFamily, Trial
 from .probe import Unusable
-from .trial import NotInFamily, Trial
 
 
 def prove(trial: Trial, recipe: Recipe, exact: bool) -> Recipe:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..formula import HALF_DTYPES, NormSpec
-from ..reference import in_groups
+from ...formula import HALF_DTYPES, NormSpec
+from ...reference import in_groups
 
 EPS32 = 2.0**-23
 # The same formula by other primitives. x / sqrt(v) for x * rsqrt(v) is three roundings, weight and bias two on either

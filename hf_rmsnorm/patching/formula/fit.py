@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from ..formula import GATES, ROUNDINGS, NormSpec
-from ..layers import Recipe
-from ..ops.backend import TILE_MAX
-from .compare import close, same_bits
+from ...formula import GATES, ROUNDINGS, NormSpec
+from ...fused.norm import Recipe
+from ...ops.backend import TILE_MAX
+from .check import prove
+from .closeness import close, same_bits
+from .inputs import NotInFamily, Trial
 from .lookalikes import describe
 from .probe import Unusable, own_tensors, plain_attributes
-from .prove import prove
-from .trial import NotInFamily, Trial
 
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back from an output.
 EPS_READING = 2e-6

@@ -7,10 +7,10 @@ import math
 
 import torch
 
-from ..layers import Recipe
-from ..ops.backend import MAX_HIDDEN_SIZE
-from ..reference import reference_norm
-from .compare import close, nearly, same_bits
+from ...fused.norm import Recipe
+from ...ops.backend import MAX_HIDDEN_SIZE
+from ...reference import reference_norm
+from .closeness import close, nearly, same_bits
 from .lookalikes import describe
 from .probe import DrawsRandom, Probe, Unusable
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .compare import close
+from .closeness import close
 from .probe import Probe
 
 

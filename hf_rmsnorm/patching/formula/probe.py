@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .compare import same_bits
+from .closeness import same_bits
 
 # What nn.Module keeps on every instance: parameters, hooks and the like. The copy starts with fresh ones.
 MODULE_STATE = frozenset(torch.nn.Module().__dict__) | {"_compiled_call_impl"}

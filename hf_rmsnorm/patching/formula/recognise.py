@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers import Recipe
-from ..ops.backend import MAX_HIDDEN_SIZE
+from ...fused.norm import Recipe
+from ...ops.backend import MAX_HIDDEN_SIZE
 from .fit import Fit
+from .inputs import NotANorm, NotInFamily
 from .probe import (
     INSTANCE_FORWARDS,
     MODULE_STATE,
@@ -23,7 +24,6 @@ from .probe import (
     neutral_modes,
     plain_attributes,
 )
-from .trial import NotANorm, NotInFamily
 
 # A name only makes a module worth a line in the report when it is not swapped.
 NORM_NAME = re.compile(r"(rms|layer|qk|head|add|gated)_?norm", re.IGNORECASE)

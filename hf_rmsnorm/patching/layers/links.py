@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..fused_attention import QKFusion, find_qk
-from ..fused_layers import Fusion, layer_part, link
-from ..layers import fused_part
-from ..ops.qk import MAX_HEAD_DIM
-from ..rewrite import CannotRewrite
-from .dataflow import find_fusion, norms_of
-from .probe import neutral_modes
-from .report import FusedLayer
-from .swap import fuse, replaced_forward, unfuse, unfused
+from ...fused.attention import QKFusion, find_qk
+from ...fused.layer import Fusion, layer_part, link
+from ...fused.norm import fused_part
+from ...fused.source import CannotRewrite
+from ...ops.qk import MAX_HEAD_DIM
+from ..formula.probe import neutral_modes
+from ..report import FusedLayer
+from ..swap import fuse, replaced_forward, unfuse, unfused
+from .sums import find_fusion, norms_of
 
 
 @dataclass

@@ -17,12 +17,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..fused_layers import Fusion
-from ..handover import leave, take
-from ..layers import fused_part, operands
-from ..rewrite import CannotRewrite, changes_itself, forward_source, sums, with_sums
-from .probe import is_plain
-from .swap import restore, unfused
+from ...fused.handover import leave, take
+from ...fused.layer import Fusion
+from ...fused.norm import fused_part, operands
+from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
+from ..formula.probe import is_plain
+from ..swap import restore, unfused
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many

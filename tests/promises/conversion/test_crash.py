@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from checkpoints import contents, tiny, write_checkpoint
 
+from hf_rmsnorm.conversion.checkpoint.source import ConversionError
+from hf_rmsnorm.conversion.checkpoint.stream import carry_out
 from hf_rmsnorm.conversion.plan import ConversionPlan
-from hf_rmsnorm.conversion.source import ConversionError
-from hf_rmsnorm.conversion.stream import carry_out
 
 TESTS = Path(__file__).parent
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from hf_rmsnorm import patch_model
-from hf_rmsnorm.conversion.norms import find_layer_norms
-from hf_rmsnorm.invariant import RECORD_KEY, make_record
+from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
+from hf_rmsnorm.record import RECORD_KEY, make_record
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "distil.py"
 WORDS = [f"w{i}" for i in range(60)]

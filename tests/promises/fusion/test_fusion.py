@@ -11,8 +11,8 @@ import torch
 from fusion_models import BOTH, IDS, build, layers_of
 
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
-from hf_rmsnorm import handover as handover_module
-from hf_rmsnorm.fused_layers import layer_part
+from hf_rmsnorm.fused import handover as handover_module
+from hf_rmsnorm.fused.layer import layer_part
 
 FUSED = {
     "llama": BOTH,

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, jvp, vmap
 
-from hf_rmsnorm import handover, patch_model, use_backend
+from hf_rmsnorm import patch_model, use_backend
+from hf_rmsnorm.fused import handover
 
 
 def both(family="llama", **config):

@@ -7,8 +7,8 @@ import tiny_models
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from benchmarks.counting import Operators, saved_bytes
 from hf_rmsnorm import count_launches, patch_model, rms_norm, use_backend
-from hf_rmsnorm.bench.counting import Operators, saved_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.layers import fused_part
+from hf_rmsnorm.fused.norm import fused_part
 
 orders = pytest.mark.parametrize("order", ["patch first", "shard first"])
 ids = tiny_models.token_ids()

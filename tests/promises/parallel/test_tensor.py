@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend
-from hf_rmsnorm.layers import fused_part
+from hf_rmsnorm.fused.norm import fused_part
 
 ORDERS = ("patch first", "plan first")
 NORMS_OF = {"llama": 5, "qwen3": NORMS}

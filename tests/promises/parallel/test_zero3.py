@@ -16,7 +16,7 @@ from parallel_runs import (
 from torch.utils._pytree import tree_map_only
 
 from hf_rmsnorm import patch_model, unpatch_model
-from hf_rmsnorm.layers import fused_part
+from hf_rmsnorm.fused.norm import fused_part
 
 # What DeepSpeed does, in one process: hooks on every module that owns parameters, and autograd functions around its
 # inputs and outputs that gather and release for the backward.

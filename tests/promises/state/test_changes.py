@@ -58,7 +58,7 @@ def test_a_wrapper_that_kept_the_fused_forward_runs_the_original_after_unpatchin
     kept = module.forward
     module.forward = lambda x: kept(x)
     assert unpatch_model(module) == 1
-    monkeypatch.setattr("hf_rmsnorm.layers.fused_norm", lambda *a: pytest.fail("the fused forward ran"))
+    monkeypatch.setattr("hf_rmsnorm.fused.norm.fused_norm", lambda *a: pytest.fail("the fused forward ran"))
     with use_backend("reference"):
         assert torch.equal(module(X), llama_formula(module, X))
 

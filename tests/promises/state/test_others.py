@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_rmsnorm
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
-from hf_rmsnorm.layers import fused_part
+from hf_rmsnorm.fused.norm import fused_part
 
 ids = tiny_models.token_ids()
 

@@ -11,7 +11,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.layers import fused_part
+from hf_rmsnorm.fused.norm import fused_part
 
 peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
 

@@ -17,7 +17,7 @@ from user_norms import Evenly
 
 import hf_rmsnorm
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.layers import fused_part
+from hf_rmsnorm.fused.norm import fused_part
 
 ids = tiny_models.token_ids()
 PATHS = [str(Path(__file__).parent), str(Path(hf_rmsnorm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

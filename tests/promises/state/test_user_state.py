@@ -28,7 +28,8 @@ from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from user_norms import Evenly
 
-from hf_rmsnorm import layers, patch_model, unpatch_model, use_backend
+from hf_rmsnorm import patch_model, unpatch_model, use_backend
+from hf_rmsnorm.fused import norm as layers
 
 
 def x8():

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm import patch_model, use_backend
 from hf_rmsnorm.demo import demo_path
+from hf_rmsnorm.fused.norm import fused_part
 from hf_rmsnorm.integrations import HfRmsNormCallback
-from hf_rmsnorm.layers import fused_part
 
 trl = pytest.importorskip("trl", reason="it is of the extra 'test' from Python 3.11 on, which it needs")
 datasets = pytest.importorskip("datasets", reason="TRL's own dependency")

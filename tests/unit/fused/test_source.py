@@ -9,7 +9,7 @@ from fusion_models import fused, row
 from torch import nn
 
 from hf_rmsnorm import patch_model, use_backend
-from hf_rmsnorm.patching import dataflow
+from hf_rmsnorm.patching.layers import sums as dataflow
 
 ODD = '''
 import functools

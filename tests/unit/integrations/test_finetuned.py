@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_rmsnorm import Recentre, convert_checkpoint, patch_model, train_as_rms, unpatch_model, use_backend
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import demo_path
-from hf_rmsnorm.invariant import RECORD_KEY, is_centred
 from hf_rmsnorm.patching.converted import conversion_of
+from hf_rmsnorm.record import RECORD_KEY, is_centred
 
 peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
 

@@ -11,7 +11,7 @@ from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.kernels import launch
-from hf_rmsnorm.kernels.config import backward_config, forward_config
+from hf_rmsnorm.kernels.sizes import backward_config, forward_config
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm
 

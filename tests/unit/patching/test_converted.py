@@ -10,8 +10,8 @@ from accelerate import disk_offload
 from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, GPT2Model
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
-from hf_rmsnorm.conversion.discovery import discover
-from hf_rmsnorm.conversion.prove import convert_tensors
+from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.twin.prove import convert_tensors
 
 IDS = torch.arange(3, 35).view(2, 16)
 

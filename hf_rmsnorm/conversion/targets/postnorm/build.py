@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from .discovery import ZERO_MEAN, would_tie_a_head
-from .gauge import centre, centred, gauge_test, input_means
-from .keys import Hit, KeyMap
-from .norms import LayerNorm, find_layer_norms
-from .plan import ConversionRefused
-from .postnorm_trace import FFN, Sum, find_ffns, find_sums, grow_config
-from .twin import Twin, make_twin, new_model, plain
+from ...plan import ConversionRefused
+from ...twin.discover import ZERO_MEAN, would_tie_a_head
+from ...twin.gauge import centre, centred, gauge_test, input_means
+from ...twin.keys import Hit, KeyMap
+from ...twin.layer_norms import LayerNorm, find_layer_norms
+from ...twin.twin import Twin, make_twin, new_model, plain
+from .trace import FFN, Sum, find_ffns, find_sums, grow_config
 
 NEURONS = 2
 

@@ -16,13 +16,15 @@ from dataclasses import asdict, dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from .. import __version__, invariant
-from .discovery import ZERO_MEAN
-from .gauge import input_means
-from .keys import Hit, saved_tensors
-from .norms import LayerNorm, find_layer_norms
-from .plan import ConversionRefused, NormRecord
-from .postnorm_build import (
+from .... import __version__
+from .... import record as invariant
+from ...plan import ConversionRefused, NormRecord
+from ...twin.discover import ZERO_MEAN
+from ...twin.gauge import input_means
+from ...twin.keys import Hit, saved_tensors
+from ...twin.layer_norms import LayerNorm, find_layer_norms
+from ...twin.twin import default_inputs, quiet, run
+from .build import (
     NEURONS,
     Structure,
     as_double,
@@ -35,8 +37,7 @@ from .postnorm_build import (
     refuse_without_neurons,
     tie_changes,
 )
-from .postnorm_fit import fit_means, measure, run_as_rms, subtract
-from .twin import default_inputs, quiet, run
+from .fit import fit_means, measure, run_as_rms, subtract
 
 BOUND = 1e-12  # of the largest output: what an exact conversion may change in float64
 OTHER = "its input is the work of several modules or of an activation"

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from .gauge import weight_axis
-from .norms import LayerNorm, hooked
-from .postnorm_trace import Sum
-from .twin import run
+from ...twin.gauge import weight_axis
+from ...twin.layer_norms import LayerNorm, hooked
+from ...twin.twin import run
+from .trace import Sum
 
 RIDGE = 1e-6  # of the mean diagonal of the normal equations
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from .gauge import weight_axis
-from .norms import LayerNorm, hooked
-from .twin import MISFITS, run, shapes_of
+from ...twin.gauge import weight_axis
+from ...twin.layer_norms import LayerNorm, hooked
+from ...twin.twin import MISFITS, run, shapes_of
 
 EQUAL = 1e-10  # of the largest element; float64 leaves 1e-15
 RECENT = 64  # linear calls before a norm that are looked at

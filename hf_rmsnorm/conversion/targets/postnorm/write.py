@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from ..invariant import RECORD_KEY
-from ..verification.context import max_positions
-from .folder import copy_others
-from .pair import side_by_side, tokenizer_of
-from .plan import ConversionRefused
-from .postnorm import HELD_OUT, PostNormConversion, PostNormReport, exact_post_norm, fit_post_norm
-from .publish import Judged, add_to_card, provenance
-from .source import Source, open_source
-from .staging import clear_errors, destination, staging_for
-from .stream import run_check
-from .twin import config_and_class, quiet
-from .verify import Verification
+from ....record import RECORD_KEY
+from ....verification.context import max_positions
+from ...checkpoint.files import copy_others
+from ...checkpoint.source import Source, open_source
+from ...checkpoint.staging import clear_errors, destination, staging_for
+from ...checkpoint.stream import run_check
+from ...judge.folder import Verification
+from ...judge.pair import side_by_side, tokenizer_of
+from ...judge.publish import Judged, add_to_card, provenance
+from ...plan import ConversionRefused
+from ...twin.twin import config_and_class, quiet
+from .convert import HELD_OUT, PostNormConversion, PostNormReport, exact_post_norm, fit_post_norm
 
 LEVELS = ("exact", "fit")
 SENTENCES = 256

@@ -8,9 +8,9 @@ import torch
 from checkpoints import CONFIG, contents, tiny, trained, write_checkpoint
 from safetensors.torch import save_file
 
+from hf_rmsnorm.conversion.checkpoint.source import ConversionError
+from hf_rmsnorm.conversion.checkpoint.stream import carry_out
 from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, Copy, Scale
-from hf_rmsnorm.conversion.source import ConversionError
-from hf_rmsnorm.conversion.stream import carry_out
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hf_rmsnorm.conversion import arithmetic
+from hf_rmsnorm.conversion.checkpoint import arithmetic
+from hf_rmsnorm.conversion.checkpoint.stream import carry_out
 from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, Copy, Scale
-from hf_rmsnorm.conversion.stream import carry_out
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

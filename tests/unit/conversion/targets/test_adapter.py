@@ -198,7 +198,7 @@ def test_what_is_missing_is_said(bases, tmp_path, capsys, monkeypatch):
         convert_adapter(adapter, out, base=base, converted=base)
     with pytest.raises(ConversionError, match="no adapter_config.json: pass the folder of a PEFT adapter"):
         convert_adapter(converted, out, base=base, converted=converted)
-    monkeypatch.setattr("hf_rmsnorm.conversion.adapter.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_rmsnorm.conversion.targets.adapter.find_spec", lambda name: None)
     done = convert_adapter(adapter, out, base=base, converted=converted)
     assert "4 centred tensors read again; the pairs were not run, which needs PEFT" in str(done)
     (adapter / "second").mkdir()

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.conversion import convert_checkpoint
-from hf_rmsnorm.conversion.fold import fold_of, folded, plan_fold, write_folded
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.twin import give_weights, in_double, make_twin
+from hf_rmsnorm.conversion.targets.fold import fold_of, folded, plan_fold, write_folded
+from hf_rmsnorm.conversion.twin.twin import give_weights, in_double, make_twin
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -74,7 +74,7 @@ def test_a_second_reader_keeps_its_norm(monkeypatch):
 
 
 def test_an_incomplete_fold_does_not_pass(monkeypatch):
-    from hf_rmsnorm.conversion import fold as module
+    from hf_rmsnorm.conversion.targets import fold as module
 
     def without_biases(folds, names):
         made = folded(folds, names)

@@ -10,12 +10,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_rmsnorm.conversion import native, native_tensors
-from hf_rmsnorm.conversion.discovery import discover
-from hf_rmsnorm.conversion.native import native_target, plan_native, prove_native, write_native
+from hf_rmsnorm.conversion.checkpoint import expressions as native_tensors
+from hf_rmsnorm.conversion.checkpoint.source import ConversionError
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.source import ConversionError
-from hf_rmsnorm.conversion.twin import give_weights, in_double, make_twin
+from hf_rmsnorm.conversion.targets import native
+from hf_rmsnorm.conversion.targets.native import native_target, plan_native, prove_native, write_native
+from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.twin.twin import give_weights, in_double, make_twin
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -190,7 +191,7 @@ def test_the_bound_of_a_clip_holds_and_is_close():
 
 def test_a_broken_pair_is_not_proven(monkeypatch):
     """A bias left out, or heads whose channels stay where they were, show in the proof."""
-    from hf_rmsnorm.conversion import native_target as module
+    from hf_rmsnorm.conversion.targets import native_build as module
 
     twin = make_twin(config_of("gpt_neox", use_parallel_residual=False))
     assert prove_native(twin).passed

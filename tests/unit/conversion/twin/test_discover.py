@@ -9,11 +9,11 @@ from conversion_models import CONFIGS, carry_out, causal_lm, config_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_rmsnorm.conversion.discovery import discover
-from hf_rmsnorm.conversion.norms import find_layer_norms
 from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, ConversionRefused
-from hf_rmsnorm.conversion.prove import prove
-from hf_rmsnorm.conversion.twin import make_twin, run
+from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
+from hf_rmsnorm.conversion.twin.prove import prove
+from hf_rmsnorm.conversion.twin.twin import make_twin, run
 
 SAMPLE = ("gpt2", "persimmon", "phimoe", "olmo_tied", "cohere_qk", "stablelm_parallel", "blenderbot", "dinov2")
 

@@ -13,13 +13,13 @@ from transformers import (
     XLMRobertaXLForCausalLM,
 )
 
-from hf_rmsnorm.conversion.discovery import discover
-from hf_rmsnorm.conversion.gauge import input_means
-from hf_rmsnorm.conversion.keys import saved_tensors
-from hf_rmsnorm.conversion.norms import find_layer_norms
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.prove import load_tensors, prove
-from hf_rmsnorm.conversion.twin import make_twin
+from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.twin.gauge import input_means
+from hf_rmsnorm.conversion.twin.keys import saved_tensors
+from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
+from hf_rmsnorm.conversion.twin.prove import load_tensors, prove
+from hf_rmsnorm.conversion.twin.twin import make_twin
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 SOUND = {

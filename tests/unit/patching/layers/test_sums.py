@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm import patch_model, patched, use_backend
 from hf_rmsnorm.ops import backend as backend_module
-from hf_rmsnorm.patching import chain, dataflow
+from hf_rmsnorm.patching.layers import links as chain
+from hf_rmsnorm.patching.layers import sums as dataflow
 
 
 def test_patching_changes_nothing_that_a_forward_changes():

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from hf_rmsnorm import patch_model, unpatch_model
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.postnorm import exact_post_norm, fit_post_norm
-from hf_rmsnorm.conversion.twin import give_weights
-from hf_rmsnorm.invariant import recorded_norms, uncentred
+from hf_rmsnorm.conversion.targets.postnorm.convert import exact_post_norm, fit_post_norm
+from hf_rmsnorm.conversion.twin.twin import give_weights
+from hf_rmsnorm.record import recorded_norms, uncentred
 
 KINDS = list(postnorm_models.KINDS)
 

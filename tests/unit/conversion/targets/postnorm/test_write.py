@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertM
 
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.cli.main import main
-from hf_rmsnorm.conversion import ConversionRefused, VerificationFailed, convert_post_norm, postnorm_write
-from hf_rmsnorm.conversion.twin import give_weights
+from hf_rmsnorm.conversion import ConversionRefused, VerificationFailed, convert_post_norm
+from hf_rmsnorm.conversion.targets.postnorm import write as postnorm_write
+from hf_rmsnorm.conversion.twin.twin import give_weights
 from hf_rmsnorm.demo import demo_path
 
 
