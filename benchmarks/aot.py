@@ -1,9 +1,9 @@
 """Compile the kernels ahead of time, without a GPU, and read registers, spills and access widths from the result.
 
-    python scripts/aot.py                                       the table of sm_90, RMSNorm in bf16
-    python scripts/aot.py sm_80,gfx942:gemma-bf16:128,4096      TARGETS:VARIANTS:SIZES, and more of them if wanted
-    python scripts/aot.py sm_90:: --json                        every variant and size, one JSON object a kernel
-    python scripts/aot.py sm_90:: --tighten tests/aot_budgets.json
+    python benchmarks/aot.py                                       the table of sm_90, RMSNorm in bf16
+    python benchmarks/aot.py sm_80,gfx942:gemma-bf16:128,4096      TARGETS:VARIANTS:SIZES, and more of them if wanted
+    python benchmarks/aot.py sm_90:: --json                        every variant and size, one JSON object a kernel
+    python benchmarks/aot.py sm_90:: --tighten tests/tools/aot_budgets.json
 
 The kernels are compiled by the package's own launch code: Triton is handed a driver of this script that names a target
 and launches nothing. So the signatures, the constants and the launch shapes are those of a real call.

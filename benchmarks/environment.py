@@ -6,33 +6,11 @@ import contextlib
 import platform
 import shutil
 import subprocess
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors")
+from hf_rmsnorm.cli.env import PACKAGES, versions
+
 PEERS = ("liger-kernel", "quack-kernels")
-
-
-def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Versions by name, Python's and this package's first; None for what is not installed."""
-    import torch
-
-    from hf_rmsnorm import __version__
-
-    found = {"hf-rmsnorm": __version__, "python": platform.python_version()}
-    found |= {name: _version(name) for name in packages} | {"torch": torch.__version__}  # with its build
-    if torch.version.cuda or torch.version.hip:
-        found["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
-    return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # triton goes by other names too, pytorch-triton-rocm is one
-        return None if find_spec(name) is None else import_module(name).__version__
 
 
 def ask(*command: str) -> str | None:
@@ -60,8 +38,8 @@ def environment(cuda: bool) -> dict:
             "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         }
     facts["commit"] = None
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     with contextlib.suppress(OSError):  # an installed copy lies in no checkout, or in somebody else's
-        if (root / "scripts" / "gpu_check.py").is_file():
+        if (root / "benchmarks" / "gpu_check.py").is_file():
             facts["commit"] = ask("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
     return facts

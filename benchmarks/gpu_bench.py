@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.exit(f"{__doc__.strip()}\n\nThis is no program by itself: run scripts/gpu_check.py (see its --help)")
+    sys.exit(f"{__doc__.strip()}\n\nThis is no program by itself: run benchmarks/gpu_check.py (see its --help)")
 
 import time
 from dataclasses import replace

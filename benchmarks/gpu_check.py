@@ -1,9 +1,9 @@
 """Everything only a GPU can tell about this package, in one call of under nine minutes.
 
-    python scripts/gpu_check.py                # on a machine with a GPU; nothing needs to be installed but the
+    python benchmarks/gpu_check.py                # on a machine with a GPU; nothing needs to be installed but the
                                                # dependencies and pytest, and no network is used
-    python scripts/gpu_check.py --dry-run      # every path on the CPU with tiny shapes, in Triton's interpreter
-    python scripts/gpu_check.py --show FILE    # print the tables of an earlier result
+    python benchmarks/gpu_check.py --dry-run      # every path on the CPU with tiny shapes, in Triton's interpreter
+    python benchmarks/gpu_check.py --show FILE    # print the tables of an earlier result
 
 Sections, each in a process of its own (a crashed CUDA context or a hang ends one section, not the run):
 
@@ -87,7 +87,7 @@ def run_tests(section: Section) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         # A dry run rehearses the bodies of the GPU tests alone; elsewhere any test file may have marked tests.
-        where = ["tests/test_gpu.py", "tests/test_gpu_models.py"] if section.dry_run else ["tests"]
+        where = ["tests/gpu"] if section.dry_run else ["tests"]
         command = [sys.executable, "-m", "pytest", *where, "-m", "gpu", "-q", "-p", "no:cacheprovider",
                    "--continue-on-collection-errors", f"--junitxml={report}"]  # fmt: skip
         if importlib.util.find_spec("xdist") and not section.dry_run:

@@ -13,7 +13,7 @@ _HOMES = {
     "rms_norm": "ops",
     "layer_norm": "ops",
     "use_backend": "ops",
-    "settings": "configuration",
+    "settings": "ops.settings",
     "count_launches": "kernels",
     "patch_model": "patching",
     "unpatch_model": "patching",

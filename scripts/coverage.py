@@ -23,7 +23,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests" / "helpers")]
 if "--interpreter" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
+from .. import __version__
 from .common import Result
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors")
 
 
 def add_arguments(parser) -> None:
     """`env` takes none of its own."""
 
 
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
+    """Versions by name, Python's and this package's first; None for what is not installed."""
+    import torch
+
+    found = {"hf-rmsnorm": __version__, "python": platform.python_version()}
+    found |= {name: _version(name) for name in packages} | {"torch": torch.__version__}  # with its build
+    if torch.version.cuda or torch.version.hip:
+        found["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # triton goes by other names too, pytorch-triton-rocm is one
+        return None if find_spec(name) is None else import_module(name).__version__
+
+
 def run(args) -> Result:
     import torch
 
-    from benchmarks.environment import versions as installed
-
     from ..ops.backend import describe_backend
 
-    versions = installed()
+    installed = versions()
     names = [("cpu", platform.processor() or platform.machine())]
     present = torch.accelerator.current_accelerator(check_available=True)
     if present is not None:
@@ -32,13 +54,13 @@ def run(args) -> Result:
         devices.append({"device": device, "name": name, "backend": backend, "reason": reason})
 
     data = {
-        "versions": versions,
+        "versions": installed,
         "platform": platform.platform(),
         "triton_interpret": os.environ.get("TRITON_INTERPRET") == "1",
         "devices": devices,
     }
-    width = max(map(len, versions))
-    lines = [f"{name:<{width}}  {value or 'not installed'}" for name, value in versions.items()]
+    width = max(map(len, installed))
+    lines = [f"{name:<{width}}  {value or 'not installed'}" for name, value in installed.items()]
     lines += [f"{'platform':<{width}}  {data['platform']}", ""]
     lines += [f"{d['device']} ({d['name']}): backend {d['backend']}, because {d['reason']}" for d in devices]
     return Result(data, "\n".join(lines))

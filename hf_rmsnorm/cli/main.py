@@ -9,13 +9,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from benchmarks import command as bench
-
 from .. import __version__
 from . import convert, env, generate, inspect, report, verify
 from .common import CliError, one_line, say
 
-COMMANDS = (report, verify, inspect, convert, generate, bench, env)
+COMMANDS = (report, verify, inspect, convert, generate, env)
 
 
 class Parser(argparse.ArgumentParser):

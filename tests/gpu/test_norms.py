@@ -7,7 +7,6 @@ import copy
 import threading
 
 import pytest
-import test_qk as qk
 import torch
 from gpu import (
     BF16,
@@ -30,6 +29,7 @@ from tolerance import assert_as_accurate, one_ulp
 from hf_rmsnorm import count_launches, rms_norm, use_backend
 from hf_rmsnorm.ops import fused_qk_norm
 from hf_rmsnorm.reference import reference_norm
+from tests.unit.kernels import test_qk as qk
 
 pytestmark = gpu_tests
 

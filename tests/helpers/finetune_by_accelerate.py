@@ -5,12 +5,12 @@ accelerate serves FSDP on accelerators alone. Told that these processes are on s
 
 import os
 import sys
-from pathlib import Path
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from places import EXAMPLES
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(EXAMPLES))
 
 import finetune  # noqa: E402
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from places import EXAMPLES
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(EXAMPLES))
 
 import finetune  # noqa: E402
 import saving  # noqa: E402

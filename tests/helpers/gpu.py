@@ -1,8 +1,8 @@
 """What the tests of real hardware share: the device, the marks, and how a norm is run and fused.
 
 `pytest -m gpu` runs those tests on the current GPU. ``HF_RMSNORM_REHEARSE_GPU_TESTS=1 TRITON_INTERPRET=1 pytest -m gpu
-tests/test_gpu.py tests/test_gpu_models.py`` runs the bodies of those that can on the CPU with fewer sizes, so that a
-mistake in a test is found where there is no GPU; scripts/gpu_check.py --dry-run does that.
+tests/gpu`` runs the bodies of those that can on the CPU with fewer sizes, so that a
+mistake in a test is found where there is no GPU; benchmarks/gpu_check.py --dry-run does that.
 """
 
 import copy

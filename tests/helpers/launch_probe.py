@@ -1,4 +1,4 @@
-"""Prints, as JSON, what the launch code asks of Triton for a target of scripts/aot.py.
+"""Prints, as JSON, what the launch code asks of Triton for a target of benchmarks/aot.py.
 
 It is a script for test_launch.py: Triton compiles nothing in a process where it interprets.
 """
@@ -9,7 +9,9 @@ import tempfile
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from places import ROOT
+
+sys.path.insert(0, str(ROOT))
 
 import aot  # noqa: E402
 import torch  # noqa: E402

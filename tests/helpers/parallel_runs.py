@@ -3,21 +3,20 @@
 import contextlib
 import os
 from collections import Counter
-from pathlib import Path
 
 import tiny_models
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from places import PYTHONPATH
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-import hf_rmsnorm
 from hf_rmsnorm import count_launches, use_backend
 from hf_rmsnorm.fused import layer as fused_layers
 
 RANKS = 2
-PATHS = [str(Path(__file__).parent), str(Path(hf_rmsnorm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+PATHS = [PYTHONPATH, os.environ.get("PYTHONPATH", "")]
 NORMS = 9  # of a tiny Qwen3
 
 

@@ -7,18 +7,17 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from places import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_rmsnorm
 from hf_rmsnorm.cli.main import COMMANDS, build_parser
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -85,7 +84,7 @@ def test_tolerances_of_other_primitives_are_those_of_the_code():
 
 
 def test_it_names_what_the_table_of_budgets_holds():
-    (version, table), = json.loads((ROOT / "tests/aot_budgets.json").read_text(encoding="utf-8")).items()
+    (version, table), = json.loads((ROOT / "tests/tools/aot_budgets.json").read_text(encoding="utf-8")).items()
     assert f"for Triton {version} alone" in PROSE
     rows = [row.split() for row in table]
     on_sm_90 = {variant.split("-")[0] for target, variant, _ in rows if target == "sm_90"}

@@ -1,7 +1,7 @@
-"""Budgets on the machine code of every kernel, compiled ahead of time by scripts/aot.py: no GPU is needed.
+"""Budgets on the machine code of every kernel, compiled ahead of time by benchmarks/aot.py: no GPU is needed.
 
-tests/aot_budgets.json holds registers per thread and programs per multiprocessor for one version of Triton. It began
-with the figures of the design and only ever improves: ``python scripts/aot.py CASES --tighten tests/aot_budgets.json``.
+tests/tools/aot_budgets.json holds registers per thread and programs per multiprocessor for one version of Triton. It
+began with the figures of the design and only ever improves: ``python -m benchmarks.aot CASES --tighten FILE``.
 """
 
 import json
@@ -10,13 +10,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from functools import cache
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 triton = pytest.importorskip("triton", reason="nothing is compiled without Triton")
-ROOT = Path(__file__).resolve().parent.parent
-BUDGETS = json.loads((ROOT / "tests/aot_budgets.json").read_text())
+BUDGETS = json.loads((ROOT / "tests/tools/aot_budgets.json").read_text())
 REGISTER_SLACK = 8
 GATED = ("mamba-bf16", "qwen3_next-bf16")  # no model gates wider rows than 8,192, and these spill in the backward
 OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK", "DXQ", "DXK", "COS",
@@ -52,7 +51,7 @@ budgeted = pytest.mark.skipif(
 @cache
 def compiled(cases, *options):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # it would compile nothing
-    command = [sys.executable, ROOT / "scripts/aot.py", *cases, *options, "--json"]
+    command = [sys.executable, "-m", "benchmarks.aot", *cases, *options, "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)["kernels"]
@@ -176,7 +175,7 @@ def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
         elif kernel["registers"] > budget[0] + REGISTER_SLACK or kernel["blocks"] < budget[1]:
             over.append(f"{name_of(kernel)}: {kernel['registers']} registers, {kernel['blocks']} blocks, not {budget}")
     assert not over
-    assert not unknown or kernels is not compiled(DEFAULT), "compiled, but not in tests/aot_budgets.json"
+    assert not unknown or kernels is not compiled(DEFAULT), "compiled, but not in tests/tools/aot_budgets.json"
 
 
 @budgeted

@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import SCRIPTS
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 COMMITTED = SCRIPTS / "results" / f"convert-{transformers_version}.json"
 needs_table = pytest.mark.skipif(
     not COMMITTED.exists(), reason=f"no table was made with Transformers {transformers_version}"

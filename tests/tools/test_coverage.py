@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT, SCRIPTS
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
 COMMITTED = SCRIPTS / "results" / f"coverage-{transformers_version}.json"
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
 TABLE = json.loads(COMMITTED.read_text(encoding="utf-8")) if COMMITTED.exists() else None

@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "scripts" / "gpu_check.py"
+SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 
 
 def gpu_check(*arguments, **environment):
@@ -99,7 +98,8 @@ def test_sections_without_time_are_skipped_and_named(tmp_path):
 def test_failed_gates_and_exceptions_fail_the_run_but_not_the_other_sections(tmp_path):
     sabotage = tmp_path / "sitecustomize.py"  # runs first in every process: no error is small enough, and no Qwen3
     sabotage.write_text(
-        f"import sys\nsys.path.append({str(ROOT)!r})\nfrom hf_rmsnorm.bench import gate\ngate.FACTOR = -1e9\n"
+        f"import sys\nsys.path.append({str(ROOT)!r})\n"
+        "from hf_rmsnorm.verification import tolerance\ntolerance.FACTOR = -1e9\n"
         "sys.modules['transformers.models.qwen3.modeling_qwen3'] = None\n"
     )
     path = tmp_path / "result.json"

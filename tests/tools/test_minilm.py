@@ -3,13 +3,11 @@
 import importlib.util
 import json
 import string
-from pathlib import Path
 
 import postnorm_models
 import pytest
+from places import SCRIPTS
 from transformers import BertTokenizer
-
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -199,8 +199,8 @@ def test_scripts_answer_help_at_once(tmp_path, script, part, flag):
 
 
 def test_the_measuring_half_of_gpu_check_names_the_program():
-    done = subprocess.run([sys.executable, ROOT / "scripts/gpu_bench.py", "--help"], capture_output=True, text=True)
-    assert "Traceback" not in done.stderr and "run scripts/gpu_check.py" in done.stderr
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/gpu_bench.py", "--help"], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "run benchmarks/gpu_check.py" in done.stderr
 
 
 def test_quickstart_names_every_option_of_the_example():

@@ -7,18 +7,17 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import tiny_models
 import torch
 import transformers
+from places import ROOT
 
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 
-ROOT = Path(__file__).resolve().parent.parent
 NORMS = {"demo:llama": 5 * 2 + 1, "demo:qwen3": 4 * 4 + 1, "demo:gpt2": 5 * 2 + 1}
 
 

@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import HELPERS, PYTHONPATH
 
-TESTS = Path(__file__).parent
 MEBIBYTE = 1 << 20
 
 
 def measure(what, folder, *numbers):
     run = subprocess.run(
-        [sys.executable, str(TESTS / "conversion_cost.py"), what, str(folder), *map(str, numbers)],
+        [sys.executable, str(HELPERS / "conversion_cost.py"), what, str(folder), *map(str, numbers)],
         capture_output=True,
         text=True,
         timeout=1200,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)

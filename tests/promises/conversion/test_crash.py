@@ -8,16 +8,14 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from checkpoints import contents, tiny, write_checkpoint
+from places import HELPERS, PYTHONPATH, ROOT
 
 from hf_rmsnorm.conversion.checkpoint.source import ConversionError
 from hf_rmsnorm.conversion.checkpoint.stream import carry_out
 from hf_rmsnorm.conversion.plan import ConversionPlan
-
-TESTS = Path(__file__).parent
 
 
 @pytest.fixture
@@ -58,11 +56,11 @@ def assert_refused(job, *words, **arguments):
 @pytest.mark.parametrize(("points", "seed"), [(20, 0), pytest.param(200, 1, marks=pytest.mark.slow)], ids=["20", "200"])
 def test_killed_at_any_point(tmp_path, points, seed):
     run = subprocess.run(
-        [sys.executable, str(TESTS / "crash_runs.py"), str(tmp_path), str(points), str(seed)],
+        [sys.executable, str(HELPERS / "crash_runs.py"), str(tmp_path), str(points), str(seed)],
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
     )
     assert run.returncode == 0, run.stderr[-3000:]
     report = json.loads(run.stdout)
@@ -232,7 +230,7 @@ def test_two_conversions_into_one_dst(job):
     def progress(*_):
         if not texts:
             command = [sys.executable, "-c", SECOND, *map(str, job[1:])]
-            run = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent)
+            run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
             texts.append(run.stdout or run.stderr)
 
     carry_out(*job, progress=progress)

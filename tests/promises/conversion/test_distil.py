@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from runpy import run_path
 
 import psutil
 import pytest
 import torch
+from places import EXAMPLES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -19,7 +19,7 @@ from hf_rmsnorm import patch_model
 from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
 from hf_rmsnorm.record import RECORD_KEY, make_record
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "distil.py"
+EXAMPLE = EXAMPLES / "distil.py"
 WORDS = [f"w{i}" for i in range(60)]
 
 

@@ -5,10 +5,10 @@ import pydoc_data.topics
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
@@ -166,7 +166,7 @@ def test_tokenizer_end_of_text(demo):
 )
 def test_training_script_writes_a_loadable_checkpoint(tmp_path, monkeypatch, launcher, processes):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    script = Path(__file__).resolve().parents[1] / "scripts" / "train_demo.py"
+    script = SCRIPTS / "train_demo.py"
     launch = [sys.executable, "-m", launcher] + (["--nproc_per_node=2"] if processes == 2 else [])
     train = [str(script), "--arch", "qwen3", "--steps", "3", "--threads", "1", "--output", str(tmp_path)]
     done = subprocess.run(launch + train, capture_output=True, text=True)

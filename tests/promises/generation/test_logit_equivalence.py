@@ -3,7 +3,7 @@
 By default on the embedded models in float32 and bfloat16, with Triton's interpreter where there is no GPU. On a
 checkpoint of your own, in its own dtype and in float32::
 
-    pytest tests/test_logit_equivalence.py --model PATH_OR_ID
+    pytest tests/promises/generation/test_logit_equivalence.py --model PATH_OR_ID
 """
 
 import gc

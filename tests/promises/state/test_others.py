@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from places import PYTHONPATH
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import hf_rmsnorm
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
 
@@ -135,7 +134,7 @@ json.dump(reports, sys.stdout)
 def test_liger(tmp_path):
     """Liger's own patch; in a process of its own, since it changes the modeling files for every later model."""
     pytest.importorskip("liger_kernel.transformers", reason="Liger is not installed", exc_type=ImportError)
-    paths = [*sys.path, str(Path(__file__).parent), str(Path(hf_rmsnorm.__file__).parents[1])]
+    paths = [*sys.path, PYTHONPATH]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     done = subprocess.run([sys.executable, "-c", LIGER], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

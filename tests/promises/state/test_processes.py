@@ -5,22 +5,21 @@ import queue
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
 import torch.multiprocessing
+from places import PYTHONPATH
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from user_norms import Evenly
 
-import hf_rmsnorm
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
 
 ids = tiny_models.token_ids()
-PATHS = [str(Path(__file__).parent), str(Path(hf_rmsnorm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+PATHS = [PYTHONPATH, os.environ.get("PYTHONPATH", "")]
 FAMILIES = ["qwen3", "gemma2", "gpt2"]
 
 

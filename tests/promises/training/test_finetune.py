@@ -15,13 +15,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from places import ROOT
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.ops import backend
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "examples" / "accelerate"
 sys.path.insert(0, str(ROOT / "examples"))
 

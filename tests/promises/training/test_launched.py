@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import HELPERS, ROOT
 
 from hf_rmsnorm.demo import demo_path
 
-ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--max-steps", "4", "--batch-size", "2", "--block-size", "32", "--save-every", "2"]
 (SECTION,) = re.findall(r"## Fine-tuning\n(.*?)\n## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 COMMANDS = {
@@ -119,7 +119,7 @@ def test_one_process_in_the_place_of_two_is_refused(tmp_path):
 
 
 def test_killed_runs_go_on_to_the_same_losses_and_weights(tmp_path):
-    script = ROOT / "tests" / "finetune_crash.py"
+    script = HELPERS / "finetune_crash.py"
     report = json.loads(output(start([sys.executable, "-W", "ignore", script], tmp_path)).splitlines()[-1])
     assert report["wrong"] == [] and len(report["killed"]) == 10
 

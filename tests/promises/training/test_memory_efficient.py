@@ -5,11 +5,8 @@ import gc
 import pickle
 
 import pytest
-import test_add_norm
-import test_kernels
 import tiny_models
 import torch
-from test_kernels import DTYPES, SPECS, parameters, rows
 from tolerance import FACTOR, assert_as_accurate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +20,9 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend
 from hf_rmsnorm.ops import from_output, fused_add_norm, fused_norm
+from tests.unit.kernels import test_kernels
+from tests.unit.kernels.test_kernels import DTYPES, SPECS, parameters, rows
+from tests.unit.ops import test_add_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODULES = {

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from places import HELPERS, PYTHONPATH
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm import Recentre, convert_checkpoint, patch_model, train_as_rms, unpatch_model, use_backend
@@ -216,11 +216,11 @@ def test_what_cannot_be_kept_centred_is_refused_in_one_line(small):
 
 
 def test_two_processes_keep_what_one_does_under_ddp_and_fully_shard(small, tmp_path):
-    script, root = Path(__file__).with_name("recentre_run.py"), Path(__file__).parents[1]
+    script = HELPERS / "recentre_run.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "store"), str(small), str(converted_olmo(tmp_path))],
         capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{script.parent}", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tiny_models
@@ -21,9 +20,10 @@ from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
 kernels = pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
 
+from places import HELPERS, PYTHONPATH  # noqa: E402
+
 from hf_rmsnorm.integrations.kernels import RMSNorm, kernel_mapping  # noqa: E402
 
-TESTS = Path(__file__).resolve().parent
 INFERENCE, TRAINING = kernels.Mode.INFERENCE, kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
 
 
@@ -177,9 +177,9 @@ def test_a_patched_model_stays_patched_and_a_kernelized_one_is_left_to_kernels(f
 
 
 def test_transformers_own_use_kernels_in_inference_and_training(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, str(TESTS / "kernels_run.py"), str(tmp_path)],
+        [sys.executable, str(HELPERS / "kernels_run.py"), str(tmp_path)],
         capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

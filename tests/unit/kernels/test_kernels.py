@@ -1,6 +1,6 @@
 """The Triton kernels against float64, run by Triton's interpreter where there is no GPU.
 
-Named for the regime each one exercises; the tolerance is the policy of tests/tolerance.py throughout.
+Named for the regime each one exercises; the tolerance is the policy of tests/helpers/tolerance.py throughout.
 """
 
 import pytest

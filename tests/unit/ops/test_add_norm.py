@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from test_kernels import DTYPES, LAYOUTS, SPECS, packed, parameters, rows, transposed, unaligned
 from tolerance import assert_as_accurate
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +16,7 @@ from hf_rmsnorm import count_launches, use_backend
 from hf_rmsnorm.kernels import launch
 from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm
 from hf_rmsnorm.reference import reference_norm
+from tests.unit.kernels.test_kernels import DTYPES, LAYOUTS, SPECS, packed, parameters, rows, transposed, unaligned
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = [name for name, spec in SPECS.items() if spec.gate is None and spec.group_size is None]

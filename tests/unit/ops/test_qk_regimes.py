@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_qk import BF16, DEVICE, FP32, QWEN3, angles, contiguous, gradients, packed, parameters, projected
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -12,6 +11,18 @@ from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import fused_qk_norm, qk_norm_backend
 from hf_rmsnorm.ops.operators import spec_args
 from hf_rmsnorm.ops.qk import qk_norm_backward_op, qk_norm_forward_op
+from tests.unit.kernels.test_qk import (
+    BF16,
+    DEVICE,
+    FP32,
+    QWEN3,
+    angles,
+    contiguous,
+    gradients,
+    packed,
+    parameters,
+    projected,
+)
 
 LAYER_NORM = NormSpec(True, 1e-5, functional=True)
 

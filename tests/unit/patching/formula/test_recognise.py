@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from reports import formula_of, report_on
-from test_lookalikes import l2, lookalike, random_forward
 from torch import nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -20,6 +19,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_rmsnorm import NormSpec, unpatch_model, use_backend
+from tests.unit.patching.formula.test_lookalikes import l2, lookalike, random_forward
 
 FAMILY = [
     (lambda d: LlamaRMSNorm(d, eps=1e-5), NormSpec(False, 1e-5, rounding="before_weight")),

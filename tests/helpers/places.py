@@ -1,0 +1,9 @@
+"""Where things lie in the checkout, and what a child process of a test needs on its path."""
+
+import os
+from pathlib import Path
+
+HELPERS = Path(__file__).resolve().parent
+ROOT = HELPERS.parents[1]
+EXAMPLES, SCRIPTS = ROOT / "examples", ROOT / "scripts"
+PYTHONPATH = os.pathsep.join([str(ROOT), str(HELPERS)])
