@@ -1,7 +1,7 @@
 """From a fresh clone to a test result: ``python3 scripts/run_tests.py [pytest arguments]``.
 
 Makes ``.venv`` with everything pinned, runs the linter and then pytest; exits with pytest's code, or with the
-linter's where only that one complains. Useful arguments: ``-m "not slow"``, ``-k WORD``, ``tests/promises/cli``.
+linter's where only that one complains. Useful arguments: ``-m "not full"``, ``-k WORD``, ``tests/promises/cli``.
 """
 
 import os

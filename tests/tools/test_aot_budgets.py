@@ -58,7 +58,7 @@ def compiled(cases, *options):
 
 
 @pytest.fixture(
-    scope="module", params=[DEFAULT, pytest.param(EVERYTHING, marks=pytest.mark.slow)], ids=["sample", "everything"]
+    scope="module", params=[DEFAULT, pytest.param(EVERYTHING, marks=pytest.mark.nightly)], ids=["sample", "everything"]
 )
 def kernels(request):
     return compiled(request.param)

@@ -66,7 +66,7 @@ def test_a_sample_of_the_table_made_anew(tmp_path):
     assert "gpt_bigcode" in (tmp_path / "some.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_table
 def test_every_causal_type_that_converts_still_does(tmp_path):
     before = {r["type"]: r for r in table() if r["mapping"] == "causal" and r["variants"]}

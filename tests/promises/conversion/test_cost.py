@@ -25,7 +25,7 @@ def measure(what, folder, *numbers):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc, which Linux has")
-@pytest.mark.parametrize(("mebibytes", "shards"), [(256, 2), pytest.param(4096, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mebibytes", "shards"), [(256, 2), pytest.param(4096, 4, marks=pytest.mark.nightly)])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, mebibytes, shards):
     used = measure("memory", tmp_path, mebibytes, shards)
     assert used["largest_shard"] >= mebibytes // shards * MEBIBYTE
@@ -34,7 +34,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, mebibytes, shards):
     assert used["after"] - used["before"] <= 160 * MEBIBYTE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_time_is_that_of_a_copy(tmp_path):
     """At most 1.5 times safetensors' load and save of the same shards, both to the disk: the best of five turns.
 

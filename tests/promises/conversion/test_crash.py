@@ -53,7 +53,7 @@ def assert_refused(job, *words, **arguments):
     return text
 
 
-@pytest.mark.parametrize(("points", "seed"), [(20, 0), pytest.param(200, 1, marks=pytest.mark.slow)], ids=["20", "200"])
+@pytest.mark.parametrize(("points", "seed"), [(20, 0), pytest.param(200, 1, marks=pytest.mark.nightly)], ids=["20", "200"])
 def test_killed_at_any_point(tmp_path, points, seed):
     run = subprocess.run(
         [sys.executable, str(HELPERS / "crash_runs.py"), str(tmp_path), str(points), str(seed)],

@@ -85,7 +85,7 @@ def test_a_static_cache_decodes_the_same_tokens_compiled(family):
     assert len(graphs) == 2, "one for the prompt, one for every token"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reduce_overhead_decodes_the_same_tokens():
     """On a CPU Inductor compiles all of it but captures no CUDA graph."""
     model = tiny_models.build("llama")

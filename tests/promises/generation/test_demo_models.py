@@ -160,7 +160,7 @@ def test_tokenizer_end_of_text(demo):
     assert tokenizer.decode([97, 256], skip_special_tokens=True) == "a"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("launcher", "processes"), [("accelerate.commands.launch", 1), ("torch.distributed.run", 2)], ids=["one", "two"]
 )

@@ -162,8 +162,8 @@ def test_every_tile_width(name, hidden_size):
         ("llama", 70000),
         ("llama", 262144),
         ("layer_norm", 16385),
-        pytest.param("layer_norm", 70000, marks=pytest.mark.slow),
-        pytest.param("layer_norm", 262144, marks=pytest.mark.slow),
+        pytest.param("layer_norm", 70000, marks=pytest.mark.nightly),
+        pytest.param("layer_norm", 262144, marks=pytest.mark.nightly),
     ],
 )
 def test_rows_too_wide_for_registers(name, hidden_size):
@@ -242,7 +242,7 @@ def test_addressable_views_are_read_in_place(layout):
     assert [op for op in dispatched if "permute" not in op] == ["aten.empty_like.default"]
 
 
-@pytest.mark.slow  # 4.3 GB of address space, and the interpreter touches it all
+@pytest.mark.nightly  # 4.3 GB of address space, and the interpreter touches it all
 def test_offsets_beyond_32_bits():
     hidden_size, stride = 64, 2**31 + 64
     storage = torch.zeros(stride + hidden_size, dtype=torch.bfloat16, device=DEVICE)

@@ -23,7 +23,7 @@ def centred_keys(plan):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in sorted(CONFIGS)]
+    "name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.nightly) for n in sorted(CONFIGS)]
 )
 def test_every_norm_becomes_an_rmsnorm_and_the_outputs_stay(name):
     twin = make_twin(config_of(name))
@@ -75,7 +75,7 @@ def test_a_plan_found_on_a_narrow_twin_fits_the_wide_model():
     assert (model.transformer.h[2].mlp.c_proj.weight.mean(1).abs() < 1e-15).all()
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("phimoe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("phimoe", marks=pytest.mark.nightly)])
 def test_configs_of_published_sizes_are_narrowed(name):
     config = AutoConfig.for_model(CONFIGS[name][0])
     twin = make_twin(config)
