@@ -9,6 +9,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..kernels import count_launches
+from ..ops import use_backend
+from ..patching import patched, unpatch_model
 from .context import max_positions
 from .float64 import in_float64
 from .modules import changed_modules, check_norms, recording, run_originals
@@ -84,7 +87,7 @@ def verify_equivalence(
         elif own_patch.paths:
             candidate_state, changed = own_patch.present, own_patch.paths
         else:
-            candidate_state = partial(_patched, reference_model)
+            candidate_state = partial(patched, reference_model)
             with candidate_state() as patch:
                 changed = [record.path for record in patch.swapped if not record.converted]
         if candidate_model is None:
@@ -100,7 +103,8 @@ def verify_equivalence(
             exact_logits = [_logits(reference_model, batch) for batch in batches]
         reference_tokens = [_generate(reference_model, batch, max_new_tokens) for batch in batches]
 
-        with candidate_state(), _backend(backend), _launches() as launches:
+        chosen = nullcontext() if backend is None else use_backend(backend)
+        with candidate_state(), chosen, count_launches() as launches:
             candidate_logits = [_logits(candidate_model, batch) for batch in batches]
             candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
             with torch.no_grad():
@@ -262,7 +266,7 @@ class _OwnPatch:
 
     def __enter__(self):
         try:
-            self._take_out()
+            unpatch_model(self._model)
         except BaseException:
             self._put_back()
             raise
@@ -281,36 +285,13 @@ class _OwnPatch:
         try:
             yield
         finally:
-            self._take_out()
-
-    def _take_out(self):
-        from hf_rmsnorm import unpatch_model
-
-        unpatch_model(self._model)
+            unpatch_model(self._model)
 
     def _put_back(self):
         for (_, module), (cls, forwards) in zip(self._modules, self._before, strict=True):
             if type(module) is not cls:
                 module.__class__ = cls
                 vars(module).update(forwards)
-
-
-def _patched(model: nn.Module):
-    from hf_rmsnorm import patched
-
-    return patched(model)
-
-
-def _backend(name: str | None):
-    from hf_rmsnorm import use_backend
-
-    return nullcontext() if name is None else use_backend(name)
-
-
-def _launches():
-    from hf_rmsnorm import count_launches
-
-    return count_launches()
 
 
 def _paths(reference: nn.Module, candidate: nn.Module, changed: list[str] | None, norms) -> list[str] | None:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from ..patching import patched
 from .noise import compare_logits
 
 
@@ -73,8 +74,6 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         An `Inspection`. Perplexity and the naive swap need logits over a vocabulary and ``input_ids``; they are None
         elsewhere, and `naive` also where the model has no LayerNorm.
     """
-    from .. import patched
-
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     with patched(model) as report:
         formulas = {record.path: record.formula for record in report.swapped}

@@ -7,6 +7,7 @@ import copy
 import torch
 
 from ..formula import NormSpec
+from ..patching import patched
 from ..reference import reference_norm
 
 
@@ -16,8 +17,6 @@ def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
     Args:
         model: one whose config records a conversion; the norms that the record does not name stay as they are.
     """
-    from hf_rmsnorm import patched
-
     result = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     with patched(model, fuse_residual=False) as report:
         recipes = {r.path: type(model.get_submodule(r.path))._hf_rmsnorm_recipe for r in report.swapped if r.converted}
