@@ -13,7 +13,7 @@ from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from ..ops.backend import likeness, transformed
 from ..ops.norm import plan_of
 from .handover import leave
-from .norm import operands
+from .recipe import operands
 from .source import CannotRewrite, guarded, with_sums, wrapped_alike
 from .subclass import derive, marked
 

@@ -7,164 +7,19 @@ hooks, `isinstance`, `repr` and saved bytes stay what they were.
 from __future__ import annotations
 
 import inspect
-import math
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
 
 import torch
 
 from ..formula import NormSpec
-from ..ops import formula_refusal, fused_norm, keeps_output, parameters_refusal, resolve_backend
+from ..ops import fused_norm, resolve_backend
 from ..ops.backend import Plans, likeness
 from ..ops.norm import launched_norm, plan_of
 from .handover import take
+from .recipe import Recipe, one_dtype, shapes_fit, tensor_of
 from .subclass import derive, marked
-
-Layout = Literal["last", "channels_first", "heads"]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to compute one norm module: the formula, and where the module keeps what the formula needs.
-
-    Args:
-        spec: the formula, with the eps found when the module was recognised.
-        weight, bias: names of the module's attributes, None where the formula has none.
-        eps: name of the attribute that holds eps; None if eps is fixed in the code.
-        eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
-        hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
-        settings: attributes of the module, as (name, value), without which it may compute something else.
-        absent: parameters that the module has a place for and does not hold; with one of them it computes another norm.
-        gate: name of the forward's argument that is the gate.
-        gate_optional: without a gate, the module computes the same formula ungated.
-        one_gate_dtype: proven only for gates of x's dtype.
-        other_input: name of a second input that is no known gate; calls that give it are not fused.
-        layout: the input normalises over its ``"last"`` dimension; over its second (``"channels_first"``, as
-            `ConvNextLayerNorm`); or over the last of (..., heads, head_dim), which the output joins (``"heads"``, as
-            `xLSTMMultiHeadLayerNorm`).
-        dims: numbers of dimensions of the input that the formula was proven for; None if any.
-        only_float32: in half precision the module rounds in an order that no `NormSpec` has.
-        not_under_autocast: under autocast the module computes something else.
-        row_major: the output is contiguous whatever the strides of the input.
-        imposed: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
-            RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
-        memory_efficient: the kernels' backward reads the norm's output instead of its input, where that serves. Not of
-            weights that FSDP manages: it writes them past their version.
-
-    Calls that do not meet all this run the module's own forward.
-    """
-
-    spec: NormSpec
-    weight: str | None = None
-    bias: str | None = None
-    eps: str | None = None
-    eps_value: Any = None
-    hidden_size: int | None = None
-    settings: tuple[tuple[str, Any], ...] = ()
-    absent: tuple[str, ...] = ()
-    gate: str | None = None
-    gate_optional: bool = False
-    one_gate_dtype: bool = False
-    other_input: str | None = None
-    layout: Layout = "last"
-    dims: tuple[int, ...] | None = None
-    only_float32: bool = False
-    not_under_autocast: bool = False
-    row_major: bool = False
-    imposed: bool = False
-    memory_efficient: bool = False
-
-    def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
-        """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
-        if (self.settings or self.absent) and self.changes(module):
-            return None
-        if self.eps is None:
-            return self.spec
-        eps = getattr(module, self.eps)
-        if eps == self.eps_value:
-            return self.spec
-        if isinstance(eps, (float, int)) and 0.0 <= eps < math.inf:
-            return self.spec.with_eps(float(eps))
-        return None
-
-    def changes(self, module: torch.nn.Module) -> list[str]:
-        """What about the module is no longer as it was when it was recognised, in words; its eps may be another."""
-        changed = []
-        for name, value in self.settings:
-            now = getattr(module, name, None)
-            if now is not value and now != value:
-                changed.append(f"{name} is now {now}")
-        for name in self.absent:
-            if module._parameters.get(name) is not None:
-                changed.append(f"it has a {name} now")
-        return changed
-
-    @property
-    def restricted(self) -> bool:
-        """Whether more than the operands' shapes decides if a call can be served."""
-        return self.layout != "last" or self.dims is not None or self.only_float32 or self.not_under_autocast
-
-    @property
-    def unadorned(self) -> bool:
-        """Whether this is a norm of one input over its last dimension, and nothing besides."""
-        return not (self.restricted or self.gate or self.other_input or self.spec.group_size or self.row_major)
-
-    def fits(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-        """Whether the formula is what the module computes for this x, if it is ungated."""
-        return (
-            _fits(x, weight, bias, None, self.spec)
-            and (bias is None or weight is None or bias.dtype == weight.dtype)
-            and self.hidden_size in (None, x.shape[-1])
-            and not (self.spec.functional and not _one_dtype(x, weight, bias))
-        )
-
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x as a view (or copy) of rows along its last dimension; None if this call is for the module itself."""
-        if (
-            (self.dims is not None and x.dim() not in self.dims)
-            or (self.only_float32 and x.dtype != torch.float32)
-            or (self.not_under_autocast and torch.is_autocast_enabled(x.device.type))
-        ):
-            return None
-        if self.layout == "channels_first":
-            return x.movedim(1, -1)
-        if self.layout == "heads":
-            return x.flatten(-2) if x.shape[-1] == self.spec.group_size else None
-        return x
-
-    def notes(self) -> str:
-        """What is not fused, and the layout if it is not the usual one, in words for a report; "" if nothing."""
-        words = {"channels_first": ["over dimension 1"], "heads": ["joins heads"]}.get(self.layout, [])
-        if self.only_float32:
-            words.append("in float32 only: in half precision it rounds in its own order, by its own forward")
-        if self.not_under_autocast:
-            words.append("under autocast it runs its own forward")
-        if self.other_input is not None:
-            words.append(f"calls that give {self.other_input!r} run its own forward")
-        if self.imposed:
-            words.append("as the converted checkpoint says")
-        return "; ".join(words)
-
-    def keeps_output(self, module: torch.nn.Module, weight, bias, spec: NormSpec) -> bool:
-        """Whether this call of the module shall keep its output for the backward, not its input."""
-        return (
-            self.memory_efficient
-            and "_is_fsdp_managed_module" not in module.__dict__
-            and keeps_output(weight, bias, spec)
-        )
-
-    def memory_note(self, module: torch.nn.Module) -> str:
-        """What the module, as it is now, keeps for the backward under `memory_efficient`, in words; "" without that."""
-        if not self.memory_efficient:
-            return ""
-        found = operands(module, self)
-        refusal = formula_refusal(self.spec)
-        if refusal is None and found is not None:
-            refusal = parameters_refusal(*found)
-        return "keeps its output for backward" if refusal is None else f"keeps its input for backward: {refusal}"
-
 
 _is_compiling = torch.compiler.is_compiling
 _classes: dict[tuple, type] = {}
@@ -232,8 +87,8 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
             x = args[0]
         else:
             x, gate = _inputs(args, kwargs, input_name, gate_name)
-        weight = None if weight_name is None else _tensor(self, weight_name)
-        bias = None if bias_name is None else _tensor(self, bias_name)
+        weight = None if weight_name is None else tensor_of(self, weight_name)
+        bias = None if bias_name is None else tensor_of(self, bias_name)
         spec = recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
@@ -249,11 +104,11 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
                 or not (gate is None or (isinstance(gate, torch.Tensor) and (any_gate or gate.dtype == x.dtype)))
                 or (bias is not None and weight is not None and bias.dtype != weight.dtype)
                 or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
-                or (functional and not _one_dtype(rows, weight, bias))
+                or (functional and not one_dtype(rows, weight, bias))
             ):
                 return own_forward(self, *args, **kwargs)
             backend = resolve_backend(rows, weight, bias, gate, spec.group_size)
-            if backend == "original" or (backend == "reference" and not _fits(rows, weight, bias, gate, spec)):
+            if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             if like is not None and backend == "triton":
                 plan = plans.keep(like, plan_of(x, weight, bias, spec))
@@ -275,16 +130,6 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
     return forward
 
 
-def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
-    """(weight, bias, formula) of a module as it stands, for a call on its input alone; None where it has not all."""
-    weight = None if recipe.weight is None else _tensor(module, recipe.weight)
-    bias = None if recipe.bias is None else _tensor(module, recipe.bias)
-    spec = recipe.spec_of(module)
-    if spec is None or (weight is None and recipe.weight) or (bias is None and recipe.bias):
-        return None
-    return weight, bias, spec
-
-
 def _imposed_forward(base_forward, recipe: Recipe):
     """What a module whose formula is imposed runs where no kernel serves: that formula, for the same input alone."""
     input_name = list(inspect.signature(base_forward).parameters)[1]
@@ -297,7 +142,7 @@ def _imposed_forward(base_forward, recipe: Recipe):
                 f"{type(self).__name__} runs the RMSNorm that its converted checkpoint records, on one input and with "
                 "the eps it was converted with: unpatch it to call it in another way"
             )
-        weight, bias = (None if name is None else _tensor(self, name) for name in (recipe.weight, recipe.bias))
+        weight, bias = (None if name is None else tensor_of(self, name) for name in (recipe.weight, recipe.bias))
         return fused_norm(x, weight, bias, spec, "reference")
 
     return forward
@@ -316,32 +161,6 @@ def _inputs(args: tuple, kwargs: dict, input_name: str, gate_name: str | None) -
 @cache
 def _ungated(spec: NormSpec) -> NormSpec:
     return replace(spec, gate=None)
-
-
-def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    # nn.Module's own attribute look-up takes as long as a kernel launch's bookkeeping; most weights are parameters.
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
-
-
-def _fits(x, weight, bias, gate, spec: NormSpec) -> bool:
-    """Whether the plain formula, which would broadcast anything, may compute this; the kernels check for themselves."""
-    columns = x.shape[-1:]
-    parameters = [p for p in (weight, bias) if p is not None]
-    return (
-        x.is_floating_point()
-        and len(columns) == 1
-        and (all(p.shape == columns for p in parameters) or all(p.shape == x.shape[-2:] for p in parameters))
-        and (gate is None or gate.shape == x.shape)
-        and (spec.group_size is None or columns[0] % spec.group_size == 0)
-    )
-
-
-def _one_dtype(x, weight, bias) -> bool:
-    # torch's own operators refuse some mixtures of dtypes: leave those to torch, unless autocast resolves them.
-    if (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype):
-        return True
-    return x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)
 
 
 def fused_part(cls: type) -> type | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 
-from ..fused.norm import Recipe
+from ..fused.recipe import Recipe
 from ..ops.backend import PLAIN_TYPES
 from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms, trained_as_rms
 

@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ..fused.norm import Recipe, fused_class, fused_part
+from ..fused.norm import fused_class, fused_part
+from ..fused.recipe import Recipe
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
 from .report import PatchReport, Skipped, Swapped

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from ..fused.layer import Fusion, fused_layer_class, layer_part
-from ..fused.norm import Recipe, fused_class, fused_part
+from ..fused.norm import fused_class, fused_part
+from ..fused.recipe import Recipe
 
 # Instance attributes that can hold a forward: one set on the module, and the one an accelerate hook calls.
 _FORWARD_ATTRIBUTES = ("forward", "_old_forward")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ...fused.norm import Recipe
+from ...fused.recipe import Recipe
 from ...reference import reference_norm
 from .closeness import close
 from .inputs import NotInFamily, Trial

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...formula import GATES, ROUNDINGS, NormSpec
-from ...fused.norm import Recipe
+from ...fused.recipe import Recipe
 from ...ops.backend import TILE_MAX
 from .check import prove
 from .closeness import close, same_bits

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ...fused.norm import Recipe
+from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly, same_bits

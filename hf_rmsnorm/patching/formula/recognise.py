@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...fused.norm import Recipe
+from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from .fit import Fit
 from .inputs import NotANorm, NotInFamily

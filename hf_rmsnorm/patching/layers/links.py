@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...fused.attention import QKFusion, find_qk
 from ...fused.layer import Fusion, layer_part, link
 from ...fused.norm import fused_part
 from ...fused.source import CannotRewrite
@@ -17,6 +16,7 @@ from ...ops.qk import MAX_HEAD_DIM
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfuse, unfused
+from .qk import QKFusion, find_qk
 from .sums import find_fusion, norms_of
 
 

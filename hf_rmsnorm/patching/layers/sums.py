@@ -19,7 +19,8 @@ from torch import nn
 
 from ...fused.handover import leave, take
 from ...fused.layer import Fusion
-from ...fused.norm import fused_part, operands
+from ...fused.norm import fused_part
+from ...fused.recipe import operands
 from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
 from ..formula.probe import is_plain
 from ..swap import restore, unfused

@@ -11,8 +11,9 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.fused.attention import QKFusion, find_qk, is_rotary, prove_rotary
+from hf_rmsnorm.fused.attention import is_rotary
 from hf_rmsnorm.fused.source import CannotRewrite
+from hf_rmsnorm.patching.layers.qk import QKFusion, find_qk, prove_rotary
 
 IDS = tiny_models.token_ids()
 FUSED = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
