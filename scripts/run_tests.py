@@ -1,7 +1,8 @@
-"""From a fresh clone to a test result: ``python3 scripts/run_tests.py [pytest arguments]``.
+"""From a fresh clone to a test result: ``python3 scripts/run_tests.py [--all] [pytest arguments]``.
 
 Makes ``.venv`` with everything pinned, runs the linter and then pytest; exits with pytest's code, or with the
-linter's where only that one complains. Useful arguments: ``-m "not full"``, ``-k WORD``, ``tests/promises/cli``.
+linter's where only that one complains. Runs the quick tier, in minutes; ``--all`` adds the full tests, as CI does, and
+``--nightly`` runs the long ones. Useful pytest arguments: ``-k WORD``, ``tests/promises/cli``, ``--durations 20``.
 """
 
 import os
@@ -17,7 +18,8 @@ def main() -> int:
     print("ruff check", flush=True)
     ruff = subprocess.run([python, "-m", "ruff", "check", "."], cwd=_bootstrap.ROOT).returncode
     # The tests keep one thread busy each; more workers than four would want more memory than they save time.
-    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    # tests/conftest.py puts the longest files first, and they are to stay there.
+    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile", "--no-loadscope-reorder"]
     tests = subprocess.run([python, "-m", "pytest", *workers, *sys.argv[1:]], cwd=_bootstrap.ROOT).returncode
     return tests or ruff
 

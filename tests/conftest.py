@@ -1,22 +1,145 @@
-"""What every test shares: no network, one thread, and Triton's interpreter where there is no GPU."""
+"""What every test shares: no network, one thread, Triton's interpreter where there is no GPU, and the tiers.
 
+``pytest`` runs the quick tier, ``--all`` everything but the nightly tests, ``--nightly`` those alone. A file or a test
+that is named runs with its full tests, and ``-m`` chooses by itself.
+"""
+
+import importlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
 torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
+# CPU seconds, of the test and the processes it waits for: a busy machine stretches wall time, not these.
+QUICK_SECONDS = float(os.environ.get("HF_RMSNORM_QUICK_SECONDS", 3))
+settings.register_profile("quick", max_examples=25, deadline=None)
+settings.register_profile("all", max_examples=150, deadline=None)
+
 
 def pytest_addoption(parser):
     parser.addoption("--model", help="a local checkpoint or a hub id for test_logit_equivalence.py")
+    parser.addoption("--all", action="store_true", help="the quick and the full tests: what CI runs")
+    parser.addoption("--nightly", action="store_true", help="the nightly tests alone")
 
 
 def pytest_configure(config):
     if not config.getoption("--model"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    settings.load_profile("quick" if tier(config) == "quick" else "all")
+
+
+def tier(config):
+    if config.option.markexpr:
+        return f"-m {config.option.markexpr!r}"
+    return "nightly" if config.getoption("--nightly") else "all" if config.getoption("--all") else "quick"
+
+
+def pytest_report_header(config):
+    more = " (--all runs the full tests too, --nightly the long ones)" if tier(config) == "quick" else ""
+    return f"tier: {tier(config)}{more}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    chosen = tier(config)
+    named = {Path(a.partition("::")[0]).resolve() for a in config.args if a.partition("::")[0].endswith(".py")}
+
+    def runs(item):
+        if item.get_closest_marker("nightly") is not None:
+            return chosen == "nightly"
+        full = item.get_closest_marker("full") is not None
+        return chosen == "all" or chosen == "quick" and (not full or item.path in named)
+
+    if not config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+        items[:] = filter(runs, items)
+    # The longest files first, so that no worker is left with one of them at the end.
+    costs = {}
+    for item in items:
+        costs[item.path] = costs.get(item.path, 0) + (10 if item.get_closest_marker("full") else 1)
+    items.sort(key=lambda item: -costs[item.path])
+
+
+class Clock:
+    """CPU seconds of this process and of the children it has waited for."""
+
+    def __init__(self):
+        self.shared = 0.0  # spent in first imports and in fixtures of several tests: no single test is to blame
+        self._importing = False
+
+    def now(self):
+        return sum(os.times()[:4])
+
+    def own(self):
+        return self.now() - self.shared
+
+    def importing(self, *args):
+        if self._importing:
+            return _find_and_load(*args)
+        self._importing, start = True, self.now()
+        try:
+            return _find_and_load(*args)
+        finally:
+            self._importing = False
+            self.shared += self.now() - start
+
+
+clock = Clock()
+_find_and_load = importlib._bootstrap._find_and_load  # every import of what is not loaded yet passes here
+importlib._bootstrap._find_and_load = clock.importing
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    start, shared = clock.now(), clock.shared
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            clock.shared = shared + clock.now() - start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    item.cpu_start, item.own_start = clock.now(), clock.own()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    result = yield
+    spent = clock.own() - item.own_start
+    marked = item.get_closest_marker("full") or item.get_closest_marker("nightly")
+    if tier(item.config) == "quick" and not marked and 0 < QUICK_SECONDS < spent:
+        pytest.fail(
+            f"{spent:.1f} CPU seconds, and a quick test may take {QUICK_SECONDS:g}: make it cheaper or mark it "
+            "@pytest.mark.full (HF_RMSNORM_QUICK_SECONDS sets the limit, 0 none)",
+            pytrace=False,
+        )
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    if call.when == "teardown":
+        item.user_properties.append(("cpu_seconds", round(clock.now() - item.cpu_start, 3)))
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    done = [r for reports in terminalreporter.stats.values() for r in reports if getattr(r, "when", "") == "teardown"]
+    spent = {r.nodeid: value for r in done for name, value in r.user_properties if name == "cpu_seconds"}
+    if spent:
+        terminalreporter.write_line(f"{sum(spent.values()):.0f} CPU seconds in tests and their fixtures")
+    shown = config.option.durations or 0
+    for nodeid in sorted(spent, key=spent.get, reverse=True)[:shown]:
+        terminalreporter.write_line(f"{spent[nodeid]:8.1f} {nodeid}")
 
 
 @pytest.fixture

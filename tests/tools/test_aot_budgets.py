@@ -68,6 +68,7 @@ def name_of(kernel):
     return "{target} {variant} {kernel} N={hidden_size}".format(**kernel)
 
 
+@pytest.mark.full
 def test_every_kernel_compiles_for_every_target(kernels):
     names = defaultdict(set)
     for kernel in kernels:
@@ -127,6 +128,7 @@ def test_rows_move_by_16_bytes(kernels):
     assert not narrow, "bytes per access"
 
 
+@pytest.mark.full
 def test_the_machine_code_keeps_these_widths():
     assert compiled(("sm_90:llama-bf16:128,4096,65536",), "--disassemble")  # the script compares the two
 

@@ -137,6 +137,7 @@ def test_missing_peers_are_named(capsys):
     assert "liger: not importable: " in out and "quack: not importable: " in out
 
 
+@pytest.mark.full
 def test_gpu_paths_of_kernels_with_a_stubbed_clock(rehearsed):
     best = rehearsed["copy_gb_per_s"]["best"]
     assert len(rehearsed["cases"]) == 6
@@ -214,6 +215,7 @@ def test_on_a_cpu_models_are_counted(capsys, what):
     assert data["models"] == {} and "before and after" in data["not_measured"][0]
 
 
+@pytest.mark.full
 def test_host_costs_on_a_cpu(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is an extra")
     out, picture = tmp_path / "host.json", tmp_path / "host.png"

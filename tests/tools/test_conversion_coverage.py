@@ -9,6 +9,8 @@ from places import SCRIPTS
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
+pytestmark = pytest.mark.full
+
 COMMITTED = SCRIPTS / "results" / f"convert-{transformers_version}.json"
 needs_table = pytest.mark.skipif(
     not COMMITTED.exists(), reason=f"no table was made with Transformers {transformers_version}"

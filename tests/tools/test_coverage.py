@@ -67,6 +67,7 @@ def run_coverage(out: Path, mapping: str, types, *options: str) -> dict[str, dic
     return records
 
 
+@pytest.mark.full
 def test_a_sample_drawn_by_date_is_bit_equal_patched_and_unpatched(tmp_path):
     records = run_coverage(tmp_path / "sample.json", "causal", SAMPLE, "--interpreter", "fusion")
     must_run = {t["type"] for t in committed_types("causal") if t["ran"]} & set(SAMPLE)
@@ -84,6 +85,7 @@ def run_of_families(tmp_path_factory) -> dict[tuple[str, str], dict]:
     return records
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("formula", FAMILIES)
 def test_every_formula_of_the_table_is_swapped_bit_equal(formula, run_of_families):
     record = run_of_families[FAMILIES[formula]]
@@ -91,6 +93,7 @@ def test_every_formula_of_the_table_is_swapped_bit_equal(formula, run_of_familie
     assert formula in {family(f) for run in record["runs"] for _, f, _ in run["swapped"]}
 
 
+@pytest.mark.full
 def test_a_wrong_result_is_noticed():
     """A fused norm that is off by one part in a hundred shows in the model and in the norm alone."""
     code = """if True:
@@ -131,6 +134,7 @@ def unnamed(folder: Path | None = None) -> list[str]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_every_norm_class_of_the_installed_transformers_is_swapped_or_named():
     assert unnamed() == []
 

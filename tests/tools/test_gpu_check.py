@@ -8,6 +8,8 @@ import sys
 import pytest
 from places import ROOT
 
+pytestmark = pytest.mark.full
+
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 
 

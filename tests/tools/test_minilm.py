@@ -9,6 +9,8 @@ import pytest
 from places import SCRIPTS
 from transformers import BertTokenizer
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def minilm():

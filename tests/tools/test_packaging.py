@@ -45,6 +45,7 @@ def test_wheel_holds_the_licence_and_the_demo_models_and_nothing_else(wheel):
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"hf_rmsnorm"}
 
 
+@pytest.mark.full
 def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

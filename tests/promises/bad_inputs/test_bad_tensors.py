@@ -70,6 +70,7 @@ def test_unknown_names_of_the_package():
         _ = hf_rmsnorm.rms
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("interpret", ["0", "1"])
 def test_without_triton_everything_but_the_kernels_works(interpret, tmp_path):
     """`triton` is hidden from a new interpreter; TRITON_INTERPRET alone must not make us look for it."""

@@ -178,6 +178,7 @@ def test_report_runs_a_checkpoints_code_only_when_told_to(capsys, tmp_path, monk
 # verify
 
 
+@pytest.mark.full
 def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
     """In a process of its own, as a user runs it: triton has to start under the interpreter where there is no GPU."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
@@ -262,6 +263,7 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
 # generate
 
 
+@pytest.mark.full
 def test_generate_shows_both_texts_and_both_speeds(capsys):
     argv = ("generate", "demo:llama", "--prompt", "The import statement", "--max-new-tokens", "4")
     data = run_json(capsys, *argv)
@@ -334,6 +336,7 @@ def test_a_hub_id_out_of_reach_fails_with_the_cure(capsys, monkeypatch):
     assert "network" in fails(capsys, "report", "no-such-org/no-such-model")
 
 
+@pytest.mark.full
 def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
     code = (
         "import socket, sys, time\nasked = []\n"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from places import HELPERS, PYTHONPATH
 
+pytestmark = pytest.mark.full
+
 MEBIBYTE = 1 << 20
 
 

@@ -53,7 +53,10 @@ def assert_refused(job, *words, **arguments):
     return text
 
 
-@pytest.mark.parametrize(("points", "seed"), [(20, 0), pytest.param(200, 1, marks=pytest.mark.nightly)], ids=["20", "200"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("points", "seed"), [(20, 0), pytest.param(200, 1, marks=pytest.mark.nightly)], ids=["20", "200"]
+)
 def test_killed_at_any_point(tmp_path, points, seed):
     run = subprocess.run(
         [sys.executable, str(HELPERS / "crash_runs.py"), str(tmp_path), str(points), str(seed)],
@@ -224,6 +227,7 @@ def test_another_file_that_changes_half_way(job):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.full
 def test_two_conversions_into_one_dst(job):
     texts = []
 

@@ -28,6 +28,7 @@ class Graphs(list):
         return sum(str(node.target).startswith("hf_rmsnorm.") for graph in self for node in graph.graph.nodes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_graph_break_and_no_recompile_over_batch_sizes(family):
     model = tiny_models.build(family)
@@ -41,6 +42,7 @@ def test_no_graph_break_and_no_recompile_over_batch_sizes(family):
     assert len(graphs) == 1
 
 
+@pytest.mark.full
 def test_training_compiles_once_too():
     model = tiny_models.build("llama").train()
     patch_model(model)
@@ -58,6 +60,7 @@ def test_training_compiles_once_too():
     assert len(graphs) == 1
 
 
+@pytest.mark.full
 def test_what_inductor_sees_is_a_setting():
     model = tiny_models.build("llama")
     ids = tiny_models.token_ids()
@@ -72,6 +75,7 @@ def test_what_inductor_sees_is_a_setting():
         assert graphs.operators() == operators, choice
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_static_cache_decodes_the_same_tokens_compiled(family):
     model = tiny_models.build(family)

@@ -74,6 +74,7 @@ def saved_by_a_layer(family, memory_efficient, tokens, **config):
     return saved(2) - saved(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "sizes", "expected"),
     [

@@ -123,6 +123,7 @@ def test_greedy_text_is_words(demo, vocabulary, prompt):
     assert sum(word in vocabulary for word in words) >= 0.8 * len(words), " ".join(words)
 
 
+@pytest.mark.full
 def test_sampled_text_is_many_words(demo, vocabulary):
     _, model, tokenizer = demo
     words = []

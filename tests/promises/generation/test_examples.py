@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 from places import ROOT
+
+pytestmark = pytest.mark.full
 
 
 def output(cwd, *argv) -> str:

@@ -8,11 +8,14 @@ checkpoint of your own, in its own dtype and in float32::
 
 import gc
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm import verify_equivalence
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
+
+pytestmark = pytest.mark.full
 
 TEXT = "The function returns a list of the names that are defined in the module, sorted in alphabetical order."
 TOKENS = 32

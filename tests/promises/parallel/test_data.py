@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import tiny_models
 import torch
 from accelerate import Accelerator
@@ -29,6 +30,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from hf_rmsnorm import patch_model, unpatch_model
 from hf_rmsnorm.fused.layer import layer_part
 from hf_rmsnorm.fused.norm import fused_part
+
+pytestmark = pytest.mark.full
 
 BF16 = torch.bfloat16
 

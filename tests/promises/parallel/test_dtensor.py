@@ -1,5 +1,6 @@
 """DTensors pass through the registered operators, gradients included: two gloo processes on the CPU."""
 
+import pytest
 import torch
 from parallel_runs import run_ranks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -7,6 +8,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
 from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm, fused_qk_norm, qk_norm_backend
+
+pytestmark = pytest.mark.full
 
 LLAMA = NormSpec(centered=False, eps=1e-6)
 PER_HEAD = NormSpec(centered=True, eps=1e-6, has_bias=True)

@@ -1,5 +1,6 @@
 """Tensor, sequence and context parallelism over two gloo processes, as the unpatched model under the same plan."""
 
+import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
+
+pytestmark = pytest.mark.full
 
 ORDERS = ("patch first", "plan first")
 NORMS_OF = {"llama": 5, "qwen3": NORMS}

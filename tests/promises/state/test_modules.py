@@ -191,6 +191,7 @@ def test_a_norm_already_compiled(how):
     assert launches == 0 and torch.equal(y, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["model.compile()", "torch.compile(model)"])
 @pytest.mark.parametrize("order", ["patch first", "compiled first"])
 def test_a_compiled_model(how, order):

@@ -182,6 +182,7 @@ assert {type(m).__name__ for m in model} == {"LlamaRMSNorm", "Evenly"}
 """
 
 
+@pytest.mark.full
 def test_torch_save_loads_patched_in_a_new_process(tmp_path):
     model = nn.Sequential(LlamaRMSNorm(8), Evenly(8))
     patch_model(model)

@@ -88,6 +88,7 @@ WAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_goes_on_exactly_where_it_stopped_patched_or_not(way, train, tmp_path, capsys):
     whole = train("whole", "--max-steps", 6, "--save-every", 3, *WAYS[way])

@@ -14,6 +14,8 @@ from places import HELPERS, ROOT
 
 from hf_rmsnorm.demo import demo_path
 
+pytestmark = pytest.mark.full
+
 SHORT = ["--max-steps", "4", "--batch-size", "2", "--block-size", "32", "--save-every", "2"]
 (SECTION,) = re.findall(r"## Fine-tuning\n(.*?)\n## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 COMMANDS = {

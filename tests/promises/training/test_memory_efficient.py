@@ -128,6 +128,7 @@ def test_every_formula_in_every_dtype(name, dtype, monkeypatch):
     test_add_norm.check(SPECS[name], x, residual, weight, bias, dh, dy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hidden_size", [32, 39, 128, 1000, 4096, 8192, 14336, 20000])
 @pytest.mark.parametrize("name", ["llama", "gemma", "layer_norm", "no_weight"])
 def test_every_width(name, hidden_size, monkeypatch):

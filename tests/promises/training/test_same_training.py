@@ -97,6 +97,7 @@ def load(folder, patch):
     return model, optimizer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family, way",
     [("llama", "fused"), ("llama", "each norm alone"), ("qwen3", "fused"), ("gpt2", "memory_efficient")],
@@ -132,6 +133,7 @@ def test_the_kernels_go_on_from_an_unpatched_checkpoint_and_back(unpatched, tmp_
     assert not launches
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "gpt2"])
 def test_hundreds_of_steps_of_the_plain_formulas(family, tmp_path):
     runs = []

@@ -9,6 +9,8 @@ from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.fused.norm import fused_part
 from hf_rmsnorm.integrations import HfRmsNormCallback
 
+pytestmark = pytest.mark.full
+
 trl = pytest.importorskip("trl", reason="it is of the extra 'test' from Python 3.11 on, which it needs")
 datasets = pytest.importorskip("datasets", reason="TRL's own dependency")
 peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")

@@ -264,6 +264,7 @@ def deep_model(layers, table_mean, folder):
     model.bfloat16().save_pretrained(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [12, 48])
 def test_a_mean_that_leaks_through_the_last_norm_is_found_and_cured(layers, tmp_path):
     deep_model(layers, 0.5, tmp_path / "src")
@@ -279,6 +280,7 @@ def test_a_mean_that_leaks_through_the_last_norm_is_found_and_cured(layers, tmp_
     assert "rounding moves the mean" in (tmp_path / "dst" / "conversion_plan.json").read_text()
 
 
+@pytest.mark.full
 def test_48_layers_in_bfloat16_are_as_good_as_before(tmp_path):
     deep_model(48, 0.0, tmp_path / "src")
     done = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
@@ -286,6 +288,7 @@ def test_48_layers_in_bfloat16_are_as_good_as_before(tmp_path):
         assert run["verdict"] == "PASS" and run["error"] <= 1.5 * run["source's own error"]
 
 
+@pytest.mark.full
 def test_what_memory_does_not_hold_is_verified_module_by_module(converted, tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000))
     done = convert_checkpoint(GPT2, tmp_path / "dst")

@@ -84,6 +84,7 @@ def gaps(folder, ids):
     return found
 
 
+@pytest.mark.full
 def test_a_hundred_recentred_adamw_steps_keep_layer_norm_and_rms_norm_equal(demo, tmp_path):
     folder, ids = demo
     model = load(folder)
@@ -98,6 +99,7 @@ def test_a_hundred_recentred_adamw_steps_keep_layer_norm_and_rms_norm_equal(demo
     assert trained[1] <= 2**-23 and fresh[1] <= 2**-23
 
 
+@pytest.mark.full
 def test_a_hundred_adamw_steps_alone_move_it(demo, tmp_path):
     folder, ids = demo
     model = load(folder)
@@ -215,6 +217,7 @@ def test_what_cannot_be_kept_centred_is_refused_in_one_line(small):
         Recentre(model)
 
 
+@pytest.mark.full
 def test_two_processes_keep_what_one_does_under_ddp_and_fully_shard(small, tmp_path):
     script = HELPERS / "recentre_run.py"
     done = subprocess.run(

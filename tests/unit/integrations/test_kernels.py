@@ -176,6 +176,7 @@ def test_a_patched_model_stays_patched_and_a_kernelized_one_is_left_to_kernels(f
     assert all("integrations.kernels.RMSNorm.forward" in record.reason for record in report.skipped)
 
 
+@pytest.mark.full
 def test_transformers_own_use_kernels_in_inference_and_training(tmp_path):
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -109,6 +109,7 @@ def test_it_is_patched_once_and_the_report_is_logged_once(tmp_path, patches, log
     assert [line for line in logged if "norms swapped" in line[1]] == [("INFO", str(callback.report))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapter", ["LoRA and all norms", "LNTuning"])
 def test_norms_that_an_adapter_trains(adapter, tmp_path):
     peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
@@ -167,6 +168,7 @@ def test_every_model_that_model_init_makes_is_patched(tmp_path, patches, logged)
     assert sum("norms swapped" in text for _, text in logged) == 1, "equal reports are logged once"
 
 
+@pytest.mark.full
 def test_torch_compile_sees_the_patched_model_and_no_graph_breaks(tmp_path):
     runs = {}
     for name, callback in (("plain", None), ("patched", HfRmsNormCallback())):
@@ -189,6 +191,7 @@ def saved(folder):
     return sorted(path.name for path in folder.iterdir()), (folder / "config.json").read_bytes(), header, len(data)
 
 
+@pytest.mark.full
 def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     runs = {}
@@ -240,6 +243,7 @@ def logits(model):
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
+@pytest.mark.full
 def test_recentre_keeps_what_the_trainer_saves_centred_through_a_resume(converted, tmp_path):
     made = make(tmp_path, load(converted), HfRmsNormCallback(recentre=True), **SAVING)
     whole = losses(made)
@@ -265,6 +269,7 @@ def test_without_it_a_resumed_checkpoint_runs_its_layer_norms_and_the_log_says_s
     assert "no longer has zero mean" in said
 
 
+@pytest.mark.full
 def test_a_converted_model_trained_without_a_choice_is_warned_of_once(converted, tmp_path, logged):
     said = "this converted model trains as RMSNorm, and what is saved loads as LayerNorm"
     for how in ({"recentre": True}, {"train_as_rms": True}, {}):
@@ -282,6 +287,7 @@ def test_a_callback_that_has_patched_is_pickled_for_a_search_in_other_processes(
     assert losses(make(tmp_path, model, again)) == whole and fused(model) == 1
 
 
+@pytest.mark.full
 def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_path):
     made = make(tmp_path, load(converted), HfRmsNormCallback(train_as_rms=True), **SAVING)
     with pytest.warns(UserWarning, match="computes LayerNorm, which is another function"):
@@ -299,6 +305,7 @@ def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_pa
             assert got == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_prepared_model_is_patched_like_any_other(fused_calls):
     """Mixed precision has accelerate wrap the model's forward on the instance; a plugin compiles it."""
     for how in ({"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}):

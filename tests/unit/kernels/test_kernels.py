@@ -140,6 +140,7 @@ def test_every_width_of_a_gated_row(name, hidden_size):
     check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["no_upcast", "textbook", "textbook_layer_norm", "rounded_rstd", "rounded_offset"])
 def test_other_formulas_in_rows_too_wide_for_registers(name):
     weight, bias = parameters(SPECS[name], 20000, torch.bfloat16)
@@ -155,6 +156,7 @@ def test_every_tile_width(name, hidden_size):
     check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "hidden_size"),
     [
@@ -311,7 +313,7 @@ def test_shared_memory_of_the_backward_is_bounded():
                 assert (config.stages - 1) * 2 * config.rows * config.block * itemsize <= limit
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     name=st.sampled_from(sorted(SPECS)),
     # From 8: with two or three columns a gradient is hardly more than the rounding of a cancellation.

@@ -202,6 +202,7 @@ def test_no_rows(name, shape):
     assert not launches
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hidden_size", [64, 20000])
 def test_what_nobody_needs_is_not_computed(hidden_size):
     x, residual, dh, dy = operands((6, hidden_size), torch.bfloat16)

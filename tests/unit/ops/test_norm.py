@@ -113,6 +113,7 @@ def test_compile_of_a_norm_in_groups(backend):
         assert torch.equal(compiled(x), fused_norm(x, weight, None, spec))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inductor(block, backend):
     if DEVICE == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:

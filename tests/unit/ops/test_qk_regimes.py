@@ -58,6 +58,7 @@ def heads():
     return Heads().to(DEVICE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_without_graph_breaks(heads, backend, dynamic):
@@ -74,6 +75,7 @@ def test_compile_without_graph_breaks(heads, backend, dynamic):
     assert bool(launches) == (backend == "triton")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
 def test_dynamic_compile_does_not_recompile_for_new_batches_and_lengths(heads, training):
     torch._dynamo.reset()
@@ -115,6 +117,7 @@ def test_export(heads, strict):
             assert all(map(torch.equal, program.module()(*other), heads(*other)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", [QWEN3, LAYER_NORM])
 def test_opcheck(spec):
     q, k = packed(2, 4, 5, 16, BF16, 0), projected(2, 2, 5, 16, BF16, 1)

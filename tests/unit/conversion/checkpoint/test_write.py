@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import CONFIG, contents, in_memory, load, nearest, tiny, trained, write_checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -60,7 +60,6 @@ def cases(draw):
     return shards, ConversionPlan(centre=tuple(centre), scale=tuple(scale), copy=tuple(copy))
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases(), chunk=st.sampled_from([1, 3, 8, 40, 1 << 20]))
 def test_equal_to_the_conversion_in_memory(case, chunk):
     shards, plan = case

@@ -55,6 +55,7 @@ def save(folder, name, **how):
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["exact", "fit"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_checkpoints_with_a_tokenizer(name, level, tmp_path, monkeypatch, capsys):
