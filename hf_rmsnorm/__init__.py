@@ -25,9 +25,9 @@ _HOMES = {
     "plan_conversion": "conversion",
     "convert_checkpoint": "conversion",
     "convert_adapter": "conversion",
-    "HfRmsNormCallback": "integrations",
-    "Recentre": "integrations",
-    "train_as_rms": "integrations",
+    "HfRmsNormCallback": "integrations.trainer",
+    "Recentre": "integrations.finetuned",
+    "train_as_rms": "integrations.finetuned",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -46,7 +46,7 @@ class HfRmsNormCallback(TrainerCallback):
         ValueError: recentre and train_as_rms together; and, from the Trainer, what those two and `patch_model` raise.
 
     Example:
-        >>> from hf_rmsnorm.integrations import HfRmsNormCallback
+        >>> from hf_rmsnorm import HfRmsNormCallback
         >>> trainer = Trainer(model, args, callbacks=[HfRmsNormCallback()])  # doctest: +SKIP
     """
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_rmsnorm import patch_model, use_backend
+from hf_rmsnorm import HfRmsNormCallback, patch_model, use_backend
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.fused.norm import fused_part
-from hf_rmsnorm.integrations import HfRmsNormCallback
 
 pytestmark = pytest.mark.full
 

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, logging
 
-from hf_rmsnorm import patch_model, unpatch_model, use_backend
+from hf_rmsnorm import HfRmsNormCallback, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
-from hf_rmsnorm.integrations import HfRmsNormCallback, trainer
+from hf_rmsnorm.integrations import trainer
 
 STEPS = 4
 
