@@ -1,6 +1,7 @@
 """Prints, as JSON, what the launch code asks of Triton for a target of benchmarks/aot.py.
 
-It is a script for test_launch.py: Triton compiles nothing in a process where it interprets.
+"rows" are the norms', "heads" those of q and k. It is a script for test_launch.py: Triton compiles nothing in a process
+where it interprets.
 """
 
 import json
@@ -13,12 +14,14 @@ from places import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-import aot  # noqa: E402
 import torch  # noqa: E402
+import triton  # noqa: E402
 
+from benchmarks import aot  # noqa: E402
 from hf_rmsnorm.formula import NormSpec  # noqa: E402
 
 N = 64
+D = 64  # of a head of q and k
 LLAMA = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
 LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 
@@ -71,8 +74,66 @@ def described(launched):
     return [source.name, launch, dict(zip(source.fn.arg_names, values, strict=True))]
 
 
-def main(target):
-    recorder = aot.compile_for(target)
+def signature(source):
+    aligned = [source.fn.arg_names[path[0]] for path, found in source.attrs.items() if found]
+    return {"signature": dict(source.signature), "aligned": aligned}
+
+
+def heads(batch, count, length, layout, shift, dtype=torch.bfloat16):
+    """(batch, count, length, D), `shift` elements behind an aligned address."""
+    if layout == "projected":
+        whole = torch.empty(batch, length, count * D + shift, dtype=dtype)[..., shift:]
+    elif layout == "packed":
+        whole = torch.empty(batch, length, (count + 3) * D + shift, dtype=dtype)[..., shift : count * D + shift]
+    else:
+        return torch.empty(batch, count, length, D + shift, dtype=dtype)[..., shift:]
+    return whole.unflatten(-1, (count, D)).transpose(1, 2)
+
+
+def shapes():
+    """64 (batch, heads, key heads, length, layout): ones, multiples of 16 and others, transposed or not."""
+    sizes = [(b, h, s) for b in (1, 2, 3, 16) for h in ((1, 1), (4, 2), (32, 8), (6, 3)) for s in (1, 7)]
+    sizes += [(b, h, s) for b in (1, 2) for h in ((4, 1), (16, 16)) for s in (16, 48, 333, 1000)]
+    sizes += [(1, (32, 8), 2**k) for k in range(12)]
+    sizes += [(5, (2, 2), 9), (7, (3, 1), 33), (2, (8, 8), 128), (4, (5, 5), 5)]
+    for i, (batch, (q_heads, k_heads), length) in enumerate(sizes):
+        yield batch, q_heads, k_heads, length, ("projected", "packed", "contiguous")[i % 3]
+
+
+def step_of_heads(batch, q_heads, k_heads, length, layout, shift, turned=True):
+    q, k = (heads(batch, count, length, layout, shift) for count in (q_heads, k_heads))
+    weights = [torch.empty(D, dtype=q.dtype) for _ in range(2)]
+    tables = [torch.empty(1 if batch % 2 else batch, length, D, dtype=q.dtype) if turned else None for _ in range(2)]
+    *outputs, rstd, mean = aot.launch_qk.qk_norm_forward(q, k, *weights, *tables, LLAMA, True, False)
+    dq, dk = (torch.empty_like(y) for y in outputs)
+    aot.launch_qk.qk_norm_backward(dq, dk, q, k, *weights, *tables, rstd, mean, LLAMA, (True,) * 4)
+
+
+def of_heads(recorder):
+    facts = {"shapes": len(set(shapes()))}
+    for shift in (0, 1):
+        for shape in shapes():
+            forget()  # so that Triton sees every value, and would compile for those it tells apart
+            step_of_heads(*shape, shift)
+        for shape in shapes():
+            step_of_heads(*shape, shift)
+        facts["aligned" if not shift else "unaligned too"] = compiles()
+
+    for turned in (False, True):
+        forget()
+        recorder.launches.clear()
+        for _ in range(2):
+            step_of_heads(2, 4, 2, 5, "projected", 0, turned)
+        half = len(recorder.launches) // 2
+        first, again = recorder.launches[:half], recorder.launches[half:]
+        facts.setdefault("repeats", []).append([list(map(described, first)), list(map(described, again))])
+        for source, *_ in first:
+            facts.setdefault("sources", {})[f"{source.name} {turned=}"] = signature(source)
+    recorder.launches.clear()
+    return facts
+
+
+def of_rows(recorder, target):
     facts = {}
     for aligned in (True, False):
         for x in views(aligned):
@@ -102,15 +163,12 @@ def main(target):
             facts.setdefault("repeats", []).append([list(map(described, first)), list(map(described, again))])
             if spec is LLAMA and hidden_size == 64:
                 facts.setdefault("sources", {}).update({
-                    f"{source.name} {'with' if residual else 'without'} residual": {
-                        "signature": dict(source.signature),
-                        "aligned": [source.fn.arg_names[path[0]] for path, found in source.attrs.items() if found],
-                    }
+                    f"{source.name} {'with' if residual else 'without'} residual": signature(source)
                     for source, *_ in first
-                })  # fmt: skip
+                })
             recorder.launches.clear()
 
-    hook, told = aot.triton.knobs.runtime.launch_enter_hook, []
+    hook, told = triton.knobs.runtime.launch_enter_hook, []
     dense = torch.empty(3, N, dtype=torch.bfloat16)
     step(dense, dense)
     facts["unhooked"] = [launched[2][6:9] for launched in recorder.launches]
@@ -136,7 +194,12 @@ def main(target):
                 source = next(s for s, *_ in recorder.launches if s.name == "norm_forward")
                 facts.setdefault("x_attributes", []).append([kind for kind, _ in source.attrs[(0,)]])
                 recorder.launches.clear()
-    print(json.dumps(facts))
+    return facts
+
+
+def main(target):
+    recorder = aot.compile_for(target)
+    print(json.dumps({"heads": of_heads(recorder), "rows": of_rows(recorder, target)}))
 
 
 if __name__ == "__main__":
