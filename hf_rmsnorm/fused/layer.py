@@ -30,14 +30,16 @@ class Fusion:
         sites: (position among the ``+`` of the forward's source, name of the child norm that reads the sum); the name
             is "" for the sum that the layer returns, which the next layer's norm reads.
         entry: name of the child norm that reads the layer's input; "" where none does.
+        seen: positions of those sums that something besides norms and operators may get hold of.
     """
 
     sites: tuple[tuple[int, str], ...]
     entry: str = ""
+    seen: tuple[int, ...] = ()
 
     def rewrite(self, base: type) -> Callable:
         """The forward of a class, with these sums made by `add`."""
-        return with_sums(base, dict(self.sites), add)
+        return with_sums(base, {at: (reader, not reader or at in self.seen) for at, reader in self.sites}, add)
 
 
 # layer -> (the module that calls the norm that reads what the layer returns, the norm's name there). Not an attribute
@@ -51,14 +53,20 @@ def link(layer: torch.nn.Module, owner: torch.nn.Module, name: str) -> None:
     _links[layer] = weakref.ref(owner), name
 
 
-def add(layer: torch.nn.Module, left, right, reader: str):
+def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     """``left + right``, with the norm that reads the sum computed in the same launch where that is the same.
 
     Args:
         layer: whose forward this is.
         left, right: whatever the forward adds.
-        reader: name of the norm among the layer's children; "" for the one that reads what the layer returns.
+        site: (name of the norm among the layer's children, "" for the one that reads what the layer returns; whether
+            something besides norms and operators may get hold of the sum). Such a sum is a node of the graph by
+            itself, whose gradient is that of the unfused sum; under `inference_mode` nobody could tell that it was
+            written to, so there it is left alone.
     """
+    reader, seen = site
+    if seen and torch.is_inference_mode_enabled():
+        return left + right
     if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
     norm = layer._modules.get(reader) if reader else _next_norm(layer)
@@ -80,8 +88,8 @@ def add(layer: torch.nn.Module, left, right, reader: str):
             return left + right
         if like is not None and backend == "triton":
             plan = plans.keep(like, plan_of(right, weight, bias, spec, left))
-    if reader or backend != "triton":
-        if not reader and torch.is_grad_enabled():
+    if not seen or backend != "triton":
+        if seen and torch.is_grad_enabled():
             return left + right
         keep_output = recipe.keeps_output(norm, weight, bias, spec)
         total, output = fused_add_norm(right, left, weight, bias, spec, backend, keep_output, plan)
@@ -99,10 +107,10 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
     owner = owner()
     if (
         owner is None
+        or layer._forward_hooks  # they may write to what it returns, past its version
         or owner._forward_pre_hooks  # they may fetch or change its weights: FSDP2, DeepSpeed, a user's own
         or "_hf_hook" in owner.__dict__
         or "forward" in owner.__dict__  # it may bring the weights in as hooks do
-        or torch.is_inference_mode_enabled()  # tensors have no version there
         or (layer.training and getattr(layer, "gradient_checkpointing", False))
         # Non-reentrant checkpoints and offloading of activations: what one region makes no other may use.
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -12,7 +12,8 @@ import inspect
 import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from ...fused.recipe import operands
 from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
 from ..formula.probe import is_plain
 from ..swap import restore, unfused
+from .reach import is_seen
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
@@ -89,8 +91,15 @@ def _learn(layer: nn.Module) -> Fusion | str:
         except Exception:  # a stub returns what this forward does not expect, which any error can say
             continue
         if output.shape == x.shape and torch.equal(output, expected):
-            return _proven(base, stand_in, norms, noted.fusion(output), expected, x)
+            return _proven(base, stand_in, norms, _seen(noted.fusion(output), definition, norms), expected, x)
     return "its forward does not run on stand-ins for what is not a norm"
+
+
+def _seen(fusion: Fusion, definition: ast.FunctionDef, norms: Iterable[str]) -> Fusion:
+    """The fusion, told which of its sums something else may get hold of."""
+    totals, itself = sums(definition), definition.args.args[0].arg
+    seen = [at for at, reader in fusion.sites if reader and is_seen(definition, totals[at], itself, norms)]
+    return replace(fusion, seen=tuple(seen))
 
 
 def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:

@@ -1,0 +1,208 @@
+"""Whoever gets hold of a sum of a fused model finds the values and the gradient of the unpatched one."""
+
+import pytest
+import torch
+from fusion_models import IDS, Block, build, fused, layers_of, row
+from torch import nn
+from transformers import MptConfig, MptForCausalLM
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+
+X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+
+
+class GivesTheSum(Block):
+    """A module beside the norm is given the sum, as MPT's MLP is."""
+
+    class Mlp(nn.Linear):
+        def forward(self, x, residual):
+            return super().forward(x) + residual
+
+    def __init__(self):
+        super().__init__()
+        self.b = self.Mlp(32, 32)
+
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        return self.b(self.n2(h), h)
+
+
+class ReturnsTheSum(Block):
+    kept: list
+
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        self.__class__.kept.append(h)
+        return h + self.b(self.n2(h))
+
+
+class HasAHookPoint(Block):
+    """As TransformerLens marks the places that its users hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.mid = nn.Identity()
+
+    def forward(self, x):
+        h = self.mid(x + self.a(self.n1(x)))
+        return h + self.b(self.n2(h))
+
+
+class ShowsItOnABranch(Block):
+    def forward(self, x, show=None):
+        h = x + self.a(self.n1(x))
+        if show is not None:
+            show(h)
+        return h + self.b(self.n2(h))
+
+
+def by_forward_hook(model, kept):
+    model[1].b.register_forward_hook(lambda module, args, output: kept.append(args[1]))
+
+
+def by_attribute(model, kept):
+    type(model[1]).kept = kept
+
+
+def by_hook_point(model, kept):
+    model[1].mid.register_forward_hook(lambda module, args, output: kept.append(output))
+
+
+def by_branch(model, kept):
+    model[1].register_forward_pre_hook(lambda m, args, kwargs: (args, {"show": kept.append}), with_kwargs=True)
+
+
+WAYS = [(GivesTheSum, by_forward_hook), (ReturnsTheSum, by_attribute), (HasAHookPoint, by_hook_point),
+        (ShowsItOnABranch, by_branch)]  # fmt: skip
+
+
+def asked_for(total, loss):
+    return torch.autograd.grad(loss, total)[0]
+
+
+def retained(total, loss):
+    total.retain_grad()
+    loss.backward()
+    return total.grad
+
+
+def hooked(total, loss):
+    seen = []
+    total.register_hook(seen.append)
+    loss.backward()
+    return seen[0]
+
+
+def changed_by_a_hook(total, loss):
+    total.register_hook(lambda grad: grad * 0)
+    loss.backward()
+    return torch.zeros_like(total)
+
+
+@pytest.mark.parametrize("look", [asked_for, retained, hooked, changed_by_a_hook])
+@pytest.mark.parametrize(("layer", "get"), WAYS, ids=lambda each: each.__name__)
+def test_the_gradient_of_a_sum_is_the_unpatched_models(layer, get, look):
+    gradients = []
+    for patch in (False, True):
+        model, kept = row(layer(), layer()), []
+        get(model, kept)
+        if patch:
+            report = patch_model(model)
+            assert len(fused(report)) == 2
+        with use_backend("triton") if patch else torch.enable_grad():
+            loss = model(X).square().sum()
+            found = look(kept[0] if layer is not ReturnsTheSum else kept[1], loss)
+        gradients.append([found, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_on_a_live_models_mlp_finds_the_gradient_of_the_residual():
+    model = MptForCausalLM(MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=99, max_seq_len=64)).eval()
+    kept = []
+    model.transformer.blocks[0].ffn.register_forward_hook(lambda module, args, output: kept.append(args[1]))
+
+    def gradient():
+        kept.clear()
+        with use_backend("triton"):
+            return torch.autograd.grad(model(IDS % 99, use_cache=False).logits.square().sum(), kept)[0]
+
+    expected = gradient()
+    patch_model(model)
+    assert (gradient() - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_where_nobody_can_look_a_sum_and_its_norm_stay_one_launch_each_way():
+    model = build("llama")
+    patch_model(model)
+    with use_backend("triton"), count_launches() as forward:
+        loss = model(IDS, labels=IDS).loss
+    with use_backend("triton"), count_launches() as backward:
+        loss.backward()
+    norms = 2 * len(layers_of(model)) + 1
+    assert sum(forward.values()) == norms and backward["norm_backward"] == norms
+
+
+class SteersInPlace(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        if steer is not None:
+            h += steer
+        return h + self.b(self.n2(h))
+
+
+class SteersByAFunction(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        if steer is not None:
+            torch.add(h, steer, out=h)
+        return h + self.b(self.n2(h))
+
+
+class SteersAView(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        if steer is not None:
+            h.view(-1, 32)[:, :].add_(steer)
+        return h + self.b(self.n2(h))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layer", [SteersInPlace, SteersByAFunction, SteersAView])
+def test_a_sum_that_is_written_to_on_an_untried_branch_is_normalised_as_it_is_then(layer, mode):
+    model = row(layer(), layer())
+    for each in list(model)[:2]:
+        steer = {"steer": 3 * torch.arange(32.0)}
+        each.register_forward_pre_hook(lambda m, args, kwargs: (args, steer), with_kwargs=True)  # noqa: B023
+    with mode():
+        expected = model(X)
+    patch_model(model)
+    with mode(), use_backend("triton"):
+        got = model(X)
+    unpatch_model(model)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+def through_data(hidden):
+    hidden.data.add_(torch.arange(hidden.shape[-1]) / 16.0)
+
+
+def through_numpy(hidden):
+    hidden.detach().numpy()[...] += 0.5
+
+
+@pytest.mark.parametrize("kind", ["forward", "always called"])
+@pytest.mark.parametrize("write", [through_data, through_numpy])
+def test_a_hook_on_a_layer_that_writes_past_the_version_is_seen(write, kind):
+    model = build("llama")
+
+    def steer(module, args, output):
+        write(output[0] if isinstance(output, tuple) else output)
+
+    layers_of(model)[0].register_forward_hook(steer, always_call=kind != "forward")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        patch_model(model)
+        with use_backend("triton"):
+            got = model(IDS).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
