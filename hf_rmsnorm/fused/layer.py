@@ -107,7 +107,7 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
     owner = owner()
     if (
         owner is None
-        or layer._forward_hooks  # they may write to what it returns, past its version
+        or (layer._forward_hooks and any(map(_may_write, layer._forward_hooks.values())))
         or owner._forward_pre_hooks  # they may fetch or change its weights: FSDP2, DeepSpeed, a user's own
         or "_hf_hook" in owner.__dict__
         or "forward" in owner.__dict__  # it may bring the weights in as hooks do
@@ -119,6 +119,11 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
         return None
     norm = owner._modules.get(name)
     return None if norm is None or "_is_fsdp_managed_module" in norm.__dict__ else norm
+
+
+def _may_write(hook: Callable) -> bool:
+    """Whether a hook may write to what a layer returns, past its version; those of `output_hidden_states` only look."""
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def untouched(norm: torch.nn.Module) -> bool:
