@@ -6,11 +6,11 @@ import copyreg
 from collections.abc import Callable
 
 
-def derive(base: type, forward: Callable | None, marks: dict, make: Callable[..., type], argument) -> type:
+def derive(base: type, forward: Callable, marks: dict, make: Callable[..., type], argument) -> type:
     """A subclass of base with base's name and module, that pickles.
 
     Args:
-        forward: of the new class; None for that of base.
+        forward: of the new class.
         marks: class attributes by which the class is known.
         make: ``make(base, argument)`` gives this class again; by name, for pickle.
 
@@ -18,8 +18,7 @@ def derive(base: type, forward: Callable | None, marks: dict, make: Callable[...
         TypeError: base cannot be subclassed.
     """
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {} if forward is None else {"forward": forward}
-    cls = type(base)(base.__name__, (base,), {**names, **own, **marks})
+    cls = type(base)(base.__name__, (base,), {**names, "forward": forward, **marks})
 
     def __reduce_ex__(self, protocol):
         reduced = super(cls, self).__reduce_ex__(max(protocol, 2))  # older ones ask for a class by name

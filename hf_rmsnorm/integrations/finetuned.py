@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -10,8 +11,13 @@ import torch
 
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
-from ..patching.saving import watch
 from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, centre_, mending, own_names
+
+TRAINED = (
+    "a model that is trained as RMSNorm computes LayerNorm, which is another function, where what is saved of it is "
+    "loaded without hf_rmsnorm.patch_model; hf-rmsnorm convert FOLDER DST --target native writes a whole model as one "
+    "that needs no package, where there is such an architecture"
+)
 
 
 class Recentre:
@@ -116,24 +122,30 @@ def train_as_rms(model: torch.nn.Module) -> None:
     Raises:
         TypeError: this is no module.
         ValueError: no conversion is recorded; or the model computes something else as RMSNorm, since it has moved.
+
+    Warns:
+        UserWarning: what a plain load of the saved model computes, and what to do about it.
+    """
+    mark_as_rms(model)
+    warnings.warn(TRAINED, stacklevel=2)
+
+
+def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
+    """`train_as_rms`, without the warning.
+
+    Args:
+        trained: the weights are known to be trained as RMSNorm already.
     """
     found = _recorded(model, "train_as_rms")
-    doubt = "" if found.followed else conversion_of(model).doubt
+    doubt = "" if trained or found.followed else conversion_of(model).doubt
     if doubt:
         raise ValueError(
             f"as RMSNorm this model would compute something else than it does now: {doubt.removeprefix(STAYS)}"
         )
-    mark_as_rms(model)
-
-
-def mark_as_rms(model: torch.nn.Module) -> None:
-    """`train_as_rms` of a model whose weights are known to be trained as RMSNorm already."""
-    record = _recorded(model, "train_as_rms").record
     for module in model.modules():
         config = getattr(module, "config", None)
-        if getattr(config, RECORD_KEY, None) == record:
-            setattr(config, RECORD_KEY, {**record, "computes": TRAINED_AS_RMS})
-    watch(model)  # one patched before warns as well
+        if getattr(config, RECORD_KEY, None) == found.record:
+            setattr(config, RECORD_KEY, {**found.record, "computes": TRAINED_AS_RMS})
 
 
 def _recorded(model: torch.nn.Module, function: str) -> Recorded:

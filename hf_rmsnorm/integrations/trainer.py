@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from transformers.utils import logging
 
 from ..patching import PatchReport, patch_model, unpatch_model
 from ..patching.converted import conversion_of
-from .finetuned import Recentre, mark_as_rms, train_as_rms
+from .finetuned import TRAINED, Recentre, mark_as_rms
 
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")  # whose level and handlers are Transformers'
 
@@ -35,7 +36,8 @@ class HfRmsNormCallback(TrainerCallback):
     Args:
         recentre: of a converted model, centre after each optimizer step what writes to its residual stream, so that
             LayerNorm and RMSNorm stay equal (`Recentre`).
-        train_as_rms: of a converted model, record in its config that it is trained as RMSNorm (`train_as_rms`).
+        train_as_rms: of a converted model, record in its config that it is trained as RMSNorm (`train_as_rms`). What
+            a plain load of it computes is warned of when it is saved and at the end.
         options: keyword arguments of `patch_model`.
 
     Attributes:
@@ -60,6 +62,7 @@ class HfRmsNormCallback(TrainerCallback):
         self.report: PatchReport | None = None
         self._recentre_wanted, self._trained_as_rms, self._options = recentre, train_as_rms, options
         self._recentre: Recentre | None = None
+        self._saves_trained = False
         self._patched: Callable[[], torch.nn.Module | None] = _none
         self._logged = ""
 
@@ -78,6 +81,7 @@ class HfRmsNormCallback(TrainerCallback):
                 self._recentre.check_optimizer(optimizer)
         conversion = conversion_of(model)
         as_rms = any(norm.converted for norm in self.report.swapped)
+        self._saves_trained = as_rms and conversion.trained
         if as_rms and not (self._recentre_wanted or conversion.trained):
             logger.warning(
                 "this converted model trains as RMSNorm, and what is saved loads as LayerNorm: another function where "
@@ -88,12 +92,20 @@ class HfRmsNormCallback(TrainerCallback):
         if self._recentre is not None:
             self._recentre()
 
+    def on_save(self, args, state, control, **kwargs):
+        self._warn_of_trained()
+
     def on_train_end(self, args, state, control, **kwargs):
         self._recentre = None
+        self._warn_of_trained()  # it may be saved now, which is no event
+
+    def _warn_of_trained(self) -> None:
+        if self._saves_trained:
+            warnings.warn(TRAINED, stacklevel=2)
 
     def _patch(self, model: torch.nn.Module, resumed: bool) -> None:
         if self._trained_as_rms:
-            (mark_as_rms if resumed else train_as_rms)(model)
+            mark_as_rms(model, trained=resumed)
         elif self._recentre_wanted:
             Recentre(model)  # what has moved before is centred
         before = self._patched()

@@ -12,7 +12,6 @@ import torch
 from .layers.links import fuse_layers
 from .plan import Globs, Plan, make_plan
 from .report import PatchReport
-from .saving import unwatch, watch
 from .swap import fuse, remember, restore, swap, unfuse
 
 
@@ -84,7 +83,6 @@ def unpatch_model(model: torch.nn.Module) -> int:
     check_module("unpatch_model", model)
     for module in model.modules():
         unfuse(module)
-        unwatch(module)
     return sum([restore(module) for module in model.modules()])
 
 
@@ -134,8 +132,6 @@ def _patch(
             elif entry.recipe is not None and not entry.already:
                 swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
                 undo.callback(restore, entry.module)
-        for module in watch(model):
-            undo.callback(unwatch, module)
         if fuse_residual:
             layers = fuse_layers(model, undo)
         else:

@@ -14,6 +14,7 @@ from ..ops.backend import PLAIN_TYPES
 from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms, trained_as_rms
 
 STAYS = "stays the LayerNorm that it is: "
+TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
 _HARMLESS = ("transformers.", "torch.distributed.")  # whose hooks move tensors, and do not change what is in them
 WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
 
@@ -32,6 +33,11 @@ class Conversion:
     doubt: str = ""
     trained: bool = False
 
+    @property
+    def note(self) -> str:
+        """What a report says of a norm that runs as RMSNorm."""
+        return TRAINED if self.trained else ""
+
     def recipe(self, paths: list[str], recipe: Recipe) -> tuple[Recipe, str]:
         """(the recipe to swap in, a note for the report) for a norm that was recognised as `recipe`."""
         eps = next((self.norms[path] for path in paths if path in self.norms), None)
@@ -41,7 +47,7 @@ class Conversion:
             return recipe, self.doubt
         if eps != recipe.spec.eps:
             return recipe, f"{STAYS}its eps is {recipe.spec.eps:g}, the record says {eps:g}"
-        return replace(recipe, spec=replace(recipe.spec, centered=False), imposed=True), ""
+        return replace(recipe, spec=replace(recipe.spec, centered=False), imposed=True), self.note
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,9 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     for entry in entries if conversion is not None else ():
         if entry.recipe is not None and not entry.already:
             entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
-        elif entry.recipe is not None and entry.recipe.imposed and conversion.doubt:
-            entry.note = f"runs as RMSNorm, but {conversion.doubt.removeprefix(STAYS)}; unpatch and patch again"
+        elif entry.recipe is not None and entry.recipe.imposed:
+            doubt = conversion.doubt.removeprefix(STAYS)
+            entry.note = f"runs as RMSNorm, but {doubt}; unpatch and patch again" if doubt else conversion.note
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     norm_paths = [path for entry in entries for path in entry.paths]
     for word, globs in (("include", include), ("exclude", exclude)):
