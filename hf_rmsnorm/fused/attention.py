@@ -38,7 +38,7 @@ def defer(attention: torch.nn.Module, held: dict, name: str, x):
     weight, bias, spec = found
     like, plans = likeness(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
     if plans.get(("deferred", like)) is None:
-        if resolve_backend(x, weight, bias) == "original" or not recipe.fits(x, weight, bias):
+        if resolve_backend(x, weight, bias, spec) == "original" or not recipe.fits(x, weight, bias):
             return norm(x)
         if like is not None:
             plans.keep(("deferred", like), True)

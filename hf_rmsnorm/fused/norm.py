@@ -107,7 +107,7 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
                 or (functional and not one_dtype(rows, weight, bias))
             ):
                 return own_forward(self, *args, **kwargs)
-            backend = resolve_backend(rows, weight, bias, gate, spec.group_size)
+            backend = resolve_backend(rows, weight, bias, spec, gate)
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             if like is not None and backend == "triton":

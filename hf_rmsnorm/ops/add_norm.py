@@ -106,7 +106,7 @@ def add_norm_backend(
     Raises:
         RuntimeError: as `resolve_backend`.
     """
-    backend = resolve_backend(x, weight, bias, None, spec.group_size)
+    backend = resolve_backend(x, weight, bias, spec)
     if backend != "triton":
         return backend
     if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:

@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ..formula import NormSpec
 from ..kernels.sizes import MAX_HIDDEN_SIZE, TILE_MAX
 from .recompute import same_as_forward
 from .settings import settings
@@ -122,17 +123,19 @@ def refusal(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    spec: NormSpec,
     gate: torch.Tensor | None = None,
-    group_size: int | None = None,
 ) -> str | None:
     """Why the kernels do not serve this call, or None where they do."""
-    dtype, shape, device = x.dtype, x.shape, x.device
+    dtype, shape, device, group_size = x.dtype, x.shape, x.device, spec.group_size
     if dtype not in KERNEL_DTYPES:
         return f"x is {dtype}; the kernels serve float32, float16 and bfloat16"
     if not shape or not 1 <= shape[-1] <= MAX_HIDDEN_SIZE:
         return f"the last dimension of x, shape {tuple(shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
     if group_size is not None and (shape[-1] % group_size or group_size > TILE_MAX):
         return f"groups of {group_size} do not divide rows of {shape[-1]}, or hold more than {TILE_MAX}"
+    if spec.weight_first and (group_size or shape[-1]) > TILE_MAX:
+        return f"x has {shape[-1]} columns; norms whose weight comes first are served up to {TILE_MAX}"
     for parameter in (weight, bias):
         if parameter is None:
             continue
@@ -163,10 +166,10 @@ def refusal(
 
 def resolve_backend(
     x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    spec: NormSpec,
     gate: torch.Tensor | None = None,
-    group_size: int | None = None,
 ) -> str:
     """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call to the layer's own forward.
 
@@ -180,7 +183,7 @@ def resolve_backend(
     elif choice == "auto" and settings.while_compiling == "formula" and _is_compiling():
         backend = "original"
     else:
-        reason = refusal(x, weight, bias, gate, group_size)
+        reason = refusal(x, weight, bias, spec, gate)
         if reason is None:
             backend = "triton"
         elif choice == "triton":
@@ -190,7 +193,7 @@ def resolve_backend(
     if _used and not _is_compiling():
 
         def automatic() -> str:
-            return "triton" if refusal(x, weight, bias, gate, group_size) is None else "original"
+            return "triton" if refusal(x, weight, bias, spec, gate) is None else "original"
 
         backend = same_as_forward(backend, choice != "auto", automatic, weight)
     return backend

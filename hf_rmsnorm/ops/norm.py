@@ -136,7 +136,7 @@ def fused_norm(
         (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging Face module's output has.
     """
     if backend is None:
-        backend = resolve_backend(x, weight, bias, gate, spec.group_size)
+        backend = resolve_backend(x, weight, bias, spec, gate)
     if spec.functional:
         x, weight, bias = autocast_to_float32(x, weight, bias)
     if backend != "triton" or (not _is_compiling() and transformed()):
@@ -262,7 +262,7 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functiona
     plan = None if like is None else plans.get(like)
     if plan is None:
         _check(x, weight, bias)
-        backend = resolve_backend(x, weight, bias)
+        backend = resolve_backend(x, weight, bias, spec)
         if like is None or backend != "triton":
             return fused_norm(x, weight, bias, spec, backend)
         plan = plans.keep(like, plan_of(x, weight, bias, spec))

@@ -109,7 +109,7 @@ def _empty_output(x, spec, dtype):
 def _forward(x, weight, bias, gate, *formula):
     *fields, stats = formula
     spec = spec_from(weight, bias, *fields)
-    if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
+    if plain(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
         y, rstd, mean, _ = kernels().norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
     else:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
@@ -122,7 +122,7 @@ def _forward(x, weight, bias, gate, *formula):
 def _add_forward(x, residual, weight, bias, *formula):
     *fields, stats = formula
     spec = spec_from(weight, bias, *fields)
-    if plain(x, residual, weight, bias) and refusal(x, weight, bias) is None:
+    if plain(x, residual, weight, bias) and refusal(x, weight, bias, spec) is None:
         row_major = contiguous_output(spec)
         y, rstd, mean, h = kernels().norm_forward(x, weight, bias, spec, stats, row_major, None, residual)
         return h, y, *(_by_row(t, h, spec, weight, bias) for t in (rstd, mean))
@@ -133,7 +133,7 @@ def _add_forward(x, residual, weight, bias, *formula):
 def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     *fields, need = formula
     spec = spec_from(weight, bias, *fields)
-    if plain(x, weight, bias, gate) and refusal(x, weight, bias, gate) is None:
+    if plain(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
         rstd, mean = (_flat(t, x, spec, weight, bias) for t in (rstd, mean))
         mean = mean if spec.centered else None
         row_major = contiguous_output(spec)

@@ -210,7 +210,7 @@ def qk_norm_backend(
         return "original"
     if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "original"
-    return resolve_backend(q, q_weight)
+    return resolve_backend(q, q_weight, None, spec)
 
 
 def _fits(q, k, q_weight, k_weight, spec, cos, sin) -> bool:
