@@ -36,6 +36,8 @@ class Recipe:
         dims: numbers of dimensions of the input that the formula was proven for; None if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec` has.
         not_under_autocast: under autocast the module computes something else.
+        input_written: something writes to the input in place once the norm has read it, which the module's own backward
+            bears in half precision, where it keeps a float32 copy, and the kernels' does not.
         row_major: the output is contiguous whatever the strides of the input.
         imposed: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
             RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
@@ -61,6 +63,7 @@ class Recipe:
     dims: tuple[int, ...] | None = None
     only_float32: bool = False
     not_under_autocast: bool = False
+    input_written: bool = False
     row_major: bool = False
     imposed: bool = False
     memory_efficient: bool = False
@@ -93,7 +96,13 @@ class Recipe:
     @property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
-        return self.layout != "last" or self.dims is not None or self.only_float32 or self.not_under_autocast
+        return (
+            self.layout != "last"
+            or self.dims is not None
+            or self.only_float32
+            or self.not_under_autocast
+            or self.input_written
+        )
 
     @property
     def unadorned(self) -> bool:
@@ -114,6 +123,7 @@ class Recipe:
         if (
             (self.dims is not None and x.dim() not in self.dims)
             or (self.only_float32 and x.dtype != torch.float32)
+            or (self.input_written and x.dtype != torch.float32 and torch.is_grad_enabled())
             or (self.not_under_autocast and torch.is_autocast_enabled(x.device.type))
         ):
             return None
@@ -130,6 +140,8 @@ class Recipe:
             words.append("in float32 only: in half precision it rounds in its own order, by its own forward")
         if self.not_under_autocast:
             words.append("under autocast it runs its own forward")
+        if self.input_written:
+            words.append("in half-precision training, where its input is written to, it runs its own forward")
         if self.other_input is not None:
             words.append(f"calls that give {self.other_input!r} run its own forward")
         if self.imposed:

@@ -12,6 +12,7 @@ from ..fused.norm import fused_class, fused_part
 from ..fused.recipe import Recipe
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
+from .layers.written import written_inputs
 from .report import PatchReport, Skipped, Swapped
 from .swap import replaced_forward
 
@@ -89,7 +90,15 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
                 raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
     for entry in entries:
         _filter(entry, include, exclude)
+    _mark_written(model, entries)
     return Plan(entries)
+
+
+def _mark_written(model: torch.nn.Module, entries: list[Entry]) -> None:
+    """Tell the recipes of norms whose input is written to in place; torch's own keep that input, as the kernels do."""
+    chosen = {e.module: e for e in entries if e.recipe is not None and not e.recipe.spec.functional}
+    for module in written_inputs(model, set(chosen)):
+        chosen[module].recipe = replace(chosen[module].recipe, input_written=True)
 
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:

@@ -1,0 +1,182 @@
+"""Models that write in place to what a norm has read train patched as they do unpatched."""
+
+import copy
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import count_launches, patch_model, use_backend
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = LlamaRMSNorm(64), nn.Linear(64, 64)
+
+
+class AddsInPlace(Base):
+    def forward(self, x):
+        x += self.linear(self.norm(x))
+        return x
+
+
+class CallsAMethod(Base):
+    def forward(self, x):
+        residual = x
+        y = self.linear(self.norm(x))
+        residual.add_(y)
+        return residual
+
+
+class WritesToAView(Base):
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        x.view(-1, 64)[:, :32] += y.view(-1, 64)[:, :32]
+        return x
+
+
+class WritesAnIndex(Base):
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        x[:, 1:] = y[:, 1:]
+        return x
+
+
+class Out(Base):
+    def forward(self, x):
+        y = self.linear(self.norm(x)).detach()
+        with torch.no_grad():
+            torch.add(x, y, out=x)
+        return x * 1
+
+
+class OnABranch(Base):
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        if self.training:
+            x += y
+            return x
+        return x + y
+
+
+class ParentWrites(nn.Module):
+    """The module that holds the norm does not write; the one that calls it does."""
+
+    class Block(Base):
+        def forward(self, hidden):
+            return self.linear(self.norm(hidden))
+
+    def __init__(self):
+        super().__init__()
+        self.block = self.Block()
+
+    def forward(self, x):
+        x += self.block(hidden=x)
+        return x
+
+
+class ParentOfASequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(LlamaRMSNorm(64), nn.Linear(64, 64))
+
+    def forward(self, x):
+        x += self.block(x)
+        return x
+
+
+class InALoop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ParentWrites.Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x += block(x)
+        return x
+
+
+class SumInPlace(Base):
+    """A sum is normalised, and then written to."""
+
+    def forward(self, x):
+        h = x + self.linear(x)
+        h += self.linear(self.norm(h))
+        return h
+
+
+class WritesBefore(Base):
+    """Written to before the norm reads it: nothing is lost."""
+
+    def forward(self, x):
+        x = x * 1
+        x += 1
+        return x + self.linear(self.norm(x))
+
+
+WRITERS = [AddsInPlace, CallsAMethod, WritesToAView, WritesAnIndex, Out, OnABranch, ParentWrites, ParentOfASequence,
+           InALoop, SumInPlace]  # fmt: skip
+
+
+def train(model, dtype):
+    model = copy.deepcopy(model).to(dtype).train()
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return model, x.requires_grad_()
+
+
+def gradients(model, x):
+    with use_backend("triton"):
+        model(x * 1).float().square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("fuse_residual", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layer", WRITERS)
+def test_half_precision_trains_as_unpatched(layer, dtype, fuse_residual):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), layer())
+    expected = gradients(*train(model, dtype))
+    patched_copy, x = train(model, dtype)
+    report = patch_model(patched_copy, fuse_residual=fuse_residual)
+    assert "its input is written to" in str(report)
+    got = gradients(patched_copy, x)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("layer", [AddsInPlace, ParentWrites])
+def test_float32_fails_as_unpatched(layer):
+    model, x = train(layer(), torch.float32)
+    for patch in (False, True):
+        if patch:
+            patch_model(model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(model, x)
+
+
+def test_without_gradients_such_norms_are_fused():
+    model = nn.Sequential(AddsInPlace(), AddsInPlace()).bfloat16()
+    x = torch.randn(2, 5, 64).bfloat16()
+    expected = model(x.clone())
+    patch_model(model)
+    with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+        assert torch.equal(model(x.clone()), expected)
+    assert launches["norm_forward"] == 2
+
+
+def test_what_is_written_to_before_the_norm_reads_it_is_fused_in_training():
+    model = nn.Sequential(WritesBefore()).bfloat16()
+    assert "written to" not in str(patch_model(model))
+    with count_launches() as launches, use_backend("triton"):
+        model(torch.randn(2, 5, 64).bfloat16()).sum().backward()
+    assert launches["norm_backward"] == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "olmo2"])
+def test_no_norm_of_a_usual_model_is_left_to_its_own_forward(family):
+    assert "written to" not in str(patch_model(tiny_models.build(family)))
