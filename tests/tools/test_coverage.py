@@ -98,7 +98,7 @@ def test_a_wrong_result_is_noticed():
     """A fused norm that is off by one part in a hundred shows in the model and in the norm alone."""
     code = """if True:
         import coverage, json
-        from hf_rmsnorm import layers
+        from hf_rmsnorm.fused import norm as layers
         real = layers.fused_norm
         layers.fused_norm = lambda *args: real(*args) * 1.01
         print(json.dumps(coverage.wrong(coverage.examine("llama", "causal"))))

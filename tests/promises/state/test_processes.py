@@ -37,7 +37,7 @@ for family in sys.argv[2:]:
     model = torch.load(f"{sys.argv[1]}/{family}.pt", weights_only=False)
     ids, expected, paths = torch.load(f"{sys.argv[1]}/{family}.expected.pt")
     from hf_rmsnorm import patch_model, unpatch_model, use_backend
-    from hf_rmsnorm import fused_attention, fused_layers, layers
+    from hf_rmsnorm.fused import attention as fused_attention, layer as fused_layers, norm as layers
     fused = [path for path, module in model.named_modules() if layers.fused_part(type(module))]
     assert fused == paths, fused
     calls, real = [], (layers.fused_norm, fused_layers.fused_add_norm, fused_attention.fused_qk_norm)
@@ -56,6 +56,7 @@ for family in sys.argv[2:]:
 """
 
 
+@pytest.mark.full
 def test_torch_save_of_whole_models_loads_in_a_new_process(tmp_path):
     models = {}
     for family in FAMILIES:
