@@ -32,7 +32,8 @@ from transformers import AutoModel, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hf_rmsnorm import patch_model, record  # noqa: E402
+from hf_rmsnorm import patch_model  # noqa: E402
+from hf_rmsnorm.record import make_record  # noqa: E402
 from hf_rmsnorm.conversion.targets.postnorm.convert import exact_post_norm, fit_post_norm  # noqa: E402
 from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms  # noqa: E402
 
@@ -103,7 +104,7 @@ def naive(model, inputs: dict):
     result = copy.deepcopy(model)
     norms, _ = find_layer_norms(copy.deepcopy(model).double(), inputs)
     rms = {path: {"eps": n.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
-    record = record.make_record({}, rms, [], list(norms))
+    record = make_record({}, rms, [], list(norms))
     result.config.hf_rmsnorm = {**record, "computes": "rms_norm"}
     return result
 
