@@ -181,7 +181,8 @@ def input_of_output(
     if bias is not None:
         xhat = xhat - bias.to(xhat.dtype)
     if weight is not None:
-        xhat = xhat / _scale(weight, spec).to(xhat.dtype)
+        scale = _scale(weight, spec).to(xhat.dtype)
+        xhat = torch.where(scale == 0, 0.0, xhat / scale)  # a weight that became zero since: never NaN
     return xhat / rstd.view(*y.shape[:-1], 1)
 
 

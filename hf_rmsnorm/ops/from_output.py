@@ -47,11 +47,32 @@ class _Seen(NamedTuple):
 _seen: dict[tuple, _Seen] = {}  # by identity of the parameters, which do not hash by it
 
 
+class _Steps:
+    """Numbers the spans between backwards: in each an optimizer may have written to weights past their versions."""
+
+    number = 0
+    ended = False  # whether a backward has read an output since
+
+
+def note_backward() -> None:
+    """Tell that a backward has read an output: what is known of the weights holds no longer than it lasts."""
+    _Steps.ended = True
+
+
+def _step() -> int:
+    # Not inside a backward, where checkpoints run forwards again: no weight has changed since the forward.
+    if _Steps.ended and torch._C._current_graph_task_id() == -1:
+        _Steps.ended = False
+        _Steps.number += 1
+    return _Steps.number
+
+
 def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec) -> str | None:
     """Why a norm with these parameters keeps its input, or None where it need not.
 
-    What was found is kept until the version of a parameter changes. Then all norms whose versions changed are looked at
-    together: one synchronisation with a GPU after each step of an optimizer, not one for every norm.
+    What was found is kept until the version of a parameter changes, or a backward has run: optimizers that write
+    through ``.data`` or raw pointers (DeepSpeed's, bitsandbytes') move no version. Then all norms are looked at
+    together: one synchronisation with a GPU for each backward, not one for every norm.
     """
     if weight is None:
         return None if bias is None else "it has a bias alone"
@@ -80,7 +101,7 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
 
 def _state(weight, bias) -> tuple:
     # The address too: `.data = other` leaves the version as it is.
-    return weight._version, weight.data_ptr(), None if bias is None else (bias._version, bias.data_ptr())
+    return _step(), weight._version, weight.data_ptr(), None if bias is None else (bias._version, bias.data_ptr())
 
 
 def _capturing(device: torch.device) -> bool:
@@ -100,7 +121,7 @@ def _look(device: torch.device) -> None:
             alike = (weight.shape, weight.dtype, None if bias is None else bias.dtype, seen.offset)
             groups.setdefault(alike, []).append((key, seen, state, weight, bias))
     found = []
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), _disable_current_modes(), torch.autocast(device.type, enabled=False):
         for (*_, offset), members in groups.items():
             scale = torch.stack([m[3] for m in members]).flatten(1).float().add_(offset).abs_()
             least, largest = scale.aminmax(dim=1)

@@ -9,7 +9,7 @@ import torch
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, input_of_output, reference_backward, reference_norm
 from .backend import Plans, kernels, likeness, plain, resolve_backend, transformed
-from .from_output import serves_as_input
+from .from_output import note_backward, serves_as_input
 from .operators import as_saved, contiguous_output, norm_backward_op, norm_forward_op, spec_args, teach_dtensor
 
 _is_compiling = torch.compiler.is_compiling
@@ -47,6 +47,8 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
     x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
     compiling = _is_compiling()
     watched = not compiling and (torch.is_grad_enabled() or transformed() or _batched(dy) or _batched(dh))
+    if from_output:
+        note_backward()
     if not (compiling or watched) and plain(dy, x, weight, bias, gate, dh):
         return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need)
     if from_output:
