@@ -1,15 +1,13 @@
-"""How fast the norms of real models are here, beside Hugging Face eager, F.rms_norm, torch.compile, Liger and Quack.
+"""The commands that measure norms and models and host costs, beside each other in one run.
 
-kernels: norms, residual add + norm and q/k norms, each implementation first judged against float64, with a cold L2 and
-the copy bandwidth of the same run. generate, train: tokens per second and step time of random 8-layer models before and
-after the patch. host: what a call costs the host, and what a decoder layer dispatches and saves. Without a GPU, what
-needs one is left out, and named.
+Without a GPU, what needs one is left out, and named.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,18 +27,83 @@ FORMAT = 1
 GPU_TOKENS, CPU_TOKENS = [1, 2048, 8192, 16384], [1, 4]
 
 
-def add_arguments(parser) -> None:
-    parser.add_argument("what", choices=["kernels", "generate", "train", "host"], help="what to measure")
-    parser.add_argument("--models", metavar="NAMES", help="shapes of these models, comma-separated (default: all real)")
-    parser.add_argument(
-        "--tokens", type=_numbers, metavar="NS",
-        help="kernels: numbers of tokens, comma-separated (default 1,2048,8192,16384; on a CPU 1,4); generate: new "
-        "tokens (default 128); train: tokens of a step (default 4096)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of it all (default bf16)")
-    add_device(parser)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the JSON there")
-    parser.add_argument("--plot", metavar="PNG", type=Path, help="also draw bandwidth or host costs (needs matplotlib)")
+class Measurement:
+    """A subcommand.
+
+    Args:
+        doc: its help.
+        measure: of (arguments, shapes by name, device type, dtype) the part of the result that is its own.
+        tokens: what ``--tokens`` means, or None where it has no such option.
+        draws: on which devices there is something to draw.
+    """
+
+    def __init__(self, doc: str, measure: Callable, tokens: str | None = None, draws: tuple[str, ...] = ()):
+        self.__doc__, self.measure, self.tokens, self.draws = doc, measure, tokens, draws
+
+    def add_arguments(self, parser) -> None:
+        parser.add_argument("--models", metavar="NAMES", help="shapes of these, comma-separated (default: all real)")
+        if self.tokens:
+            parser.add_argument("--tokens", type=_numbers, metavar="NS", help=self.tokens)
+        parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of it all (default bf16)")
+        add_device(parser)
+        parser.add_argument("--out", metavar="FILE", type=Path, help="also write the JSON there")
+        if self.draws:
+            parser.add_argument("--plot", metavar="PNG", type=Path, help="also draw it (needs matplotlib)")
+
+    def run(self, args) -> Result:
+        """Measure on the device that is asked for, which becomes the current one."""
+        from benchmarks.shapes import SHAPES, TINY
+
+        every = SHAPES | TINY
+        names = args.models.split(",") if args.models else list(SHAPES)
+        if unknown := [name for name in names if name not in every]:
+            raise CliError(f"no such shape: {', '.join(unknown)}; choose among {', '.join(every)}")
+        device = pick_device(args.device)
+        if device.type not in ("cpu", "cuda"):
+            raise CliError(f"this measures on cuda devices and on the cpu, not on {device.type}: pass --device cpu")
+        picture = getattr(args, "plot", None)
+        if picture and device.type not in self.draws:
+            raise CliError(f"{args.command} has nothing to draw on this device: host --plot draws host costs")
+        plt = load_matplotlib() if picture else None
+        if args.command == "kernels":
+            interpret_on_cpu(device)  # the others count launches and run no kernel there
+        data = self._result(args, {name: every[name] for name in names}, device)
+        if plt is not None:
+            if not data["cases"]:
+                raise CliError(f"nothing to draw: {'; '.join(data['not_measured'])}")
+            from benchmarks.plot import draw
+
+            save_figure(plt, draw(plt, data), picture)
+            data["plot"] = str(picture)
+        if args.out:
+            try:
+                args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise CliError(f"cannot write {args.out}: {error.strerror}; pass another file with --out") from error
+        from benchmarks.tables import text
+
+        return Result(data, text(data))
+
+    def _result(self, args, shapes: dict, device) -> dict:
+        import torch
+
+        from benchmarks.environment import environment
+
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        dtype = getattr(torch, DTYPES[args.dtype])
+        data = {
+            "format": FORMAT,
+            "bench": args.command,
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **environment(cuda),
+            "dtype": DTYPES[args.dtype],
+        }
+        torch.manual_seed(0)
+        # Graphs are not captured on the default stream.
+        with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
+            return data | self.measure(args, shapes, device.type, dtype)
 
 
 def _numbers(text: str) -> list[int]:
@@ -48,59 +111,6 @@ def _numbers(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{min(numbers)} is below 1")
     return numbers
-
-
-def run(args) -> Result:
-    from benchmarks.shapes import SHAPES, TINY
-
-    every = SHAPES | TINY
-    names = args.models.split(",") if args.models else list(SHAPES)
-    if unknown := [name for name in names if name not in every]:
-        raise CliError(f"no such shape: {', '.join(unknown)}; choose among {', '.join(every)}")
-    shapes = {name: every[name] for name in names}
-    device = pick_device(args.device)
-    if device.type not in ("cpu", "cuda"):
-        raise CliError(f"bench measures on cuda devices and on the cpu, not on {device.type}: pass --device cpu")
-    cuda = device.type == "cuda"
-    if args.plot and (args.what not in ("kernels", "host") or (args.what == "kernels" and not cuda)):
-        raise CliError(f"bench {args.what} has nothing to draw on this device: bench host --plot draws host costs")
-    plt = load_matplotlib() if args.plot else None
-    if args.what == "kernels":
-        interpret_on_cpu(device)  # the others count launches and run no kernel there
-
-    import torch
-
-    from benchmarks.environment import environment
-    from benchmarks.tables import text
-
-    if cuda:
-        torch.cuda.set_device(device)
-    dtype = getattr(torch, DTYPES[args.dtype])
-    data = {
-        "format": FORMAT,
-        "bench": args.what,
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **environment(cuda),
-        "dtype": DTYPES[args.dtype],
-    }
-    torch.manual_seed(0)
-    measure = {"kernels": _kernels, "host": _host, "generate": _models, "train": _models}[args.what]
-    # Graphs are not captured on the default stream.
-    with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
-        data |= measure(args, shapes, device.type, dtype)
-    if plt is not None:
-        if not data["cases"]:
-            raise CliError(f"nothing to draw: {'; '.join(data['not_measured'])}")
-        from benchmarks.plot import draw
-
-        save_figure(plt, draw(plt, data), args.plot)
-        data["plot"] = str(args.plot)
-    if args.out:
-        try:
-            args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CliError(f"cannot write {args.out}: {error.strerror}; pass another file with --out") from error
-    return Result(data, text(data))
 
 
 def _kernels(args, shapes, device, dtype) -> dict:
@@ -132,7 +142,7 @@ def _layers(shapes) -> dict:
 def _models(args, shapes, device, dtype) -> dict:
     from benchmarks import models
 
-    phase = "decode" if args.what == "generate" else "train"
+    phase = "decode" if args.command == "generate" else "train"
     data = {"phase": phase, "layers": _layers(shapes), "models": {}, "not_measured": []}
     if device == "cpu":
         what = "tokens per second" if phase == "decode" else "the time and peak memory of a step"
@@ -143,3 +153,31 @@ def _models(args, shapes, device, dtype) -> dict:
         sizes |= {"new_tokens": args.tokens[0]} if phase == "decode" else {"batch": 1, "length": args.tokens[0]}
     data["models"] = models.run(shapes, phase, sizes, models.LAYERS, device, dtype)
     return data
+
+
+COMMANDS = {
+    "kernels": Measurement(
+        """Norms of real models' shapes beside Hugging Face eager, F.rms_norm, torch.compile, Liger and Quack.
+
+RMSNorm, residual add + norm and q/k norms; each implementation is first judged against float64, then timed with a cold
+L2 beside the copy bandwidth of the same run. On a CPU they are judged in Triton's interpreter, and not timed.""",
+        _kernels,
+        "numbers of tokens, comma-separated (default 1,2048,8192,16384; on a CPU 1,4)",
+        ("cuda",),
+    ),
+    "host": Measurement(
+        """What a call costs the host, and what a decoder layer dispatches and saves; needs no GPU.""",
+        _host,
+        draws=("cpu", "cuda"),
+    ),
+    "generate": Measurement(
+        """Tokens per second of random 8-layer models before and after the patch, and beside Liger's norms.""",
+        _models,
+        "new tokens (default 128)",
+    ),
+    "train": Measurement(
+        """Time and peak memory of a training step of random 8-layer models before and after the patch.""",
+        _models,
+        "tokens of a step (default 4096)",
+    ),
+}

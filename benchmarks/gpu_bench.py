@@ -1,11 +1,6 @@
-"""The measuring sections of gpu_check.py, which explains them: what `hf_rmsnorm.bench` measures in them."""
+"""The measuring sections of gpu_check.py, which explains them."""
 
 from __future__ import annotations
-
-import sys
-
-if __name__ == "__main__":
-    sys.exit(f"{__doc__.strip()}\n\nThis is no program by itself: run benchmarks/gpu_check.py (see its --help)")
 
 import time
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """Everything only a GPU can tell about this package, in one call of under nine minutes.
 
-    python benchmarks/gpu_check.py                # on a machine with a GPU; nothing needs to be installed but the
-                                               # dependencies and pytest, and no network is used
-    python benchmarks/gpu_check.py --dry-run      # every path on the CPU with tiny shapes, in Triton's interpreter
-    python benchmarks/gpu_check.py --show FILE    # print the tables of an earlier result
+    python -m benchmarks gpu                # on a machine with a GPU; nothing needs to be installed but the
+                                            # dependencies and pytest; no network is used
+    python -m benchmarks gpu --dry-run      # every path on the CPU with tiny shapes, in Triton's interpreter
+    python -m benchmarks gpu-report FILE    # print the tables of an earlier result
 
 Sections, each in a process of its own (a crashed CUDA context or a hang ends one section, not the run):
 
@@ -23,7 +23,6 @@ for time are named, and do not count), 1 if not, 2 if the run could not start.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -39,6 +38,9 @@ import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 from xml.etree import ElementTree
+
+from benchmarks import gpu_report
+from hf_rmsnorm.cli.common import CliError, Result
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2
@@ -86,8 +88,8 @@ def run_tests(section: Section) -> None:
     """`pytest -m gpu` in a subprocess; when time is up it is interrupted, and reports what it has."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        # A dry run rehearses the bodies of the GPU tests alone; elsewhere any test file may have marked tests.
-        where = ["tests/gpu"] if section.dry_run else ["tests"]
+        # A dry run rehearses the bodies of those that are written for it.
+        where = ["tests/gpu"] if section.dry_run else gpu_test_files()
         command = [sys.executable, "-m", "pytest", *where, "-m", "gpu", "-q", "-p", "no:cacheprovider",
                    "--continue-on-collection-errors", f"--junitxml={report}"]  # fmt: skip
         if importlib.util.find_spec("xdist") and not section.dry_run:
@@ -114,6 +116,17 @@ def run_tests(section: Section) -> None:
         section.failures += [test["name"] for test in section.data["failed"]] or [f"pytest: {process.returncode}"]
     elif not section.data["counts"]["passed"]:
         section.failures.append("no GPU test ran")
+
+
+def gpu_test_files(root: Path = ROOT) -> list[str]:
+    """The test files with a test for GPUs, relative to `root`.
+
+    No other file is collected: one that needs what this Transformers lacks would fail a run that has nothing to do with
+    it, and one of these that cannot be collected does fail it.
+    """
+    marked = re.compile(r"\bmark\.gpu\b|\bgpu_tests\b")
+    found = (p for p in sorted((root / "tests").rglob("test_*.py")) if marked.search(p.read_text(encoding="utf-8")))
+    return [p.relative_to(root).as_posix() for p in found]
 
 
 def read_junit(path: Path) -> dict:
@@ -152,7 +165,7 @@ def run_section(name: str, section: Section) -> None:
     else:
         stream = torch.cuda.stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
     with stream:
-        import gpu_bench
+        from benchmarks import gpu_bench
 
         gpu_bench.run(name, section)
 
@@ -160,7 +173,6 @@ def run_section(name: str, section: Section) -> None:
 def child(name: str, section: Section) -> None:
     """Body of a section's process: exceptions become part of its result, and its exit code."""
     os.setpgrp()  # so that the parent can end it with all it started
-    sys.path.insert(0, str(ROOT))
     try:
         run_section(name, section)
     except BaseException:
@@ -206,40 +218,25 @@ def result_path(args, environment: dict) -> Path:
     return ROOT / "scripts" / "results" / f"{device}-{datetime.now(timezone.utc):%Y-%m-%d}.json"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def add_arguments(parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, in Triton's interpreter")
     parser.add_argument("--budget", type=float, default=510.0, help="seconds for everything (default %(default)g)")
-    parser.add_argument("--only", help=f"comma-separated sections: {','.join(SECTIONS)}")
+    parser.add_argument("--only", metavar="NAMES", help=f"comma-separated sections: {','.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, help="file for the results (the variable OUT, a folder, goes first)")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of an earlier result, run nothing")
-    args = parser.parse_args(argv)
-    if args.show and not args.show.is_file():
-        parser.error(f"--show {args.show}: there is no such file")
-    args.only = args.only.split(",") if args.only else list(SECTIONS)
-    unknown = set(args.only) - set(SECTIONS)
-    if unknown:
-        parser.error(f"no such section: {', '.join(sorted(unknown))}; choose among {', '.join(SECTIONS)}")
-    return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    sys.path.insert(0, str(ROOT))
-    import gpu_report  # needs the package, which --help does not
-
-    if args.show:
-        print(gpu_report.tables(json.loads(args.show.read_text(encoding="utf-8"))))
-        return 0
+def run(args) -> Result:
+    """Run the sections one by one, each with the time that is left to it."""
+    only = args.only.split(",") if args.only else list(SECTIONS)
+    if unknown := [name for name in only if name not in SECTIONS]:
+        raise CliError(f"no such section: {', '.join(unknown)}; choose among {', '.join(SECTIONS)}")
     start = time.monotonic()
     os.environ["TRITON_INTERPRET"] = "1" if args.dry_run else "0"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = supervise("environment", folder, args.dry_run, start + 60, start + 60)
         if environment["status"] != "passed" or not (args.dry_run or environment["data"]["device"]):
-            reason = environment.get("reason", "torch sees no GPU; --dry-run rehearses on the CPU")
-            print(f"gpu_check: {reason}", file=sys.stderr)
-            return 2
+            raise CliError(environment.get("reason", "torch sees no GPU; --dry-run rehearses on the CPU"))
         path = result_path(args, environment["data"])
         path.parent.mkdir(parents=True, exist_ok=True)
         result = {
@@ -248,25 +245,19 @@ def main(argv: list[str] | None = None) -> int:
             "dry_run": args.dry_run,
             "budget_s": args.budget,
             "environment": environment["data"],
-            "sections": {name: {"status": "not run yet", "data": {}, "failures": []} for name in args.only},
+            "sections": {name: {"status": "not run yet", "data": {}, "failures": []} for name in only},
         }
         for name, share in SECTIONS.items():
-            if name not in args.only:
+            if name not in only:
                 continue
             soft = start + share * args.budget
             if soft - time.monotonic() <= 0.05 * args.budget:
                 section = {"status": "skipped", "reason": "time ran out", "data": {}, "failures": []}
             else:
-                print(f"gpu_check: {name}, {soft - time.monotonic():.0f} s", file=sys.stderr, flush=True)
+                print(f"gpu: {name}, {soft - time.monotonic():.0f} s", file=sys.stderr, flush=True)
                 section = supervise(name, folder, args.dry_run, soft, min(soft + 30, start + args.budget + 15))
             result["sections"][name] = section
             result["seconds"] = round(time.monotonic() - start, 1)
             result["passed"] = all(s["status"] in ("passed", "skipped") for s in result["sections"].values())
             write_json(path, result)
-    print(gpu_report.tables(result))
-    print(f"\nresults: {path}")
-    return 0 if result["passed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Result(result, f"{gpu_report.tables(result)}\n\nresults: {path}", 0 if result["passed"] else 1)

@@ -1,9 +1,25 @@
-"""The tables of a gpu_check result, as text."""
+"""Print the tables of an earlier result of `gpu`."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from benchmarks import tables as bench_tables
 from benchmarks.tables import cell, columns
+from hf_rmsnorm.cli.common import CliError, Result
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help="what `python -m benchmarks gpu` wrote")
+
+
+def run(args) -> Result:
+    try:
+        result = json.loads(args.file.read_text(encoding="utf-8"))
+        return Result(result, tables(result))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CliError(f"{args.file} is no result of gpu: {type(error).__name__}: {error}") from error
 
 
 def tables(result: dict) -> str:

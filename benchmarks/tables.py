@@ -52,7 +52,7 @@ def table(title: str, rows: list[tuple]) -> str:
 
 
 def text(result: dict) -> str:
-    """A result of `hf-rmsnorm bench` for people. `result` is what `--json` prints."""
+    """A result of benchmarks/command.py for people. `result` is what `--json` prints."""
     device = result["device"] or "CPU"
     versions = " ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     parts = [f"{device}: {versions}", *_TABLES[result["bench"]](result)]
@@ -82,7 +82,7 @@ def _mark(entry: dict, ratio: float | None) -> str | None:
 
 
 def kernels(result: dict) -> list[str]:
-    """The tables of what `bench.kernels` measured."""
+    """The tables of what benchmarks/kernels.py measured."""
     made = []
     if result.get("copy_gb_per_s"):
         made.append(f"copy: {result['copy_gb_per_s']['best']:.0f} GB/s; x ours: its time over ours, * other numerics")
@@ -111,7 +111,7 @@ def kernels(result: dict) -> list[str]:
 
 
 def host(result: dict) -> list[str]:
-    """The tables of what `bench.host` measured."""
+    """The tables of what benchmarks/host.py measured."""
     made = []
     for case, entries in result.get("cases", {}).items():
         rows = [("median (least)", *_MODES, "torch operators", "")]

@@ -21,7 +21,8 @@ class Stopwatch:
         self.samples = 15 if self.cuda else 2
         self.l2 = 1 << 16
         if self.cuda:
-            self.l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 1 << 26
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            self.l2 = getattr(properties, "L2_cache_size", 0) or 1 << 26
 
     def sync(self):
         if self.cuda:

@@ -61,19 +61,26 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def pick_device(name: str | None):
-    """The device called name, or by default the current accelerator if there is one, else the CPU."""
+    """The device called name, or by default the current accelerator if there is one, else the CPU.
+
+    An accelerator has its index, as the devices of tensors have, and as what makes a device the current one asks for.
+    """
     import torch
 
     present = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
-        return torch.device("cpu") if present is None else present
+        name = "cpu" if present is None else present.type
     try:
         device = torch.device(name)
     except RuntimeError:
         raise CliError(f"unknown device {name!r}: pass cpu, cuda or cuda:1, say") from None
     if device.type not in ("cpu", getattr(present, "type", "cpu")):
         raise CliError(f"there is no {device.type} device here: leave --device out or pass --device cpu")
-    if device.type != "cpu" and (device.index or 0) >= torch.accelerator.device_count():
+    if device.type == "cpu":
+        return device
+    if device.index is None:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    if device.index >= torch.accelerator.device_count():
         raise CliError(f"there is no {device}: {torch.accelerator.device_count()} {device.type} device(s) are here")
     return device
 

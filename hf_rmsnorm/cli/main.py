@@ -23,19 +23,28 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="hf-rmsnorm", description="Fused RMSNorm and LayerNorm for Hugging Face models.")
     parser.add_argument("--version", action="version", version=f"hf-rmsnorm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
-        summary = module.__doc__.splitlines()[0]
-        sub = commands.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."), description=module.__doc__)
-        module.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        sub.add_argument("--traceback", action="store_true", help="show where an error comes from")
-        sub.set_defaults(run=module.run)
+        add_command(commands, module.__name__.rpartition(".")[2], module)
     return parser
+
+
+def add_command(commands, name: str, module) -> None:
+    """Add a subcommand whose help is the module's docstring; its `run` finds the name in ``args.command``."""
+    summary = module.__doc__.splitlines()[0]
+    sub = commands.add_parser(
+        name,
+        help=summary[0].lower() + summary[1:].rstrip("."),
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(sub)
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    sub.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    sub.set_defaults(run=module.run, command=name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 where `verify` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert` wrote fails
         its verification; 130 where the user interrupted it.
     """
-    args = build_parser().parse_args(argv)
+    return execute(build_parser(), argv)
+
+
+def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:
+    """Parse, run the subcommand, print its result or its error in one line; returns the exit code."""
+    args = parser.parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with warnings.catch_warnings(record=True) as caught:
@@ -60,15 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             own = isinstance(error, (CliError, ValueError)) or type(error).__module__.startswith("hf_rmsnorm")
             hint = "" if own else f"{type(error).__name__}: "
-            print(f"hf-rmsnorm: error: {hint}{one_line(error)}", file=sys.stderr)
+            print(f"{parser.prog}: error: {hint}{one_line(error)}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             resumed = ": the same command goes on where it stopped" if args.run is convert.run else ""
-            print(f"hf-rmsnorm: interrupted{resumed}", file=sys.stderr)
+            print(f"{parser.prog}: interrupted{resumed}", file=sys.stderr)
             return 130
         finally:
             for line in dict.fromkeys(one_line(w.message) for w in caught if issubclass(w.category, UserWarning)):
-                print(f"hf-rmsnorm: warning: {line}", file=sys.stderr)
+                print(f"{parser.prog}: warning: {line}", file=sys.stderr)
     text = result.text
     if args.json:
         from ..verification.report import plain

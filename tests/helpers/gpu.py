@@ -2,7 +2,7 @@
 
 `pytest -m gpu` runs those tests on the current GPU. ``HF_RMSNORM_REHEARSE_GPU_TESTS=1 TRITON_INTERPRET=1 pytest -m gpu
 tests/gpu`` runs the bodies of those that can on the CPU with fewer sizes, so that a
-mistake in a test is found where there is no GPU; benchmarks/gpu_check.py --dry-run does that.
+mistake in a test is found where there is no GPU; `python -m benchmarks gpu --dry-run` does that.
 """
 
 import copy

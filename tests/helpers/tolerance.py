@@ -1,4 +1,4 @@
-"""The tolerance policy of the tests is the one by which `hf-rmsnorm bench` judges every implementation."""
+"""The tolerance policy of the tests is the one by which the benchmarks judge every implementation."""
 
 from hf_rmsnorm.verification.tolerance import FACTOR, assert_as_accurate, one_ulp
 

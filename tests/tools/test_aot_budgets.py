@@ -1,7 +1,7 @@
 """Budgets on the machine code of every kernel, compiled ahead of time by benchmarks/aot.py: no GPU is needed.
 
 tests/tools/aot_budgets.json holds registers per thread and programs per multiprocessor for one version of Triton. It
-began with the figures of the design and only ever improves: ``python -m benchmarks.aot CASES --tighten FILE``.
+began with the figures of the design and only ever improves: ``python -m benchmarks aot CASES --tighten FILE``.
 """
 
 import json
@@ -51,8 +51,8 @@ budgeted = pytest.mark.skipif(
 @cache
 def compiled(cases, *options):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # it would compile nothing
-    command = [sys.executable, "-m", "benchmarks.aot", *cases, *options, "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "benchmarks", "aot", *cases, *options, "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)["kernels"]
 

@@ -1,19 +1,22 @@
-"""`hf-rmsnorm bench`: what it measures and counts without a GPU, its gate, and its GPU paths with stubbed clocks."""
+"""`python -m benchmarks`: what it measures and counts without a GPU, its gate, its GPU paths with stubbed clocks."""
 
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+from places import ROOT
+from torch.cuda._utils import _get_device_index
 
-from benchmarks import kernels, models, peers, plot, tables
+from benchmarks import command, kernels, models, peers, plot, tables
+from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.timing import Stopwatch
-from hf_rmsnorm.cli.main import main
 
 ENVELOPE = {"format", "bench", "started", "versions", "device", "driver", "platform", "commit", "dtype", "not_measured"}
 MODES = ("inference", "forward", "forward+backward")
@@ -30,7 +33,7 @@ def no_peers():
 
 
 def bench(capsys, *arguments):
-    assert main(["bench", *map(str, arguments), "--device", "cpu", "--json"]) == 0
+    assert main([*map(str, arguments), "--device", "cpu", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data.keys() >= ENVELOPE
     assert {"torch", "transformers", "liger-kernel"} <= data["versions"].keys()
@@ -39,7 +42,7 @@ def bench(capsys, *arguments):
 
 def fails(capsys, *arguments):
     try:
-        code = main(["bench", *map(str, arguments), "--device", "cpu"])
+        code = main([*map(str, arguments), "--device", "cpu"])
     except SystemExit as stop:
         code = stop.code
     out, err = capsys.readouterr()
@@ -49,10 +52,10 @@ def fails(capsys, *arguments):
 
 @cache
 def host(*arguments):
-    """(text, result) of `bench host`, in a process where Triton compiles."""
+    """What `host` prints, in a process where Triton compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "hf_rmsnorm", "bench", "host", "--models", "tiny", "--device", "cpu", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    command = [sys.executable, "-m", "benchmarks", "host", "--models", "tiny", "--device", "cpu", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -132,7 +135,7 @@ def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio(offset):
 
 
 def test_missing_peers_are_named(capsys):
-    assert main(["bench", "kernels", "--models", "tiny", "--tokens", "1", "--device", "cpu"]) == 0
+    assert main(["kernels", "--models", "tiny", "--tokens", "1", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "liger: not importable: " in out and "quack: not importable: " in out
 
@@ -243,13 +246,50 @@ def test_host_costs_are_not_taken_from_the_interpreter(capsys, monkeypatch):
     assert "TRITON_INTERPRET=1" in fails(capsys, "host", "--models", "tiny", "--plot", "x.png")
 
 
+@pytest.mark.parametrize("named", [None, "cuda", "cuda:1"])
+def test_a_gpu_becomes_the_current_device_whether_it_was_named_with_an_index_or_not(capsys, monkeypatch, named):
+    """torch.cuda.set_device refuses a device without one. No GPU is needed to see what it is given."""
+    current = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(_get_device_index(device)))
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(command.COMMANDS["generate"], "measure", lambda args, shapes, device, dtype: {
+        "layers": {}, "models": {}, "not_measured": [f"anything on {device}"]
+    })  # fmt: skip
+    assert main(["generate", "--models", "tiny", *(["--device", named] if named else [])]) == 0
+    assert current == [1] and "anything on cuda" in capsys.readouterr().out
+
+
+def test_a_file_started_by_its_path_says_how_to_run_it():
+    """By its path this folder would come first among the places to import from, and kernels.py hide `kernels`."""
+    done = subprocess.run([sys.executable, ROOT / "benchmarks"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "run this as a module, from the root of the checkout: python -m benchmarks\n"
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom benchmarks.__main__ import COMMANDS, main\n"
+        "for argv in ([], *([name] for name in COMMANDS)):\n"
+        "    try: main([*argv, '--help'])\n"
+        "    except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'torch', 'transformers', 'triton', 'kernels'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "python -m benchmarks gpu --dry-run" in done.stdout
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["kernels", "--models", "tiny,GPT-5"], "no such shape: GPT-5; choose among Llama-3-8B"),
         (["kernels", "--tokens", "4,0"], "0 is below 1"),
         (["nothing"], "invalid choice"),
-        (["kernels", "--plot", "x.png"], "bench host --plot draws host costs"),
+        (["kernels", "--plot", "x.png"], "host --plot draws host costs"),
         (["train", "--models", "tiny", "--out", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
     ],
 )

@@ -8,15 +8,16 @@ import sys
 import pytest
 from places import ROOT
 
+from benchmarks.__main__ import main
+from benchmarks.gpu_check import gpu_test_files
+
 pytestmark = pytest.mark.full
 
-SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 
-
-def gpu_check(*arguments, **environment):
+def gpu_check(*arguments, command="gpu", **environment):
     clean = {k: v for k, v in os.environ.items() if k not in ("OUT", "TRITON_INTERPRET")}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, timeout=400)
+    run = [sys.executable, "-m", "benchmarks", command, *map(str, arguments)]
+    return subprocess.run(run, capture_output=True, text=True, env=clean | environment, cwd=ROOT, timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_it_prints_tables_and_prints_them_again(rehearsal, tmp_path):
         assert word in done.stdout
     path = tmp_path / "saved.json"
     path.write_text(json.dumps(result))
-    assert gpu_check("--show", path).stdout.strip() in done.stdout
+    assert gpu_check(path, command="gpu-report").stdout.strip() in done.stdout
 
 
 def test_sections_without_time_are_skipped_and_named(tmp_path):
@@ -122,17 +123,49 @@ def test_failed_gates_and_exceptions_fail_the_run_but_not_the_other_sections(tmp
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--only", "kernels,nothing"], "no such section: nothing; choose among tests, kernels"),
-        (["--show", "missing.json"], "missing.json"),
+        (["gpu", "--only", "kernels,nothing"], "no such section: nothing; choose among tests, kernels"),
+        (["gpu", "--budget", "long"], "invalid float value"),
+        (["gpu-report", "missing.json"], "missing.json"),
     ],
 )
-def test_bad_arguments_get_one_line(arguments, message):
-    done = gpu_check(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-1]
+def test_bad_arguments_get_one_line(capsys, arguments, message):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_files_without_a_gpu_test_are_not_collected(tmp_path):
+    """They may need what an older Transformers lacks, and pytest fails a run for one file that it cannot collect."""
+    marks = {"marked": "import pytest\n@pytest.mark.gpu\ndef test(): pass", "all": "from gpu import gpu_tests\n",
+             "other": "import no_such_module\ndef test_the_gpu_tests(): pass"}  # fmt: skip
+    (tmp_path / "tests" / "deep").mkdir(parents=True)
+    for name, text in marks.items():
+        (tmp_path / "tests" / "deep" / f"test_{name}.py").write_text(text)
+    assert gpu_test_files(tmp_path) == ["tests/deep/test_all.py", "tests/deep/test_marked.py"]
+
+
+@pytest.mark.full
+def test_no_gpu_test_is_left_out_and_none_needs_a_new_transformers(tmp_path):
+    """What pytest would choose from all files, and the same with a Transformers that lacks the newest modules."""
+    sabotage = "import sys\nsys.modules['transformers.models.muse_spark'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(sabotage)
+
+    def collected(where, **environment):
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", *where]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
+        assert done.returncode == 0, done.stdout[-2000:]
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    found = collected(gpu_test_files())
+    assert len(found) > 100 and sorted(found) == sorted(collected(["tests"]))
+    assert collected(gpu_test_files(), PYTHONPATH=str(tmp_path)) == found
 
 
 def test_without_a_gpu_it_says_so():
     done = gpu_check("--only", "host", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
-    assert done.stderr == "gpu_check: torch sees no GPU; --dry-run rehearses on the CPU\n"
+    assert done.stderr == "python -m benchmarks: error: torch sees no GPU; --dry-run rehearses on the CPU\n"

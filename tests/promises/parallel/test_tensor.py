@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend

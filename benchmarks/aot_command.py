@@ -1,0 +1,97 @@
+"""Compile the kernels ahead of time, without a GPU; print their registers, spills and access widths.
+
+    python -m benchmarks aot                                       the table of sm_90, RMSNorm in bf16
+    python -m benchmarks aot sm_80,gfx942:gemma-bf16:128,4096      TARGETS:VARIANTS:SIZES, and more of them if wanted
+    python -m benchmarks aot sm_90:: --json                        every variant and size
+    python -m benchmarks aot sm_90:: --tighten tests/tools/aot_budgets.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+from hf_rmsnorm.cli.common import CliError, Result
+
+HEADS = ("target", "variant", "kernel", "N", "warps", "registers", "spilled", "blocks", "shared", "widths")
+ROW = "{:7} {:20} {:22} {:>6} {:>6} {:>10} {:>8} {:>7} {:>7}  {}"
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument(
+        "cases", nargs="*", metavar="TARGETS:VARIANTS:SIZES", default=["sm_90:llama-bf16"],
+        help="each a comma-separated list, an empty one meaning all (default sm_90:llama-bf16)",
+    )  # fmt: skip
+    parser.add_argument("--disassemble", action="store_true", help="check access widths against the machine code")
+    parser.add_argument("--tighten", type=Path, metavar="FILE", help="lower the budgets in FILE to what was compiled")
+
+
+def run(args) -> Result:
+    os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: this process compiles
+    import triton
+
+    from benchmarks import aot
+
+    if aot.launch.INTERPRETED:
+        raise CliError("triton was imported for its interpreter, which compiles nothing: run this in a process anew")
+    found = aot.examine_all([case for text in args.cases for case in parse_cases(text)], args.disassemble)
+    if args.tighten:
+        budgets = json.loads(args.tighten.read_text(encoding="utf-8")) if args.tighten.exists() else {}
+        tighten(budgets.setdefault(triton.__version__, {}), found)
+        write_budgets(args.tighten, budgets)
+    lines = [ROW.format(*HEADS)]
+    for c in found:
+        widths = " ".join(f"{name}:{'/'.join(map(str, w))}" for name, w in c.widths.items())
+        figures = (c.hidden_size, c.warps, c.registers, c.spilled, c.blocks, c.shared)
+        lines.append(ROW.format(c.target, c.variant, c.kernel, *figures, widths))
+    return Result({"triton": triton.__version__, "kernels": [asdict(c) for c in found]}, "\n".join(lines))
+
+
+def parse_cases(text: str) -> list[tuple[str, str, int]]:
+    """(target, variant, hidden size) of each case that ``TARGETS:VARIANTS:SIZES`` means.
+
+    Raises:
+        CliError: it names a target or variant that is none, or a size that is no number.
+    """
+    from benchmarks.aot import CHIPS, SIZES, VARIANTS
+    from hf_rmsnorm.ops.qk import MAX_HEAD_DIM
+
+    def choose(part: str, known) -> list[str]:
+        chosen = part.split(",") if part else list(known)
+        if unknown := [c for c in chosen if c not in known]:
+            raise CliError(f"{text}: {', '.join(unknown)} is not one of {', '.join(known)}")
+        return chosen
+
+    targets, variants, sizes, *_ = [*text.split(":"), "", ""]
+    try:
+        sizes = list(map(int, sizes.split(","))) if sizes else SIZES
+    except ValueError:
+        raise CliError(f"{text}: {sizes} is no list of hidden sizes, as in 128,4096") from None
+    cases = product(choose(targets, CHIPS), choose(variants, VARIANTS), sizes)
+    return [case for case in cases if not VARIANTS[case[1]].heads or case[2] <= MAX_HEAD_DIM]
+
+
+def tighten(table: dict, found: list) -> None:
+    """Lower the budgets of one version of Triton to what was compiled where that is better; never raise one.
+
+    table["target variant kernel"][hidden size] is [registers, blocks].
+    """
+    for c in found:
+        row = table.setdefault(f"{c.target} {c.variant} {c.kernel}", {})
+        registers, blocks = row.get(str(c.hidden_size), (c.registers, c.blocks))
+        row[str(c.hidden_size)] = [min(registers, c.registers), max(blocks, c.blocks)]
+
+
+def write_budgets(path: Path, budgets: dict) -> None:
+    """One line for each kernel, so that a change is easy to review."""
+    lines = []
+    for version, table in sorted(budgets.items()):
+        rows = (
+            f"  {json.dumps(name)}: {json.dumps(dict(sorted(row.items(), key=lambda item: int(item[0]))))}"
+            for name, row in sorted(table.items())
+        )
+        lines.append(f" {json.dumps(version)}: {{\n" + ",\n".join(rows) + "\n }")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
