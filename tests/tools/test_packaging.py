@@ -188,7 +188,7 @@ def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize(
-    "script, part", [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments"), ("gpu_check", "--dry-run")]
+    "script, part", [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments")]
 )
 def test_scripts_answer_help_at_once(tmp_path, script, part, flag):
     """Run from a copy of scripts/ alone: there is nothing to install, and nothing may be made."""
@@ -197,11 +197,6 @@ def test_scripts_answer_help_at_once(tmp_path, script, part, flag):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and part in done.stdout
     assert not (tmp_path / ".venv").exists()
-
-
-def test_the_measuring_half_of_gpu_check_names_the_program():
-    done = subprocess.run([sys.executable, ROOT / "benchmarks/gpu_bench.py", "--help"], capture_output=True, text=True)
-    assert "Traceback" not in done.stderr and "run benchmarks/gpu_check.py" in done.stderr
 
 
 def test_quickstart_names_every_option_of_the_example():
