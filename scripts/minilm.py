@@ -33,9 +33,9 @@ from transformers import AutoModel, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hf_rmsnorm import patch_model  # noqa: E402
-from hf_rmsnorm.record import make_record  # noqa: E402
 from hf_rmsnorm.conversion.targets.postnorm.convert import exact_post_norm, fit_post_norm  # noqa: E402
 from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms  # noqa: E402
+from hf_rmsnorm.record import make_record  # noqa: E402
 
 RESULT = Path(__file__).resolve().parent / "results" / "minilm.json"
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "distil.py"
