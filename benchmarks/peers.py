@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.attention import defer, settle
+from hf_rmsnorm.fused.attention import norm_and_rotate, norm_later
 from hf_rmsnorm.fused.layer import add
 from hf_rmsnorm.reference import reference_norm
 from hf_rmsnorm.verification import tolerance as gate
@@ -181,8 +181,8 @@ def _ours(kind: Kind, norms: list[nn.Module]) -> Implementation:
 
         def call(q, k):
             held = {}
-            q, k = (defer(owner, held, n, t).transpose(1, 2) for n, t in (("q_norm", q), ("k_norm", k)))
-            return settle(owner, held, ("q_norm", "k_norm"), None, q, k)
+            q, k = (norm_later(owner, held, n, t).transpose(1, 2) for n, t in (("q_norm", q), ("k_norm", k)))
+            return norm_and_rotate(owner, held, ("q_norm", "k_norm"), None, q, k)
 
     else:
         call = fused[0]

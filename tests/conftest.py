@@ -178,15 +178,15 @@ def taken(monkeypatch):
     from hf_rmsnorm.fused import layer as fused_layers
     from hf_rmsnorm.fused import norm as layers
 
-    def leave(*args):
+    def hand_over(*args):
         counts["left"] += 1
-        handover_module.leave(*args)
+        handover_module.hand_over(*args)
 
-    def take(*args):
-        output = handover_module.take(*args)
+    def handed_over(*args):
+        output = handover_module.handed_over(*args)
         counts["taken"] += output is not None
         return output
 
-    monkeypatch.setattr(fused_layers, "leave", leave)
-    monkeypatch.setattr(layers, "take", take)
+    monkeypatch.setattr(fused_layers, "hand_over", hand_over)
+    monkeypatch.setattr(layers, "handed_over", handed_over)
     return counts

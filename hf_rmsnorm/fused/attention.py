@@ -24,29 +24,31 @@ _is_compiling = torch.compiler.is_compiling
 proven_rotary: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def defer(attention: torch.nn.Module, held: dict, name: str, x):
-    """x as it is, its norm put off until `settle`; or normalised, where that would not be computed in one launch."""
+def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
+    """x as it is, its norm left to `norm_and_rotate`; or normalised, where that would not compute it in one launch."""
     norm = attention._modules.get(name)
     if norm is None:
         return getattr(attention, name)(x)
     if _is_compiling() or type(x) is not torch.Tensor or not untouched(norm):
         return norm(x)
     recipe = type(norm)._hf_rmsnorm_recipe
-    found = operands(norm, recipe) if recipe.unadorned else None
+    found = operands(norm, recipe) if recipe.is_simple else None
     if found is None or (found[0] is not None and found[0].dim() != 1):
         return norm(x)
     weight, bias, spec = found
     like, plans = likeness(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
-    if plans.get(("deferred", like)) is None:
+    if plans.get(("put off", like)) is None:
         if resolve_backend(x, weight, bias, spec) == "original" or not recipe.fits(x, weight, bias):
             return norm(x)
         if like is not None:
-            plans.keep(("deferred", like), True)
+            plans.keep(("put off", like), True)
     held[name] = found
     return x
 
 
-def settle(attention: torch.nn.Module, held: dict, names: tuple[str, str], rotate: Callable | None, q, k, *tables):
+def norm_and_rotate(
+    attention: torch.nn.Module, held: dict, names: tuple[str, str], rotate: Callable | None, q, k, *tables
+):
     """(q, k) with the norms that were put off, and rotated.
 
     Args:

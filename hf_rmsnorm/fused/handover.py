@@ -1,8 +1,8 @@
 """A norm computed together with the sum that it reads, kept until the norm is called with that very sum.
 
 `add + norm` is one launch, but a model adds in one place and calls the norm in another, as a module with its hooks. So
-the sum's maker leaves what the norm computes here, and the norm's forward takes it where the tensor that arrives is the
-one that was left, unmodified (identity and version counter, of the sum and of the parameters). Else it computes.
+the sum's maker hands over what the norm computes, and the norm's forward returns it where the tensor that arrives is
+that sum, unmodified (identity and version counter, of the sum and of the parameters). Else it computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 
-class _Left(NamedTuple):
+class _HandedOver(NamedTuple):
     norm: weakref.ref
     total: weakref.ref
     weight: weakref.ref | None
@@ -25,7 +25,7 @@ class _Left(NamedTuple):
 
 class _Slot(threading.local):
     def __init__(self):  # by thread: another one in the same model has its own
-        self.left: list[_Left | None] = [None]
+        self.held: list[_HandedOver | None] = [None]
 
 
 _slot = _Slot()
@@ -44,29 +44,29 @@ def _operands(x, weight, bias, spec, backend) -> tuple:
     return versions, torch.is_grad_enabled(), backend, spec
 
 
-def leave(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, spec, backend: str) -> None:
-    """Leave what `norm` computes of `total`; what nobody took before is dropped, and this when `total` dies."""
-    place = _slot.left
+def hand_over(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, spec, backend: str) -> None:
+    """Keep what `norm` computes of `total`; what nobody took before is dropped, and this when `total` dies."""
+    place = _slot.held
 
     def drop(reference: weakref.ref) -> None:  # perhaps in another thread than this one
         if place[0] is not None and place[0].total is reference:
             place[0] = None
 
-    place[0] = _Left(
+    place[0] = _HandedOver(
         weakref.ref(norm), weakref.ref(total, drop), _reference(weight), _reference(bias),
         _operands(total, weight, bias, spec, backend), output,
     )  # fmt: skip
 
 
-def take(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, backend: str):
-    """What was left for this call of `norm`, once; None where any of all this was another, or has changed since."""
-    left = _slot.left[0]
-    if left is None or left.total() is not x or left.norm() is not norm:
+def handed_over(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, backend: str):
+    """What was kept for this call of `norm`, once; None where any of all this was another, or has changed since."""
+    held = _slot.held[0]
+    if held is None or held.total() is not x or held.norm() is not norm:
         return None
-    _slot.left[0] = None
-    if left.weight is not _reference(weight) or left.bias is not _reference(bias):
+    _slot.held[0] = None
+    if held.weight is not _reference(weight) or held.bias is not _reference(bias):
         return None
-    output = left.output
+    output = held.output
     if isinstance(output, torch.Tensor) and output.requires_grad and (x._backward_hooks or x.retains_grad):
         return None  # the output is in the graph beside x: its gradient would pass by what hangs on x
-    return output if left.operands == _operands(x, weight, bias, spec, backend) else None
+    return output if held.operands == _operands(x, weight, bias, spec, backend) else None

@@ -12,7 +12,7 @@ import torch
 from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from ..ops.backend import likeness, transformed
 from ..ops.norm import plan_of
-from .handover import leave
+from .handover import hand_over
 from .recipe import operands
 from .source import CannotRewrite, guarded, with_sums, wrapped_alike
 from .subclass import derive, marked
@@ -73,7 +73,7 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     if norm is None or not untouched(norm):
         return left + right
     recipe = type(norm)._hf_rmsnorm_recipe
-    found = operands(norm, recipe) if recipe.unadorned else None
+    found = operands(norm, recipe) if recipe.is_simple else None
     if found is None:
         return left + right
     weight, bias, spec = found
@@ -97,7 +97,7 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
         total, output = sum_ahead_of_norm(right, left, weight, bias, spec, plan)
     else:
         return left + right
-    leave(norm, total, output, weight, bias, spec, backend)
+    hand_over(norm, total, output, weight, bias, spec, backend)
     return total
 
 

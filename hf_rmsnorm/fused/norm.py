@@ -17,7 +17,7 @@ from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
 from ..ops.backend import Plans, likeness
 from ..ops.norm import launched_norm, plan_of
-from .handover import take
+from .handover import handed_over
 from .recipe import Recipe, one_dtype, shapes_fit, tensor_of
 from .subclass import derive, marked
 
@@ -70,8 +70,8 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
     hidden_size, functional, restricted = recipe.hidden_size, recipe.spec.functional, recipe.restricted
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
-    own_forward = _imposed_forward(base_forward, recipe) if recipe.imposed else base_forward
-    unadorned, memory_efficient = recipe.unadorned, recipe.memory_efficient
+    own_forward = _rms_forward(base_forward, recipe) if recipe.as_rms else base_forward
+    is_simple, memory_efficient = recipe.is_simple, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
         # Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
@@ -92,7 +92,7 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
         spec = recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
-        like = likeness(x, weight, bias, functional) if unadorned and spec is not None else None
+        like = likeness(x, weight, bias, functional) if is_simple and spec is not None else None
         plan = None if like is None else plans.get(like)  # Dynamo guards on a dictionary that it sees
         if plan is None:
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
@@ -114,7 +114,7 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
                 plan = plans.keep(like, plan_of(x, weight, bias, spec))
         else:
             backend = "triton"
-        known = take(self, x, weight, bias, spec, backend) if unadorned and not _is_compiling() else None
+        known = handed_over(self, x, weight, bias, spec, backend) if is_simple and not _is_compiling() else None
         if isinstance(known, torch.Tensor):
             return known
         keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)
@@ -130,8 +130,8 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
     return forward
 
 
-def _imposed_forward(base_forward, recipe: Recipe):
-    """What a module whose formula is imposed runs where no kernel serves: that formula, for the same input alone."""
+def _rms_forward(base_forward, recipe: Recipe):
+    """What a module that runs as RMSNorm runs where no kernel serves: that formula, for the same input alone."""
     input_name = list(inspect.signature(base_forward).parameters)[1]
 
     def forward(self, *args, **kwargs):

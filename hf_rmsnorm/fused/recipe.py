@@ -39,7 +39,7 @@ class Recipe:
         input_written: something writes to the input in place once the norm has read it, which the module's own backward
             bears in half precision, where it keeps a float32 copy, and the kernels' does not.
         row_major: the output is contiguous whatever the strides of the input.
-        imposed: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
+        as_rms: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
             RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
         memory_efficient: the kernels' backward reads the norm's output instead of its input, where that serves. Not of
             weights that FSDP manages: it writes them past their version.
@@ -65,7 +65,7 @@ class Recipe:
     not_under_autocast: bool = False
     input_written: bool = False
     row_major: bool = False
-    imposed: bool = False
+    as_rms: bool = False
     memory_efficient: bool = False
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
@@ -105,7 +105,7 @@ class Recipe:
         )
 
     @property
-    def unadorned(self) -> bool:
+    def is_simple(self) -> bool:
         """Whether this is a norm of one input over its last dimension, and nothing besides."""
         return not (self.restricted or self.gate or self.other_input or self.spec.group_size or self.row_major)
 
@@ -144,7 +144,7 @@ class Recipe:
             words.append("in half-precision training, where its input is written to, it runs its own forward")
         if self.other_input is not None:
             words.append(f"calls that give {self.other_input!r} run its own forward")
-        if self.imposed:
+        if self.as_rms:
             words.append("as the converted checkpoint says")
         return "; ".join(words)
 

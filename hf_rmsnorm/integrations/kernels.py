@@ -99,7 +99,7 @@ LAYERS = {"RMSNorm": RMSNorm, "RMSNormZeroCentered": RMSNorm, "RMSNormGated": RM
 
 
 @dataclass(frozen=True)
-class Layer:
+class InstalledLayer:
     """What `kernels` calls a repository: it is asked to load a layer, and this one is here already."""
 
     layer_name: str
@@ -111,7 +111,7 @@ class Layer:
         return f"hf_rmsnorm (layer `{self.layer_name}`)"
 
 
-def kernel_mapping(*, devices: tuple[str, ...] = DEVICES) -> dict[str, dict[str, Layer]]:
+def kernel_mapping(*, devices: tuple[str, ...] = DEVICES) -> dict[str, dict[str, InstalledLayer]]:
     """The mapping for `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping`, for all modes.
 
     Args:
@@ -120,7 +120,7 @@ def kernel_mapping(*, devices: tuple[str, ...] = DEVICES) -> dict[str, dict[str,
     Returns:
         Name of a layer in Transformers -> device -> the layer.
     """
-    return {name: dict.fromkeys(devices, Layer(name)) for name in LAYERS}
+    return {name: dict.fromkeys(devices, InstalledLayer(name)) for name in LAYERS}
 
 
 def kernel_config():

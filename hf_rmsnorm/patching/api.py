@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from .layers.links import fuse_layers
-from .plan import Globs, Plan, make_plan
+from .plan import Globs, PatchPlan, make_plan
 from .report import PatchReport
 from .swap import fuse, remember, restore, swap, unfuse
 
@@ -153,7 +153,7 @@ def check_module(function: str, model) -> None:
         raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}: load the model first")
 
 
-def _check_strict(model: torch.nn.Module, plan: Plan) -> None:
+def _check_strict(model: torch.nn.Module, plan: PatchPlan) -> None:
     if not plan.entries:
         raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
     if plan.unserved:

@@ -47,7 +47,7 @@ class Conversion:
             return recipe, self.doubt
         if eps != recipe.spec.eps:
             return recipe, f"{STAYS}its eps is {recipe.spec.eps:g}, the record says {eps:g}"
-        return replace(recipe, spec=replace(recipe.spec, centered=False), imposed=True), self.note
+        return replace(recipe, spec=replace(recipe.spec, centered=False), as_rms=True), self.note
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Entry:
 
 
 @dataclass
-class Plan:
+class PatchPlan:
     """What a patch will do, in the order of the model's modules."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -57,13 +57,13 @@ class Plan:
             notes = "; ".join(filter(None, (entry.recipe.notes() if entry.recipe else "", memory, entry.note)))
             for path in entry.paths:
                 if entry.recipe is not None:
-                    swapped.append(Swapped(path, name, entry.recipe.spec, notes, entry.recipe.imposed))
+                    swapped.append(Swapped(path, name, entry.recipe.spec, notes, entry.recipe.as_rms))
                 else:
                     skipped.append(Skipped(path, name, entry.reason, entry.cure))
         return PatchReport(tuple(swapped), tuple(skipped))
 
 
-def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> Plan:
+def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> PatchPlan:
     """Recognise every module and apply the globs; nothing is changed.
 
     Raises:
@@ -78,7 +78,7 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     for entry in entries if conversion is not None else ():
         if entry.recipe is not None and not entry.already:
             entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
-        elif entry.recipe is not None and entry.recipe.imposed:
+        elif entry.recipe is not None and entry.recipe.as_rms:
             doubt = conversion.doubt.removeprefix(STAYS)
             entry.note = f"runs as RMSNorm, but {doubt}; unpatch and patch again" if doubt else conversion.note
     include, exclude = _globs("include", include), _globs("exclude", exclude)
@@ -91,7 +91,7 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     for entry in entries:
         _filter(entry, include, exclude)
     _mark_written(model, entries)
-    return Plan(entries)
+    return PatchPlan(entries)
 
 
 def _mark_written(model: torch.nn.Module, entries: list[Entry]) -> None:

@@ -244,7 +244,7 @@ def _evaluating(model: nn.Module):
 def _comparable(cls: type) -> bool:
     """Whether this is a patched norm that computes what its own class does; a converted checkpoint's does not."""
     recipe = getattr(cls, "_hf_rmsnorm_recipe", None)
-    return recipe is not None and not recipe.imposed
+    return recipe is not None and not recipe.as_rms
 
 
 class _OwnPatch:

@@ -21,7 +21,7 @@ from .sums import find_fusion, norms_of
 
 
 @dataclass
-class Layer:
+class Examined:
     """A module with norms among its children."""
 
     module: nn.Module
@@ -89,24 +89,24 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(module: nn.Module, path: str, in_row: bool) -> Layer:
+def _examine(module: nn.Module, path: str, in_row: bool) -> Examined:
     part = layer_part(type(module))
     if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
-        return Layer(module, path, None, "its class was given another forward: unpatch the model and patch it again")
+        return Examined(module, path, None, "its class was given another forward: unpatch the model and patch it again")
     if other := replaced_forward(module):
-        return Layer(module, path, None, f"its forward was replaced on the instance by {other}")
+        return Examined(module, path, None, f"its forward was replaced on the instance by {other}")
     try:
         with neutral_modes(), torch.random.fork_rng(devices=[]):
             # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
             found = find_fusion(module) if in_row else Fusion(())
             if isinstance(found, Fusion) and found.sites:
-                return Layer(module, path, found)
+                return Examined(module, path, found)
             try:
-                return Layer(module, path, None, qk=find_qk(unfused(type(module)), _heads(module)))
+                return Examined(module, path, None, qk=find_qk(unfused(type(module)), _heads(module)))
             except CannotRewrite:
-                return Layer(module, path, None, found) if isinstance(found, str) else Layer(module, path, found)
+                return Examined(module, path, None, found) if isinstance(found, str) else Examined(module, path, found)
     except Exception as error:  # whatever a user's class does, its norms are swapped
-        return Layer(module, path, None, f"it could not be examined: {type(error).__name__}: {error}")
+        return Examined(module, path, None, f"it could not be examined: {type(error).__name__}: {error}")
 
 
 def _heads(attention: nn.Module) -> set[str]:
@@ -124,7 +124,7 @@ def _heads(attention: nn.Module) -> set[str]:
     return found
 
 
-def _behind_each(rows, layers: dict[nn.Module, Layer]) -> dict[nn.Module, tuple[str, nn.Module]]:
+def _behind_each(rows, layers: dict[nn.Module, Examined]) -> dict[nn.Module, tuple[str, nn.Module]]:
     """Layer -> (name of the norm that reads what it returns, the module whose child that is)."""
     behind: dict[nn.Module, tuple[str, nn.Module]] = {}
     for parent, name, row in rows:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...fused.attention import defer, proven_rotary, settle
+from ...fused.attention import norm_and_rotate, norm_later, proven_rotary
 from ...fused.source import CannotRewrite, call, compiled_again, forward_source
 from ...ops.qk import rotated
 
-_DEFER, _SETTLE, _HELD = "_hf_rmsnorm_defer", "_hf_rmsnorm_settle", "_hf_rmsnorm_held"
+_LATER, _ROTATE, _HELD = "_hf_rmsnorm_norm_later", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_held"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
 
 
@@ -198,7 +198,7 @@ def _rewritten(cls: type, fusion: QKFusion) -> Callable:
         held = ast.Name(_HELD, ast.Load())
         for statement, name in zip((place.q, place.k), place.names, strict=True):
             old = _norm_call(statement)
-            new = call(_DEFER, old, itself, held, name, old.args[0])
+            new = call(_LATER, old, itself, held, name, old.args[0])
             if statement.value is old:
                 statement.value = new
             else:
@@ -207,15 +207,15 @@ def _rewritten(cls: type, fusion: QKFusion) -> Callable:
         if place.rotary is not None:
             rotate = place.rotary.value
             rotate.args[:0] = [ast.Name(itself, ast.Load()), held, names, rotate.func]
-            rotate.func = ast.Name(_SETTLE, ast.Load())
+            rotate.func = ast.Name(_ROTATE, ast.Load())
         else:
             q, k = (s.targets[0].id for s in (place.q, place.k))
             pair = ast.Tuple([ast.Name(n, ast.Store()) for n in (q, k)], ast.Store())
             both = [ast.Name(n, ast.Load()) for n in (q, k)]
-            settled = ast.Assign([pair], call(_SETTLE, place.k, itself, held, names, None, *both))
-            definition.body.insert(definition.body.index(place.k) + 1, ast.copy_location(settled, place.k))
+            both_normed = ast.Assign([pair], call(_ROTATE, place.k, itself, held, names, None, *both))
+            definition.body.insert(definition.body.index(place.k) + 1, ast.copy_location(both_normed, place.k))
         fresh = ast.Assign([ast.Name(_HELD, ast.Store())], ast.Dict([], []))
         definition.body.insert(definition.body.index(place.q), ast.copy_location(fresh, place.q))
         return definition
 
-    return compiled_again(cls, change, {_DEFER: defer, _SETTLE: settle})
+    return compiled_again(cls, change, {_LATER: norm_later, _ROTATE: norm_and_rotate})

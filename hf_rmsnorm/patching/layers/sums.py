@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ...fused.handover import leave, take
+from ...fused.handover import hand_over, handed_over
 from ...fused.layer import Fusion
 from ...fused.norm import fused_part
 from ...fused.recipe import operands
@@ -50,7 +50,7 @@ def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, child in layer.named_children():
         part = fused_part(type(child))
-        if part is not None and part._hf_rmsnorm_recipe.unadorned:
+        if part is not None and part._hf_rmsnorm_recipe.is_simple:
             found[name] = child
     return found
 
@@ -127,11 +127,11 @@ def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: to
         if reader:
             norm = layer._modules[reader]
             given = operands(norm, recipes[reader])
-            leave(norm, total, type(norm).forward(norm, total), *given, "reference")
+            hand_over(norm, total, type(norm).forward(norm, total), *given, "reference")
         return total
 
     def taken(name: str, norm: nn.Module, args: tuple):
-        return take(norm, args[0], *operands(norm, recipes[name]), "reference")
+        return handed_over(norm, args[0], *operands(norm, recipes[name]), "reference")
 
     for name in norms:
         stand_in._modules[name].register_forward_hook(lambda norm, args, _, name=name: taken(name, norm, args))
