@@ -65,9 +65,9 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
             written to, so there it is left alone.
     """
     reader, seen = site
-    if seen and torch.is_inference_mode_enabled():
+    if _is_compiling() or (seen and torch.is_inference_mode_enabled()):
         return left + right
-    if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
+    if type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
     norm = layer._modules.get(reader) if reader else _next_norm(layer)
     if norm is None or not untouched(norm):

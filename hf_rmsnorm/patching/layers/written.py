@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from functools import lru_cache
 
+import torch
 from torch import nn
 
 from ...fused.source import CannotRewrite, forward_source
@@ -36,6 +37,8 @@ def _visit(module: nn.Module, written: frozenset[str], norms, found: set, visite
             _visit_child(child, ("input",) if at == 0 and "input" in written else (), norms, found, visited)
         return
     cls = unfused(type(module))
+    if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
+        return
     calls, last_writes = _forward_of(cls, cls.forward)
     for child in module.children():
         _visit(child, frozenset(), norms, found, visited)
@@ -52,6 +55,8 @@ def _visit_child(child: nn.Module, hit, norms, found: set, visited: set) -> None
     if child in norms:
         if hit:
             found.add(child)
+        return
+    if isinstance(child, torch.jit.ScriptModule):
         return
     names = _parameters(type(child), type(child).forward)
     hit = (names[at] if isinstance(at, int) and at < len(names) else at for at in hit)
