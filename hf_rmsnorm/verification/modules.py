@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..formula import HALF_DTYPES
-from .noise import ulp
+from .tolerance import ulp
 
 MAX_OFF_HALF = 1e-3
 MAX_OFF_FLOAT = 1e-2

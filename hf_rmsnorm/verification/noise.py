@@ -7,18 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-NOISE_FACTOR = 1.5
+from .tolerance import FACTOR, ulp
+
 _MASKED = 1e30  # models hide words of the vocabulary with -inf or the dtype's lowest value: no logit is that large
 _ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary needs
-
-
-def ulp(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance from |y| up to the next number of ``dtype``, as float64, shaped like y (any floating dtype)."""
-    info = torch.finfo(dtype)
-    _, exponent = torch.frexp(y.double().abs())  # |y| = m * 2^exponent with 0.5 <= m < 1
-    step = torch.ldexp(torch.full_like(y, info.eps, dtype=torch.float64), exponent - 1)
-    smallest = info.smallest_normal * info.eps
-    return torch.where(y == 0, smallest, step.clamp_min(smallest))
 
 
 @dataclass(frozen=True)
@@ -63,11 +55,11 @@ class NoiseFloor:
 
     @property
     def allowed_max(self) -> float:
-        return NOISE_FACTOR * self.reference_max + self.max_slack
+        return FACTOR * self.reference_max + self.max_slack
 
     @property
     def allowed_rms(self) -> float:
-        return NOISE_FACTOR * self.reference_rms + self.rms_slack
+        return FACTOR * self.reference_rms + self.rms_slack
 
     @property
     def max_passed(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from ...record import RECORD_KEY, is_centred, shorten
-from ...verification.noise import NOISE_FACTOR
+from ...verification.tolerance import FACTOR
 from ..checkpoint.source import read_json
 from ..plan import Centre, ConversionPlan
 from .pair import side_by_side
@@ -75,7 +75,7 @@ def _judge(pair, folder: Path, plan: ConversionPlan) -> tuple[dict, ConversionPl
     """Figures by name of the run, and the plan with the norm that has to stay."""
     (stock, stock_floor), (rms, floor) = pair.judge(), pair.judge_as_rms()
     runs = {"as LayerNorm": stock, "as RMSNorm": rms}
-    bound = NOISE_FACTOR * stock_floor.candidate_rms + stock_floor.rms_slack
+    bound = FACTOR * stock_floor.candidate_rms + stock_floor.rms_slack
     last = pair.last_of([norm.path for norm in plan.norms if norm.becomes_rms])
     if floor.candidate_rms <= bound or last is None:
         return runs, plan

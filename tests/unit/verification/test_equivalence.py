@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, verify_equivalence
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.verification import EquivalenceReport
-from hf_rmsnorm.verification.noise import compare_logits, ulp
+from hf_rmsnorm.verification.noise import compare_logits
+from hf_rmsnorm.verification.tolerance import ulp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = tiny_models.token_ids(2, 8)
