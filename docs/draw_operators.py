@@ -31,12 +31,12 @@ SIZES = {
 }  # fmt: skip
 
 
-def decoded_token(model_type: str, layers: int, patch: bool) -> int:
-    """Operators (neither views nor allocations) and launches of one decoded token."""
+def decoded_token(model_type: str, layers: int, patch: bool, **options) -> int:
+    """Operators (neither views nor allocations) and launches of one decoded token; options are `patch_model`'s."""
     config = AutoConfig.for_model(model_type, num_hidden_layers=layers, **SIZES)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(DEVICE).eval()
     if patch:
-        patch_model(model)
+        patch_model(model, **options)
     ids = torch.arange(3, 9, device=DEVICE)[None]
     with torch.no_grad(), use_backend("triton"):
         cache = model(ids, use_cache=True).past_key_values

@@ -1,8 +1,8 @@
-"""The README's coverage table, made from the committed results of scripts/coverage.py.
+"""The coverage table of docs/formulas.md, made from the committed results of scripts/coverage.py.
 
     python scripts/coverage_table.py            print it
-    python scripts/coverage_table.py --check    exit with 1 where the README says something else
-    python scripts/coverage_table.py --write    put it into the README
+    python scripts/coverage_table.py --check    exit with 1 where that page says something else
+    python scripts/coverage_table.py --write    put it into that page
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts" / "results"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "formulas.md"
 BEGIN, END = "<!-- coverage: made by scripts/coverage_table.py --write -->", "<!-- end of coverage -->"
 BLOCK = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
 MAPPINGS = {"causal": "causal language models", "base": "base models"}
@@ -28,7 +28,7 @@ def newest() -> Path:
 
 
 def block(document: dict) -> str:
-    """The README's part between the two markers, both included."""
+    """The page's part between the two markers, both included."""
     version = document["versions"]["transformers"]
     lines = [
         BEGIN,
@@ -63,20 +63,20 @@ def _short(reason: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--check", action="store_true", help="exit with 1 where the README's table is another")
-    choice.add_argument("--write", action="store_true", help="put the table into the README")
+    choice.add_argument("--check", action="store_true", help="exit with 1 where the page's table is another")
+    choice.add_argument("--write", action="store_true", help="put the table into the page")
     options = parser.parse_args()
     table = block(json.loads(newest().read_text(encoding="utf-8")))
-    readme = README.read_text(encoding="utf-8")
-    if (options.check or options.write) and len(BLOCK.findall(readme)) != 1:
-        parser.error(f"README.md must have the lines {BEGIN} and {END} once")
+    page = PAGE.read_text(encoding="utf-8")
+    if (options.check or options.write) and len(BLOCK.findall(page)) != 1:
+        parser.error(f"docs/formulas.md must have the lines {BEGIN} and {END} once")
     if options.check:
-        if BLOCK.search(readme)[0] != table:
-            print("README.md: the coverage table is not the committed result: run scripts/coverage_table.py --write")
+        if BLOCK.search(page)[0] != table:
+            print("docs/formulas.md: this coverage table is not the result: run scripts/coverage_table.py --write")
             return 1
         return 0
     if options.write:
-        README.write_text(BLOCK.sub(lambda match: table, readme), encoding="utf-8")
+        PAGE.write_text(BLOCK.sub(lambda match: table, page), encoding="utf-8")
         return 0
     print(table)
     return 0

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import string
 
+import pages
 import postnorm_models
 import pytest
 from places import SCRIPTS
@@ -64,6 +65,7 @@ def test_the_committed_figures_are_those_that_were_asked_for():
         assert trained["written"] and trained["norms"] == [13, 13]
         assert trained["rms_norm"]["cosine_mean"] > start["rms_norm"]["cosine_mean"]
     mean = [r["rms_norm"]["cosine_mean"] for r in (result["naive"], naive, result["fit"], fit)]
-    prose = " ".join((SCRIPTS.parent / "README.md").read_text(encoding="utf-8").split())
-    assert f"a cosine of {mean[0]:.5f} after a naive swap and {mean[1]:.6f} after {naive['steps']} steps" in prose
-    assert f"{mean[2]:.6f} after the fit and {mean[3]:.6f} after {fit['steps']} steps from there" in prose
+    page, heading = "docs/conversion.md", "Post-norm models: BERT and its kin"
+    assert pages.row(page, heading, "a naive swap") == [f"{mean[0]:.5f}", f"{mean[1]:.6f}, {naive['steps']} steps"]
+    assert pages.row(page, heading, "`--post-norm fit`") == [f"{mean[2]:.6f}", f"{mean[3]:.6f}, {fit['steps']} steps"]
+    assert f"a MiniLM of {naive['norms'][1]} norms" in pages.prose(page)

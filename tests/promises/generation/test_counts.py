@@ -2,6 +2,7 @@
 
 import threading
 
+import pages
 import pytest
 import tiny_models
 import torch
@@ -76,22 +77,21 @@ def saved_by_a_layer(family, memory_efficient, tokens, **config):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("family", "sizes", "expected"),
+    ("family", "sizes", "row"),
     [
         ("llama", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
-                   "num_key_value_heads": 8, "head_dim": 64}, (92_296, 84_104)),
+                   "num_key_value_heads": 8, "head_dim": 64}, "LLaMA-3.2-1B"),
         ("qwen3", {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
-                   "num_key_value_heads": 8, "head_dim": 128}, (51_368, 47_272)),
+                   "num_key_value_heads": 8, "head_dim": 128}, "Qwen3-0.6B"),
     ],
-    ids=["Llama-3.2-1B", "Qwen3-0.6B"],
 )  # fmt: skip
-def test_bytes_saved_by_a_decoder_layer(family, sizes, expected):
-    """Per token; the README has the figures."""
+def test_bytes_saved_by_a_decoder_layer(family, sizes, row):
+    """Per token; the page on training has the figures."""
     tokens = 4
     found = [saved_by_a_layer(family, flag, tokens, **sizes) / tokens for flag in (False, True)]
     assert found[0] - found[1] == 2 * sizes["hidden_size"] * 2, "two norms' inputs in bfloat16"
     if DEVICE == "cpu":  # attention saves other things elsewhere
-        assert found == list(expected)
+        assert [f"{number:,.0f}" for number in found] == pages.row("docs/training.md", "Save memory", row)
 
 
 def test_launches_are_counted_across_threads_and_contexts():
@@ -136,3 +136,8 @@ def decode_step(family, layers, patch):
 def test_operators_and_launches_of_a_decoded_layer(family, before, after):
     counts = [decode_step(family, 3, patch) - decode_step(family, 2, patch) for patch in (False, True)]
     assert counts == [before, after]
+    shown = pages.row("docs/fusion.md", "", "operators and launches per decoded layer, views and allocations aside")
+    column = {"llama": "LLaMA", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family)
+    if column:
+        both = [pages.row("docs/fusion.md", "", name)[shown.index(column)] for name in ("Hugging Face", "patched")]
+        assert [str(number) for number in counts] == both

@@ -1,4 +1,4 @@
-"""The README's fine-tuning commands, run as they stand: the processes, wrappers, losses and exit codes they promise."""
+"""The commands of docs/training.md, run as they stand: the processes, wrappers, losses and exit codes they promise."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
 import torch
 from places import HELPERS, ROOT
@@ -17,10 +18,10 @@ from hf_rmsnorm.demo import demo_path
 pytestmark = pytest.mark.full
 
 SHORT = ["--max-steps", "4", "--batch-size", "2", "--block-size", "32", "--save-every", "2"]
-(SECTION,) = re.findall(r"## Fine-tuning\n(.*?)\n## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+PAGE = pages.PAGES["docs/training.md"]
 COMMANDS = {
     words: shlex.split(command)
-    for command, words in re.findall(r"^(accelerate launch .*?) +# (.*)$", SECTION, re.MULTILINE)
+    for command, words in re.findall(r"^(accelerate launch .*?) +# (.*)$", PAGE, re.MULTILINE)
 }
 KINDS = {
     "one process": "1 process(es) on cpu, not sharded",
@@ -56,7 +57,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What each command of the README wrote, and its output."""
+    """What each command of the page wrote, and its output."""
     folder = tmp_path_factory.mktemp("finetune")
     done = {}
     for wave in (["one process", "LoRA"], ["DDP"], ["FSDP2"]):  # at once only what asks for no port

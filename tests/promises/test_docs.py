@@ -1,0 +1,184 @@
+"""Every page of the documentation: its snippets run, its commands and links exist, and its pages build."""
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pages
+import pytest
+from places import PYTHONPATH, ROOT
+
+import hf_rmsnorm
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
+from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
+
+MOST = 8192  # bytes of a landing page
+# Words of snippets that take more than a quick test's time.
+COSTLY = ("convert_checkpoint", "verify_equivalence", "Trainer(", "generate(", "range(3)", "backward()")
+
+
+def examples():
+    for block in pages.blocks("python"):
+        slow = any(word in block.code for word in COSTLY)
+        yield pytest.param(block, id=str(block), marks=[pytest.mark.full] if slow else [])
+
+
+@pytest.mark.parametrize("block", list(examples()))
+def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "from kernels import" in block.code:
+        pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})
+    if block.output:
+        shown = re.escape(block.output).replace(re.escape("..."), ".*")
+        assert re.fullmatch(shown, printed.getvalue()), printed.getvalue()
+
+
+def test_there_are_snippets_on_every_page_that_needs_them():
+    with_snippets = {block.page for block in pages.blocks("python")}
+    tasks = ("index", "patching", "fusion", "training", "conversion", "proof", "formulas", "limits")
+    assert {"README.md", *(f"docs/{name}.md" for name in tasks)} <= with_snippets
+
+
+def test_the_landing_page_is_short():
+    assert (ROOT / "README.md").stat().st_size <= MOST
+    assert pages.PAGES["README.md"].index("pip install") < 600, "what it needs comes first"
+
+
+def parses(words: list[str]) -> bool:
+    """Whether a command line is one of ours; where its parser does not take it, the test ends there."""
+    if words[0] == "hf-rmsnorm":
+        return callable(build_parser().parse_args(words[1:]).run)
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        commands = (parser := Parser()).add_subparsers()
+        for name, module in BENCHMARKS.items():
+            add_command(commands, name, module)
+        return parser.parse_args(words[3:]) is not None
+    return False
+
+
+@pytest.mark.parametrize(
+    "where, line", pages.commands(), ids=[f"{where} {line.split('#')[0].strip()}" for where, line in pages.commands()]
+)
+def test_a_command_exists(where, line):
+    words = shlex.split(line, comments=True)
+    if words[:2] == ["pip", "install"]:
+        assert words[2] == "." or all(re.fullmatch(r"[\w.\[\]-]+", word) for word in words[2:])
+    elif words[0] == "accelerate":  # tests/promises/training/test_launched.py runs them
+        assert words[1:3] == ["launch", "--config_file"] and (ROOT / words[3]).is_file() and (ROOT / words[4]).is_file()
+    elif words[0] in ("python", "python3") and words[1].endswith(".py"):
+        assert (ROOT / words[1]).is_file()
+    elif words[:3] == ["python", "-m", "pytest"] or words[0] == "pytest":
+        assert all((ROOT / w.partition("::")[0]).exists() for w in words if w.startswith("tests/"))
+    elif words[0] == "mkdocs":
+        assert words[1:] == ["build", "--strict"]
+    elif words[0] in ("git", "cd"):
+        pass
+    else:
+        assert parses(words), f"{where}: {line}"
+
+
+def test_every_subcommand_is_shown():
+    lines = [line for where, line in pages.commands() if where.startswith("docs/cli.md")]
+    shown = {line.split()[1] for line in lines if line.startswith("hf-rmsnorm ")}
+    assert shown == {command.__name__.rpartition(".")[2] for command in COMMANDS}
+
+
+@pytest.mark.parametrize("name", ["report", "env"])
+def test_a_cheap_command_runs(name, capsys):
+    line = next(line for _, line in pages.commands() if line.startswith(f"hf-rmsnorm {name} "))
+    assert main(shlex.split(line, comments=True)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+# hf-rmsnorm verify and convert are run by tests/promises/cli, at length.
+@pytest.mark.full
+@pytest.mark.parametrize("line", ["hf-rmsnorm inspect demo:gpt2", "hf-rmsnorm convert demo:gpt2 --plan"])
+def test_a_command_that_only_reads_runs(line, capsys):
+    assert any(shown.startswith(line) for _, shown in pages.commands())
+    assert main(shlex.split(line)[1:]) == 0
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:scripts|examples|tests|docs|benchmarks|hf_rmsnorm)/[\w./-]*)`")
+NAME = re.compile(r"`(?:\w+/)*([\w-]+\.py)`")
+FOLDERS = ("hf_rmsnorm", "tests", "benchmarks", "scripts", "examples", "docs")
+SOURCES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_links_and_paths_lead_somewhere(page):
+    text, folder = pages.PAGES[page], (ROOT / page).parent
+    for target in LINK.findall(text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (folder / path).resolve() if path else ROOT / page
+        assert file.exists() and file.is_relative_to(ROOT), target
+        if anchor and file.suffix == ".md" and not anchor.startswith("hf_rmsnorm."):
+            assert anchor in anchors(file.read_text(encoding="utf-8")), target
+    if page == "CHANGELOG.md":  # which names what there was
+        return
+    assert not [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    assert not [name for name in NAME.findall(text) if name not in SOURCES]
+
+
+def anchors(text: str) -> set[str]:
+    """As both GitHub and MkDocs make them of headings without punctuation."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_interface_page_documents_every_public_name():
+    documented = re.findall(r"^::: (\S+)$", pages.PAGES["docs/api.md"], re.MULTILINE)
+    objects = []
+    for path in documented:
+        module, _, name = path.rpartition(".")
+        objects.append(getattr(importlib.import_module(module), name))
+    public = [getattr(hf_rmsnorm, name) for name in hf_rmsnorm.__all__ if name not in ("__version__", "settings")]
+    assert not [o for o in public if o not in objects]
+    assert type(hf_rmsnorm.settings) in objects
+
+
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert set(re.findall(r": (\S+\.md)$", menu, re.MULTILINE)) == {
+        page.removeprefix("docs/") for page in pages.PAGES if page.startswith("docs/")
+    }
+
+
+@pytest.mark.full
+def test_the_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocstrings", reason="the extra 'docs'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "http_proxy": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    site = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html"))
+    assert "--8<--" not in site and 'id="hf_rmsnorm.patching.api.patch_model"' in site
+    assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site), "the pages load nothing from elsewhere"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["patch_and_prove", "convert_and_look"])
+def test_a_tutorial_runs_and_prints_what_its_page_shows(name, tmp_path):
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / f"docs/tutorials/{name}.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shown = (ROOT / f"docs/tutorials/{name}.txt").read_text(encoding="utf-8")
+    # Which bits a matrix product has depends on the machine: the words are compared, and the whole numbers of a report.
+    fraction = re.compile(r"\b\d+(\.\d+)?(e[+-]?\d+)?\b")
+
+    def words(text):
+        return [fraction.sub("N", line) for line in text.splitlines() if not line.startswith("  PASS        model.")]
+
+    assert words(done.stdout) == words(shown)
+    assert f'--8<-- "tutorials/{name}.py"' in pages.PAGES[f"docs/tutorials/{name}.md"]
