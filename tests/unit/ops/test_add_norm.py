@@ -93,7 +93,11 @@ def test_every_formula_in_every_dtype(name, dtype):
     check(SPECS[name], x, residual, weight, bias, None, dy)
 
 
-@pytest.mark.parametrize("hidden_size", [1, 7, 128, 1000, 1024, 2560, 4096, 8192, 14336, 16384, 16385, 20000])
+@pytest.mark.parametrize(
+    "hidden_size",
+    [1, 7, 128, 1000, 1024, 2560, *(pytest.param(n, marks=pytest.mark.full) for n in (4096, 8192, 14336, 16384)),
+     16385, pytest.param(20000, marks=pytest.mark.full)],
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_every_width(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
@@ -134,7 +138,7 @@ def test_strided_operands(name, x_layout, residual_layout):
 
 @pytest.mark.parametrize("dh_layout", LAYOUTS)
 @pytest.mark.parametrize("dy_layout", [packed, transposed])
-@pytest.mark.parametrize("shape", [(2, 3, 4, 64), (1, 2, 2, 16400)])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 64), pytest.param((1, 2, 2, 16400), marks=pytest.mark.full)])
 def test_strided_gradients(shape, dh_layout, dy_layout):
     weight, _ = parameters(SPECS["llama"], shape[-1], torch.bfloat16)
     x, residual, _, _ = operands(shape, torch.bfloat16)
@@ -365,3 +369,25 @@ def test_the_reference_is_eager():
         for a, b in zip(got, eager(x, residual, weight, bias, SPECS[name]), strict=True):
             assert torch.equal(a, b), name
         assert not launches
+
+
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_autocast_gives_what_the_addition_and_the_norm_give(name):
+    x, residual, _, _ = operands((4, 64), torch.bfloat16)
+    spec = SPECS[name]
+    arguments = (*parameters(spec, 64, torch.bfloat16 if spec.functional else torch.float32), spec)
+    with torch.autocast(DEVICE, torch.bfloat16), use_backend("triton"), torch.no_grad():
+        h, y = fused_add_norm(x, residual, *arguments)
+        assert torch.equal(h, residual + x)
+        assert torch.equal(y, fused_norm(residual + x, *arguments))
+
+
+def test_x_and_residual_may_be_changed_before_the_backward():
+    """Nothing of them is kept."""
+    x, residual, _, _ = operands((4, 64), torch.float32)
+    weight = torch.ones(64, device=DEVICE, requires_grad=True)
+    with use_backend("triton"):
+        _, y = fused_add_norm(x, residual, weight, None, SPECS["llama"])
+        (expected,) = torch.autograd.grad(y.sum(), weight, retain_graph=True)
+        x.zero_(), residual.zero_()
+        assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], expected)
