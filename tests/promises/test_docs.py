@@ -91,6 +91,14 @@ def test_every_subcommand_is_shown():
     assert shown == {command.__name__.rpartition(".")[2] for command in COMMANDS}
 
 
+def test_every_option_is_listed_under_its_command():
+    (subcommands,) = [action for action in build_parser()._actions if action.choices]
+    for name, parser in subcommands.choices.items():
+        options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+        for_all = {"--help", "--json", "--traceback", "--trust-remote-code"}
+        assert set(re.findall(r"`(--[\w-]+)", pages.section("docs/cli.md", name))) == options - for_all, name
+
+
 @pytest.mark.parametrize("name", ["report", "env"])
 def test_a_cheap_command_runs(name, capsys):
     line = next(line for _, line in pages.commands() if line.startswith(f"hf-rmsnorm {name} "))

@@ -47,7 +47,7 @@ class Verdict:
 NOT_A_NORM = Verdict()
 NOTHING = "nothing: it is no norm over the last dimension, and runs its own forward"
 UNRUN = "nothing, if it is no norm or runs kernels of its own; otherwise let its forward run on one CPU tensor"
-REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas that the README lists"
+REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas in docs/formulas.md"
 _known: dict[tuple, Verdict] = {}
 
 

@@ -168,7 +168,7 @@ def test_an_eps_in_another_object_is_read_when_patched():
     with use_backend("reference"):
         before = module(X)
         module.config.eps = 1.0
-        assert torch.equal(module(X), before), "README: such an eps is read once, at patch time"
+        assert torch.equal(module(X), before), "docs/limits.md: such an eps is read once, at patch time"
 
 
 def test_nemotrons_norm_runs_its_own_forward_under_autocast(fused_calls):
