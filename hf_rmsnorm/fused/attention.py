@@ -16,6 +16,7 @@ from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
 from ..ops.backend import likeness
 from ..ops.qk import qk_likeness, qk_plan_of
 from .layer import untouched
+from .observe import observers, tell
 from .recipe import operands
 
 _is_compiling = torch.compiler.is_compiling
@@ -57,6 +58,8 @@ def norm_and_rotate(
     """
     found = [held.get(name) for name in names]
     if None not in found and found[0][2] == found[1][2] and found[0][1] is None and found[1][1] is None:
+        if observers:
+            tell(attention, "q/k", (names, rotate), (q, k, *tables))
         (q_weight, _, spec), (k_weight, _, _) = found
         if rotate is None or is_rotary(rotate):
             plans = type(attention._modules[names[0]])._hf_rmsnorm_plans

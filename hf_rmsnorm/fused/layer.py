@@ -13,6 +13,7 @@ from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from ..ops.backend import likeness, transformed
 from ..ops.norm import plan_of
 from .handover import hand_over
+from .observe import observers, tell
 from .recipe import operands
 from .source import CannotRewrite, guarded, with_sums, wrapped_alike
 from .subclass import derive, marked
@@ -53,6 +54,13 @@ def link(layer: torch.nn.Module, owner: torch.nn.Module, name: str) -> None:
     _links[layer] = weakref.ref(owner), name
 
 
+def reader_of(layer: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    """The norm that reads a sum of a layer: the child of that name, or for "" the one behind the layer."""
+    owner, name = (lambda: layer, name) if name else _links.get(layer, _NO_LINK)
+    owner = owner()
+    return None if owner is None else owner._modules.get(name)
+
+
 def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     """``left + right``, with the norm that reads the sum computed in the same launch where that is the same.
 
@@ -69,6 +77,8 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
         return left + right
     if type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
+    if observers:
+        tell(layer, "sum", site, (left, right))
     norm = layer._modules.get(reader) if reader else _next_norm(layer)
     if norm is None or not untouched(norm):
         return left + right

@@ -77,6 +77,11 @@ class use_backend:
         _choice.name = self._previous.pop()
 
 
+def chosen_backend() -> str:
+    """What `use_backend` has chosen in this thread; ``"auto"`` outside of one."""
+    return _choice.name
+
+
 @cache
 def _device_refusal(device_type: str, index: int | None) -> str | None:
     if find_spec("triton") is None:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from ..kernels import count_launches
-from ..ops import use_backend
+from ..ops import chosen_backend, use_backend
 from ..patching import patched, unpatch_model
 from .context import max_positions
 from .float64 import in_float64
 from .modules import changed_modules, check_norms, recording, run_originals
 from .noise import compare_logits
+from .pieces import alone, check_gradients, check_pieces, recording_pieces
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
 
 
@@ -28,6 +29,7 @@ def verify_equivalence(
     backend: str | None = None,
     norms: bool | Iterable[str] = True,
     rows_per_norm: int = 64,
+    backward: bool = False,
 ) -> EquivalenceReport:
     """Decide whether a candidate computes what a reference does, up to the reference's own rounding.
 
@@ -35,8 +37,9 @@ def verify_equivalence(
     reference, in which also the float32 casts inside its modules are float64; the candidate's maximum and RMS error
     may be 1.5 times the reference's own (see `NoiseFloor`). (b) **Norm by norm**: each changed module runs on inputs
     recorded from the reference run and must agree with its original almost bit for bit (see `NormCheck`), which is
-    what finds a wrong rounding order: logits alone cannot see it. Besides, greedy generation must give the same
-    tokens, up to a tie within the noise floor; it is the part that runs the decoding path.
+    what finds a wrong rounding order: logits alone cannot see it. What the candidate computes together, sums with
+    norms and q with k, runs once more as it ran in the model, against the original's own arithmetic. Besides, greedy
+    generation must give the same tokens, up to a tie within the noise floor: the part that runs the decoding path.
 
     Args:
         reference_model: a Transformers model that returns logits, in the dtype to judge. Fused modules in it never
@@ -53,9 +56,12 @@ def verify_equivalence(
             its plain attributes, the forward and hooks it runs, or a parameter or buffer), or their paths; False to
             leave (b) out, and with it the demand that both models have the same parameters.
         rows_per_norm: about how many rows (vectors that a norm normalises) part (b) takes for each module.
+        backward: also run one backward of each patched norm and of each fused piece: its gradients may have 1.5 times
+            the error that eager's have against float64 (see `GradientCheck`).
 
     Returns:
-        An `EquivalenceReport`: ``passed``, ``to_dict()``, and a table when printed.
+        An `EquivalenceReport`: ``passed``, ``verdict``, ``to_dict()``, and a table when printed. Where the candidate is
+        the reference patched and no kernel served it, there was nothing to verify, which is no pass.
 
     Raises:
         ValueError: no inputs, or empty ones, or token ids outside the vocabulary; a model without logits; models with
@@ -105,10 +111,18 @@ def verify_equivalence(
 
         chosen = nullcontext() if backend is None else use_backend(backend)
         with candidate_state(), chosen, count_launches() as launches:
-            candidate_logits = [_logits(candidate_model, batch) for batch in batches]
-            candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
+            pieces: list = []
+            recorder = recording_pieces(candidate_model, rows_per_norm) if paths is not None else nullcontext(pieces)
+            with recorder as pieces:
+                candidate_logits = [_logits(candidate_model, batch) for batch in batches]
+                candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
             with torch.no_grad():
                 checks = check_norms(candidate_model, samples, class_names)
+            fused = check_pieces(pieces)
+            gradients = None
+            if backward:
+                gradients = check_gradients([*alone(candidate_model, samples), *pieces])
+            idle = _runs_itself(candidate_model, paths or ()) and not launches and chosen_backend() != "reference"
 
     difference, floor = compare_logits(reference_logits, candidate_logits, exact_logits)
     # two logits of each model, each off by at most what it may be
@@ -121,6 +135,9 @@ def verify_equivalence(
         logits=difference,
         noise_floor=floor,
         norms=None if paths is None else checks,
+        fused=fused,
+        gradients=gradients,
+        nothing_ran=idle,
         greedy=greedy,
         launches=dict(launches),
         backend=backend,
@@ -239,6 +256,11 @@ def _evaluating(model: nn.Module):
     finally:
         for module, flag in training:
             module.training = flag
+
+
+def _runs_itself(candidate: nn.Module, paths: Iterable[str]) -> bool:
+    """Whether all that was changed of the reference is a patch whose norms run their own forwards where none serves."""
+    return bool(paths) and all(_comparable(type(candidate.get_submodule(path))) for path in paths)
 
 
 def _comparable(cls: type) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -244,24 +244,35 @@ def run_originals(model: nn.Module, samples: dict[str, list[NormSample]]) -> Non
             y = module(*call.args, **call.kwargs)
             if isinstance(y, torch.Tensor) and y.shape == call.x.shape:
                 call.y = y
-                call.largest_term, call.amplification = _terms(module, call)
+                call.largest_term, call.amplification = terms_of(_of_input(module, call), call.x, y)
 
 
-def _terms(module: nn.Module, call: NormSample) -> tuple[torch.Tensor, torch.Tensor]:
-    """Found by asking the module for the output of constant rows, not by knowing its class."""
-    x = call.x
+def _of_input(module: nn.Module, call: NormSample) -> Callable:
+    """The module as a function of the call's input alone."""
+
+    def run(x):
+        swap = {id(call.x): x}
+        args, kwargs = tree_map(lambda v: swap.get(id(v), v), (call.args, call.kwargs))
+        return module(*args, **kwargs)
+
+    return run
+
+
+def terms_of(norm: Callable, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``largest_term`` and ``amplification`` of y = norm(x), as in `NormSample`.
+
+    Found by asking for the output of constant rows, not by knowing the norm's class.
+    """
 
     def constant(value: float) -> torch.Tensor:
-        swap = {id(x): torch.full_like(x, value)}
-        args, kwargs = tree_map(lambda v: swap.get(id(v), v), (call.args, call.kwargs))
-        return module(*args, **kwargs).double().nan_to_num()
+        return norm(torch.full_like(x, value)).double().nan_to_num()
 
     bias = constant(0.0)  # xhat is 0 there
     amplification = torch.ones_like(x[..., :1], dtype=torch.float64)
     if torch.equal(constant(1.0), bias):  # xhat is 0 there too: centred
         spread, mean = torch.std_mean(x.double(), -1, correction=0, keepdim=True)
         amplification += mean.abs() / spread.clamp_min(1e-30)
-    terms = (call.y.double() - bias).abs() * amplification + bias.abs()
+    terms = (y.double() - bias).abs() * amplification + bias.abs()
     return terms.amax(-1, keepdim=True), amplification
 
 
@@ -284,36 +295,51 @@ def _check(path: str, class_name: str, module: nn.Module, calls: list[NormSample
     if not measured:
         reason = "not compared: it does not map a tensor to one of the same shape" if calls else NOT_REACHED
         return NormCheck(path, class_name, "", 0, 0, 0, 0, 0.0, True, reason)
-    elements = differing = off = 0
-    worst = amplified = 0.0
+    compared = []
     for call in measured:
         try:
             y = module(*call.args, **call.kwargs)
         except (RuntimeError, TypeError) as error:  # weights of another dtype, or a forward with other arguments
-            reason = f"raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return NormCheck(path, class_name, "", 0, 0, 0, 0, math.inf, False, reason)
-        dtype = max(call.x.dtype, call.y.dtype, key=lambda d: torch.finfo(d).eps)
+            return judge(path, class_name, [], f"raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        compared.append((y, call.y, call.x.dtype, call.largest_term, call.amplification))
+    return judge(path, class_name, compared)
+
+
+def judge(path: str, class_name: str, compared: list[tuple], reason: str = "") -> NormCheck:
+    """Judge outputs against those of originals.
+
+    Args:
+        path, class_name: of what computed them.
+        compared: (output, the original's, dtype of the input, ``largest_term``, ``amplification``) of each call.
+        reason: why it has failed already, if it has.
+    """
+    elements = differing = off = 0
+    worst = amplified = 0.0
+    name, share = "", 0.0
+    for y, expected, x_dtype, largest_term, amplification in compared:
+        dtype = max(x_dtype, expected.dtype, key=lambda d: torch.finfo(d).eps)
         name = str(dtype).removeprefix("torch.")
-        if not isinstance(y, torch.Tensor) or y.dtype != call.y.dtype or y.shape != call.y.shape:
-            if not isinstance(y, torch.Tensor):
-                reason = f"returns a {type(y).__name__}, the original a tensor"
-                return NormCheck(path, class_name, name, 0, 0, 0, 0, math.inf, False, reason)
-            reason = f"returns {y.dtype} {tuple(y.shape)}, the original {call.y.dtype} {tuple(call.y.shape)}"
-            return NormCheck(path, class_name, name, 0, 0, 0, 0, math.inf, False, reason)
-        ours, theirs = y.double(), call.y.double()
+        if not isinstance(y, torch.Tensor):
+            reason = f"returns a {type(y).__name__}, the original a tensor"
+        elif y.dtype != expected.dtype or y.shape != expected.shape:
+            reason = f"returns {y.dtype} {tuple(y.shape)}, the original {expected.dtype} {tuple(expected.shape)}"
+        if reason:
+            break
+        ours, theirs = y.double(), expected.double()
         unequal = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
         difference = torch.where(unequal, (ours - theirs).abs(), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
-        fine = call.largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        fine = largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         coarse = torch.maximum(ulp(theirs, dtype), fine) if dtype in HALF_DTYPES else fine
         worst = max(worst, (difference / coarse.clamp_min(1e-300)).max().item())
         # half-precision output is rounded last; any other may be multiplied by the weight after what was rounded
         off += (unequal if y.dtype in HALF_DTYPES else difference > MAX_ULP * fine).sum().item()
         differing += unequal.sum().item()
         elements += y.numel()
-        amplified += call.amplification.mean().item() * y.numel()
-    share = min(MAX_OFF_HALF * amplified / elements, _MAX_AMPLIFIED) if dtype in HALF_DTYPES else MAX_OFF_FLOAT
+        amplified += amplification.mean().item() * y.numel()
+        share = min(MAX_OFF_HALF * amplified / elements, _MAX_AMPLIFIED) if dtype in HALF_DTYPES else MAX_OFF_FLOAT
+    if reason:
+        return NormCheck(path, class_name, name, 0, 0, 0, 0, math.inf, False, reason)
     allowed = max(1, int(share * elements))
-    reason = ""
     if worst > WORST_ULP:
         reason = f"an element is {worst:.3g} ulp away, {WORST_ULP:g} are allowed"
     elif off > allowed:

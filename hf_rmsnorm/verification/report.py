@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from .modules import NormCheck
 from .noise import LogitDifference, NoiseFloor
+from .pieces import GradientCheck
 
 _SHOWN = 6
+NOTHING_RAN = "nothing to verify: no kernel ran"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class EquivalenceReport:
         noise_floor: verdict (a).
         norms: verdict (b), one record per changed module; None if it was not asked for.
             Those in `unreached` were not run by the inputs; if that is all of them, (b) fails.
+        fused: the same verdict on each thing that the candidate computes together: a sum with the norm that reads it,
+            or q and k norm with what rotates them.
+        gradients: of each patched norm and each of those; None if they were not asked for.
+        nothing_ran: no kernel served the candidate, which is the reference patched: it was compared with itself.
         greedy: whether both generate the same tokens.
         launches: Triton kernels that the candidate launched, by kernel name; empty if none ran.
         backend: what `use_backend` was to choose for the candidate; None left the choice in force.
@@ -80,6 +86,9 @@ class EquivalenceReport:
     greedy: GreedyComparison
     launches: dict[str, int]
     backend: str | None
+    fused: tuple[NormCheck, ...] = ()
+    gradients: tuple[GradientCheck, ...] | None = None
+    nothing_ran: bool = False
 
     @property
     def norms_passed(self) -> bool:
@@ -94,13 +103,29 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
-        """Both verdicts hold, and no greedy token differs beyond a tie."""
-        return self.noise_floor.passed and self.norms_passed and self.greedy.passed
+        """All verdicts hold, no greedy token differs beyond a tie, and something ran that could differ."""
+        return self.agrees and not self.nothing_ran
+
+    @property
+    def agrees(self) -> bool:
+        """All verdicts hold, whatever it was that ran."""
+        pieces = (*self.fused, *(self.gradients or ()))
+        return (
+            self.noise_floor.passed
+            and self.norms_passed
+            and self.greedy.passed
+            and all(piece.passed for piece in pieces)
+        )
+
+    @property
+    def verdict(self) -> str:
+        """``"PASS"``, ``"FAIL"``, or that there was nothing to verify."""
+        return "PASS" if self.passed else NOTHING_RAN if self.agrees else "FAIL"
 
     def to_dict(self) -> dict:
         """Every field and verdict as plain JSON values; a number that is not finite becomes a string."""
         data = dataclasses.asdict(self)
-        data["passed"] = self.passed
+        data["passed"], data["verdict"] = self.passed, self.verdict
         floor, greedy = self.noise_floor, self.greedy
         data["noise_floor"] |= {"allowed_max": floor.allowed_max, "allowed_rms": floor.allowed_rms}
         data["noise_floor"]["passed"] = floor.passed
@@ -133,9 +158,11 @@ class EquivalenceReport:
                 floor.rms_passed,
             ),
             *self._norm_lines(),
+            *self._fused_lines(),
+            *self._gradient_lines(),
             _line("greedy generation", self._greedy_text(), self.greedy.passed if self.greedy.sequences else None),
             _line("Triton kernels launched", self._launch_text()),
-            _line("equivalent", self._gap_text(), self.passed),
+            *self._verdict_lines(),
         ]
         return "\n".join(lines)
 
@@ -157,6 +184,33 @@ class EquivalenceReport:
         if len(self.norms) > _SHOWN:
             lines.append(f"      ... and {len(self.norms) - _SHOWN} that do no worse")
         return lines
+
+    def _fused_lines(self) -> list[str]:
+        if not self.fused:
+            return []
+        good = sum(check.passed for check in self.fused)
+        lines = [_line("    computed together", f"{good} of {len(self.fused)} agree with their originals",
+                       good == len(self.fused))]  # fmt: skip
+        for check in sorted(self.fused, key=lambda c: (c.passed, -c.off))[:_SHOWN]:
+            if not check.passed:
+                lines.append(_line(f"      {check.path}", "", False, check.reason))
+        return lines
+
+    def _gradient_lines(self) -> list[str]:
+        if self.gradients is None:
+            return []
+        failed = [check for check in self.gradients if not check.passed]
+        text = f"{len(self.gradients) - len(failed)} of {len(self.gradients)} as near to float64 as eager's"
+        lines = [_line("    gradients", text, not failed)]
+        for check in failed[:_SHOWN]:
+            errors = f"error {check.ours_max:.3g}, eager's {check.eager_max:.3g}"
+            lines.append(_line(f"      {check.path}, {check.gradient}", check.reason or errors, False))
+        return lines
+
+    def _verdict_lines(self) -> list[str]:
+        if self.agrees and self.nothing_ran:
+            return [f"  {NOTHING_RAN}"]
+        return [_line("equivalent", self._gap_text(), self.passed)]
 
     def _gap_text(self) -> str:
         missed = self.unreached

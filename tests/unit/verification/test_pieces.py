@@ -1,0 +1,196 @@
+"""`verify_equivalence` looks at what runs: every fault in a fused piece is found, and named by its place."""
+
+from dataclasses import replace
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from hf_rmsnorm import patch_model, use_backend, verify_equivalence
+from hf_rmsnorm.fused import attention, layer
+from hf_rmsnorm.fused import norm as norm_module
+from hf_rmsnorm.ops.qk import rotated
+from hf_rmsnorm.reference import reference_norm
+
+IDS = tiny_models.token_ids()
+MID, BEHIND, PAIR = "+ post_attention_layernorm", "+ the norm behind it", "q_norm and k_norm"
+
+
+def verify(family="qwen3", dtype=torch.bfloat16, **how):
+    model = tiny_models.build(family, dtype).eval()
+    with use_backend("triton"):
+        return verify_equivalence(model, inputs=IDS, max_new_tokens=2, backward=True, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_what_is_fused_rightly_passes(family, dtype):
+    report = verify(family, dtype)
+    assert report.passed and report.verdict == "PASS", str(report)
+    places = [check.path for check in report.fused]
+    norms = {"llama": "+ post_attention_layernorm", "qwen3": "+ post_attention_layernorm", "gpt2": "+ ln_2"}
+    assert any(place.endswith(norms[family]) for place in places) and any(place.endswith(BEHIND) for place in places)
+    assert any(PAIR in place for place in places) == (family == "qwen3")
+    assert {check.path for check in report.gradients} >= set(places)
+
+
+# Each fault in the way that a kernel or the code around it could have it: a wrapper around what the layers call.
+
+
+def of_the_unrounded_sum(real, x, residual, weight, bias, spec, *rest):
+    total, _ = real(x, residual, weight, bias, spec, *rest)
+    y = reference_norm(residual.float() + x.float(), weight.float(), bias, spec)
+    return total, y.to(total.dtype)
+
+
+def rounded_once(real, x, residual, weight, bias, spec, *rest):
+    total, _ = real(x, residual, weight, bias, spec, *rest)
+    return total, reference_norm(total, weight, bias, replace(spec, rounding="once"))
+
+
+def ten_eps(real, x, residual, weight, bias, spec, *rest):
+    total, _ = real(x, residual, weight, bias, spec, *rest)
+    return total, reference_norm(total, weight, bias, spec.with_eps(10 * spec.eps + 1e-5))
+
+
+def sum_off(real, *args):
+    total, y = real(*args)
+    return total * (1 + 2**-7), y
+
+
+def handed_on_off(real, *args):
+    total, (y, *statistics) = real(*args)
+    return total, (y * (1 + 2**-9 if y.dtype == torch.float32 else 1 + 2**-7), *statistics)
+
+
+def unrounded_before_rotating(real, q, k, q_weight, k_weight, spec, cos, sin, **rest):
+    tables = cos.float(), sin.float()
+    sides = ((q, q_weight), (k, k_weight))
+    return tuple(rotated(reference_norm(x.float(), w.float(), None, spec), *tables).to(x.dtype) for x, w in sides)
+
+
+def ten_eps_in_both(real, q, k, q_weight, k_weight, spec, *tables, **rest):
+    return real(q, k, q_weight, k_weight, spec.with_eps(10 * spec.eps + 1e-4), *tables)
+
+
+FAULTS = {
+    "norm of the unrounded sum": (layer, "fused_add_norm", of_the_unrounded_sum, torch.bfloat16, MID),
+    "wrong rounding order": (layer, "fused_add_norm", rounded_once, torch.bfloat16, MID),
+    "ten times eps": (layer, "fused_add_norm", ten_eps, torch.float32, MID),
+    "another sum": (layer, "fused_add_norm", sum_off, torch.bfloat16, MID),
+    "off across layers": (layer, "sum_ahead_of_norm", handed_on_off, torch.float32, BEHIND),
+    "off across layers in half": (layer, "sum_ahead_of_norm", handed_on_off, torch.bfloat16, BEHIND),
+    "no rounding before the rotary": (attention, "fused_qk_norm", unrounded_before_rotating, torch.bfloat16, PAIR),
+    "ten times eps in q and k": (attention, "fused_qk_norm", ten_eps_in_both, torch.float32, PAIR),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_is_computed_together_is_named(fault, monkeypatch):
+    module, name, wrong, dtype, place = FAULTS[fault]
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: wrong(real, *args, **kwargs))
+    report = verify(dtype=dtype)
+    failed = [check.path for check in report.fused if not check.passed]
+    assert not report.passed and failed and all(place in path for path in failed)
+    assert failed[0] in str(report)
+
+
+class _Projectionless(torch.autograd.Function):
+    """The norm with the gradient that a kernel without the projection has: dy * weight * rstd."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return y.detach().clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
+        dweight = (dy.float() * x.float() * rstd).flatten(0, -2).sum(0)
+        return (dy.float() * weight.float() * rstd).to(x.dtype), None, dweight.to(weight.dtype), None
+
+
+def test_a_gradient_without_its_projection_is_named(monkeypatch):
+    real = layer.fused_add_norm
+
+    def wrong(x, residual, weight, bias, spec, *rest):
+        total, y = real(x, residual, weight, bias, spec, *rest)
+        return total, _Projectionless.apply(total, y, weight, spec.eps)
+
+    monkeypatch.setattr(layer, "fused_add_norm", wrong)
+    report = verify(dtype=torch.float32)
+    failed = {(check.path.split(": ")[-1], check.gradient) for check in report.gradients if not check.passed}
+    assert failed == {(MID, "operand 0"), (MID, "operand 1")} and not report.passed
+    assert all(check.passed for check in report.fused), "the forward is right"
+
+
+def test_a_mask_that_is_dropped_is_named(monkeypatch):
+    """The columns of the next row count among those of this one, as without a mask where a tile is wider than a row."""
+
+    def widened(y, x, spec):
+        columns = x.shape[-1]
+        rows = x.reshape(-1, columns).float()
+        wide = torch.cat([rows, rows.roll(-1, 0)[:, : columns // 2]], -1)
+        factor = (rows.square().mean(-1) + spec.eps).sqrt() / (wide.square().sum(-1) / columns + spec.eps).sqrt()
+        return (y.float() * factor.view(*x.shape[:-1], 1)).to(y.dtype)
+
+    launched, fused = norm_module.launched_norm, norm_module.fused_norm
+    monkeypatch.setattr(norm_module, "launched_norm", lambda x, *a: widened(launched(x, *a), x, a[3]))
+    monkeypatch.setattr(norm_module, "fused_norm", lambda x, *a: widened(fused(x, *a), x, a[2]))
+    report = verify("llama", torch.float32)
+    assert [check for check in report.norms if not check.passed] and not report.passed
+
+
+def test_a_piece_that_raises_is_named(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    model = tiny_models.build("llama").eval()
+    patch_model(model)
+    real = layer.fused_add_norm
+    calls = []
+
+    def sometimes(*args, **kwargs):
+        calls.append(args)
+        return broken() if torch.is_grad_enabled() else real(*args, **kwargs)
+
+    monkeypatch.setattr(layer, "fused_add_norm", sometimes)
+    with use_backend("triton"):
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backward=True)
+    assert not report.passed and "raises RuntimeError: no such kernel" in str(report)
+
+
+def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    from hf_rmsnorm.ops import backend
+
+    monkeypatch.setattr(backend, "device_refusal", lambda *_: "there is no kernel here")
+    model = tiny_models.build("llama").eval()
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
+    assert report.nothing_ran and not report.passed and report.verdict == "nothing to verify: no kernel ran"
+    assert str(report).endswith("nothing to verify: no kernel ran") and report.to_dict()["verdict"] == report.verdict
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, backend="reference")
+    assert report.passed and not report.launches, "the plain formula is not the model's own forward"
+
+
+def test_models_without_a_patch_are_compared_as_ever():
+    model, other = (tiny_models.build("llama").eval() for _ in range(2))
+    assert verify_equivalence(model, other, IDS, max_new_tokens=2).passed
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.5)
+    report = verify_equivalence(model, other, IDS, max_new_tokens=2)
+    assert report.verdict == "FAIL" and report.fused == ()
+
+
+def test_nothing_is_left_behind():
+    from hf_rmsnorm.fused.observe import observers
+
+    model = nn.Module.requires_grad_(tiny_models.build("qwen3").eval(), False)
+    patch_model(model)
+    with use_backend("triton"):
+        verify_equivalence(model, inputs=IDS, max_new_tokens=2, backward=True)
+    assert not observers and not any(p.requires_grad or p.grad is not None for p in model.parameters())
