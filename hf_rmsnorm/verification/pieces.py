@@ -21,7 +21,7 @@ from ..fused.layer import add, reader_of
 from ..fused.observe import observing
 from .float64 import Float64Mode
 from .modules import NormCheck, NormSample, judge, terms_of
-from .tolerance import FACTOR, one_ulp
+from .tolerance import FACTOR, ulp
 
 _ORDERS = 4  # in which eager's sums over rows are taken: which adds up best is luck
 
@@ -273,8 +273,8 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
         ours_max, ours_rms = _errors(grad, right)
         theirs = [_errors(grads[at], right) for grads in eager if grads[at] is not None]
         dtype = str(grad.dtype).removeprefix("torch.")
-        ulp = one_ulp(right.abs().max().item(), grad.dtype)
-        yield GradientCheck(piece.path, name, dtype, ours_max, ours_rms, *map(max, zip(*theirs, strict=True)), ulp)
+        step = ulp(right.abs().max(), grad.dtype).item()
+        yield GradientCheck(piece.path, name, dtype, ours_max, ours_rms, *map(max, zip(*theirs, strict=True)), step)
 
 
 def _parameters(norms) -> list[tuple[int, str, nn.Parameter]]:

@@ -250,7 +250,7 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
     import hf_rmsnorm
 
     class Verdict:
-        passed, dtype = False, "bfloat16"
+        passed, verdict, dtype = False, "FAIL", "bfloat16"
 
         def to_dict(self):
             return {"passed": False}
@@ -258,6 +258,14 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
     monkeypatch.setattr(hf_rmsnorm, "verify_equivalence", lambda *args, **kwargs: Verdict(), raising=False)
     code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "bf16")
     assert code == 1 and "demo:llama in bfloat16: FAIL" in out
+
+
+def test_verify_exits_with_1_where_no_kernel_can_run(capsys, monkeypatch):
+    from hf_rmsnorm.ops import backend
+
+    monkeypatch.setattr(backend, "device_refusal", lambda *_: "there is no kernel here")
+    code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "fp32", "--max-tokens", "4", "--max-new-tokens", "2")
+    assert code == 1 and out.startswith("demo:llama in float32: nothing to verify: no kernel ran; in plain torch")
 
 
 # generate
