@@ -63,15 +63,20 @@ def run(args) -> Result:
     return Result(data, _text(data))
 
 
-def _generate(model, tokenizer, ids, max_new_tokens: int) -> dict:
+def greedy(model, ids, max_new_tokens: int, **more) -> list[int]:
+    """The likeliest tokens behind `ids` (1, n); `more` arguments of the model's ``generate``."""
     import torch
 
     # Everything that says how to sample is overruled: the generation_config may ask for it.
-    how = dict(do_sample=False, num_beams=1, temperature=None, top_p=None, top_k=None, pad_token_id=0)
+    how = dict(do_sample=False, num_beams=1, temperature=None, top_p=None, top_k=None, pad_token_id=0, **more)
     how |= dict(attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens)
-    model.generate(ids, **{**how, "max_new_tokens": 4})  # compiles the kernels, fills caches
+    return model.generate(ids, **how)[0, ids.shape[1] :].tolist()  # tolist() waits for the device
+
+
+def _generate(model, tokenizer, ids, max_new_tokens: int) -> dict:
+    greedy(model, ids, 4)  # compiles the kernels, fills caches
     start = time.perf_counter()
-    new = model.generate(ids, **how)[0, ids.shape[1] :].tolist()  # tolist() waits for the device
+    new = greedy(model, ids, max_new_tokens)
     seconds = time.perf_counter() - start
     return {
         "text": tokenizer.decode(new, skip_special_tokens=True),

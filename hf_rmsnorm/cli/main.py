@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Sequence
 
 from .. import __version__
-from . import convert, env, generate, inspect, report, verify
+from . import bench, convert, env, generate, inspect, report, verify
 from .common import CliError, one_line, say
 
-COMMANDS = (report, verify, inspect, convert, generate, env)
+COMMANDS = (report, verify, inspect, convert, generate, bench, env)
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,0 +1,172 @@
+"""How fast MODEL generates and trains on this machine before and after the patch, and whether it stays the same.
+
+Medians of runs that take turns; what this machine cannot measure is named. A training step is a forward and a backward,
+as the optimizer's part is the same in both. Exits with 1 where the results differ by more than rounding.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from . import models
+from .common import DTYPES, CliError, Result, add_device, add_model, pick_device, positive
+from .generate import first_difference, greedy
+from .inspect import read_text
+
+ROUNDS = 5  # of each side
+PROMPT, JUDGED = 64, 32  # tokens that are gone on from; new tokens that the judge generates
+STEADY = 1.5  # by how much the slowest of equal runs may exceed the fastest
+
+
+def add_arguments(parser) -> None:
+    add_model(parser)
+    parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="generate N tokens (default 64)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="train on N sequences (default 1)")
+    parser.add_argument("--length", type=positive, default=512, metavar="N", help="of N tokens each (default 512)")
+    parser.add_argument("--no-train", action="store_true", help="leave out the training step and its memory")
+    parser.add_argument("--dtype", choices=DTYPES, help="the weights' dtype (default: as stored)")
+    add_device(parser)
+
+
+def run(args) -> Result:
+    source = models.find(args.model, args.trust_remote_code)
+    device = pick_device(args.device)
+    models.quieten()
+    import torch
+
+    from .. import patch_model
+    from ..ops.backend import describe_backend
+    from ..verification.context import max_positions
+
+    config = models.load_config(source)
+    model = models.load_model(source, config, DTYPES.get(args.dtype, "auto"), device)
+    if model.main_input_name != "input_ids":
+        raise CliError(f"{source.name} takes {model.main_input_name} and not a text: time patch_model from Python")
+    length = min(args.length, max_positions(config))
+    total = args.batch * length
+    text = read_text(None)[: 40 * total]  # no token is as long as that
+    ids = models.tokens(model, models.load_tokenizer(source), text, total)[0]
+    batch = ids[torch.arange(total, device=ids.device) % len(ids)].view(args.batch, length)
+
+    backend, reason = describe_backend(device)
+    data = {"model": source.name, "device": str(device), "dtype": str(model.dtype).removeprefix("torch."),
+            "backend": backend, "backend_reason": reason, "swapped": len(patch_model(model).swapped),
+            "passed": True, "not_measured": []}  # fmt: skip
+    if backend != "triton" or "interpreter" in reason:
+        data["not_measured"].append(f"what the kernels gain or cost: {reason}")
+    if model.can_generate() and not model.config.is_encoder_decoder:
+        _generate(model, batch, args.new_tokens, data)
+    else:
+        data["not_measured"].append(f"generation: a {type(model).__name__} does not go on from a text")
+    if not args.no_train:
+        try:
+            _train(model, batch, data)
+        except torch.OutOfMemoryError:
+            data["not_measured"].append("a training step: out of memory; pass a smaller --batch or --length")
+    return Result(data, _text(data), 0 if data["passed"] else 1)
+
+
+def _generate(model, batch, new: int, data: dict) -> None:
+    from torch import OutOfMemoryError
+
+    from .. import verify_equivalence
+    from ..patching.converted import conversion_of
+    from ..verification.context import max_positions, prompt_length
+
+    prompt = batch[:1, : prompt_length(model.config, PROMPT, new)]
+    new = min(new, max_positions(model.config) - prompt.shape[1])
+    tokens, seconds, _ = _in_turn(model, lambda: greedy(model, prompt, new, min_new_tokens=new))
+    rates = [[new / s for s in side] for side in seconds]
+    data |= {"new_tokens": new, "tokens_per_second": _figure(rates, data, "generation")}
+    data["first_difference"] = first_difference(*tokens)
+    unjudged = "whether logits differ by rounding alone: "
+    if data["backend"] != "triton":
+        data["not_measured"].append(unjudged + "both sides ran the same code; hf-rmsnorm verify runs the kernels")
+    elif (found := conversion_of(model)) and found.trained:
+        data["not_measured"].append(unjudged + "it was trained as RMSNorm, and computes LayerNorm without the patch")
+    else:
+        try:
+            verdict = verify_equivalence(model, inputs=prompt, max_new_tokens=min(new, JUDGED))
+            data |= {"passed": verdict.passed, "verdict": verdict.to_dict()}
+        except OutOfMemoryError:
+            data["not_measured"].append(unjudged + "out of memory for float64; hf-rmsnorm verify --device cpu does it")
+
+
+def _train(model, batch, data: dict) -> None:
+    given = {"input_ids": batch} | ({"decoder_input_ids": batch} if model.config.is_encoder_decoder else {})
+    if model.can_generate():
+        given |= {"labels": batch, "use_cache": False}
+
+    def step() -> float:
+        out = model(**given)
+        loss = out.loss if "labels" in given else out[0].float().square().mean()
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.item()
+
+    model.train()
+    losses, seconds, peaks = _in_turn(model, step)
+    data |= {"batch": list(batch.shape), "losses": losses}
+    data["step_ms"] = _figure([[1e3 * s for s in side] for side in seconds], data, "the training step")
+    if peaks[0]:
+        data["step_peak_gb"] = _figure([[p / 1e9 for p in side] for side in peaks], data, "memory")
+    else:
+        data["not_measured"].append("the memory of a training step: only a GPU's allocator tells its peak")
+
+
+def _in_turn(model, call) -> tuple[list, list[list[float]], list[list[int]]]:
+    """Of both sides, before and after: what `call` gave, the seconds of each run, and on a GPU the peaks of memory."""
+    import torch
+
+    from .. import patch_model, unpatch_model
+
+    device = model.device
+    memory = torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
+    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    results, seconds, peaks = [None, None], [[], []], [[], []]
+    for turn in range(ROUNDS + 1):
+        for side, switch in enumerate((unpatch_model, patch_model)):
+            switch(model)
+            torch.manual_seed(0)  # of dropout
+            if memory:
+                memory.reset_peak_memory_stats(device)
+            wait()
+            start = time.perf_counter()
+            results[side] = call()
+            wait()
+            if turn:  # the first compiles kernels and fills caches
+                seconds[side].append(time.perf_counter() - start)
+                peaks[side] += [memory.max_memory_allocated(device)] if memory else []
+    return results, seconds, peaks
+
+
+def _figure(samples: list[list[float]], data: dict, what: str) -> dict:
+    """The medians, how they compare, and the samples; says so where those scatter too much to compare anything."""
+    before, after = map(statistics.median, samples)
+    spread = max(max(side) / min(side) for side in samples)
+    if spread > STEADY:
+        data["not_measured"].append(f"{what} reliably: equal runs differ by a factor of {spread:.1f}, is it busy here?")
+    return {"before": before, "after": after, "after_over_before": after / before, "samples": samples}
+
+
+def _text(data: dict) -> str:
+    lines = [f"{data['model']}: {data['swapped']} norms patched, {data['dtype']} on {data['device']}"]
+    lines.append(f"{'':<40} {'before':>9} {'after':>9}  after / before")
+    step = "{} x {} tokens".format(*data.get("batch", "--"))
+    for key, what in (
+        ("tokens_per_second", f"tokens per second, {data.get('new_tokens')} new, batch 1"),
+        ("step_ms", f"ms a training step, {step}"),
+        ("step_peak_gb", f"peak GB of it, {step}"),
+    ):
+        if key in data:
+            lines.append("{:<40} {before:>9.4g} {after:>9.4g}  {after_over_before:.3f}".format(what, **data[key]))
+    if "losses" in data:
+        lines.append("Losses: {:.6g} before, {:.6g} after.".format(*data["losses"]))
+    if "first_difference" in data:
+        place = data["first_difference"]
+        lines.append("Same tokens." if place is None else f"The tokens differ from new token {place} on.")
+    if "verdict" in data:
+        said = "PASS, no more than rounding." if data["passed"] else "FAIL, as hf-rmsnorm verify tells in full."
+        lines.append(f"Difference of the logits: {said}")
+    return "\n".join(lines + [f"Not measured here: {what}" for what in data["not_measured"]])
