@@ -56,7 +56,7 @@ def run(args) -> Result:
     if backend != "triton" or "interpreter" in reason:
         data["not_measured"].append(f"what the kernels gain or cost: {reason}")
     if model.can_generate() and not model.config.is_encoder_decoder:
-        _generate(model, batch, args.new_tokens, data)
+        _generate(model, batch, args, data)
     else:
         data["not_measured"].append(f"generation: a {type(model).__name__} does not go on from a text")
     if not args.no_train:
@@ -67,27 +67,28 @@ def run(args) -> Result:
     return Result(data, _text(data), 0 if data["passed"] else 1)
 
 
-def _generate(model, batch, new: int, data: dict) -> None:
+def _generate(model, batch, args, data: dict) -> None:
     from torch import OutOfMemoryError
 
     from .. import verify_equivalence
     from ..patching.converted import conversion_of
     from ..verification.context import max_positions, prompt_length
 
-    prompt = batch[:1, : prompt_length(model.config, PROMPT, new)]
-    new = min(new, max_positions(model.config) - prompt.shape[1])
+    prompt = batch[:1, : prompt_length(model.config, PROMPT, args.new_tokens)]
+    new = min(args.new_tokens, max_positions(model.config) - prompt.shape[1])
     tokens, seconds, _ = _in_turn(model, lambda: greedy(model, prompt, new, min_new_tokens=new))
     rates = [[new / s for s in side] for side in seconds]
     data |= {"new_tokens": new, "tokens_per_second": _figure(rates, data, "generation")}
     data["first_difference"] = first_difference(*tokens)
-    unjudged = "whether logits differ by rounding alone: "
+    unjudged = "whether the results differ by rounding alone: "
     if data["backend"] != "triton":
         data["not_measured"].append(unjudged + "both sides ran the same code; hf-rmsnorm verify runs the kernels")
     elif (found := conversion_of(model)) and found.trained:
         data["not_measured"].append(unjudged + "it was trained as RMSNorm, and computes LayerNorm without the patch")
     else:
         try:
-            verdict = verify_equivalence(model, inputs=prompt, max_new_tokens=min(new, JUDGED))
+            how = {"max_new_tokens": min(new, JUDGED), "backward": not args.no_train}
+            verdict = verify_equivalence(model, inputs=prompt, **how)
             data |= {"passed": verdict.passed, "verdict": verdict.to_dict()}
         except OutOfMemoryError:
             data["not_measured"].append(unjudged + "out of memory for float64; hf-rmsnorm verify --device cpu does it")
@@ -168,5 +169,5 @@ def _text(data: dict) -> str:
         lines.append("Same tokens." if place is None else f"The tokens differ from new token {place} on.")
     if "verdict" in data:
         said = "PASS, no more than rounding." if data["passed"] else "FAIL, as hf-rmsnorm verify tells in full."
-        lines.append(f"Difference of the logits: {said}")
+        lines.append(f"Difference of the results: {said}")
     return "\n".join(lines + [f"Not measured here: {what}" for what in data["not_measured"]])

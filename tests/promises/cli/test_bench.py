@@ -71,7 +71,7 @@ def test_where_no_kernel_runs_it_says_that_the_times_are_of_the_same_code(capsys
     assert code == 0 and out.startswith(f"{folder}: 3 norms patched, bfloat16 on cpu\n") and "Same tokens." in out
     assert "tokens per second, 3 new" in out and "ms a training step, 1 x 8 tokens" in out and "peak GB" not in out
     assert "Not measured here: what the kernels gain or cost: there is no such device" in out
-    assert "Not measured here: whether logits differ by rounding alone: both sides ran the same code" in out
+    assert "Not measured here: whether the results differ by rounding alone: both sides ran the same code" in out
 
 
 def test_no_train_leaves_the_step_out(capsys, folder, plain):
