@@ -12,7 +12,7 @@ from ..fused.norm import fused_class, fused_part
 from ..fused.recipe import Recipe
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
-from .layers.written import written_inputs
+from .layers.values import written_inputs
 from .report import PatchReport, Skipped, Swapped
 from .swap import replaced_forward
 

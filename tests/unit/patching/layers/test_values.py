@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from hf_rmsnorm.fused.source import sums
-from hf_rmsnorm.patching.layers.reach import is_seen
+from hf_rmsnorm.patching.layers.values import is_seen
 
 LLAMA = """
     residual = x

@@ -1,0 +1,243 @@
+"""Where the values of a forward go, read from its source, on branches too that no trial run takes.
+
+Two questions are answered so. Who else gets hold of a sum that a norm reads: such a sum may be hooked, differentiated
+by, or written to. And which norms' inputs are written to once they are read: ``x += mlp(norm(x))`` trains in half
+precision, where Hugging Face's norm keeps a float32 copy of x for its backward and the kernels' backward reads x.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable
+from functools import lru_cache
+
+from torch import nn
+
+from ...fused.source import CannotRewrite, forward_source
+from ..swap import unfused
+
+_FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel"}  # asked without getting hold of the tensor
+_Values = frozenset  # of what an expression may be: the nodes that made it, and parameters by name
+
+
+def is_seen(definition: ast.FunctionDef, total: ast.BinOp, itself: str, norms: Iterable[str]) -> bool:
+    """Whether anything but operators and these norms may be given what a ``+`` of a forward returns, or write to it.
+
+    Args:
+        definition: of the forward.
+        total: the ``+``, one of the nodes of `definition`.
+        itself: the forward's name for its module.
+        norms: names of the children that may read the sum.
+    """
+    flow = _Flow(definition, itself)
+    read = (values for name, _, given in flow.calls if name not in norms or len(given) > 1 for _, values in given)
+    return total in flow.shown or total in flow.written or any(total in values for values in read)
+
+
+def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
+    """Those of `norms` whose input some forward in the model writes to after they have read it."""
+    found: set[nn.Module] = set()
+    visited: set[tuple[nn.Module, frozenset[str]]] = set()
+
+    def visit(module: nn.Module, written: frozenset[str] = frozenset()) -> None:
+        """Look into a module whose caller writes to these arguments of its forward."""
+        if (module, written) in visited:
+            return
+        visited.add((module, written))
+        for at, child in enumerate(module.children()):
+            first = at == 0 and isinstance(module, nn.Sequential)
+            visit_child(child, [0] if first and "input" in written else [])
+        calls, writes = _flow_of(unfused(type(module)), unfused(type(module)).forward)
+        for name, time, given in calls:
+            called = module._modules.get(name)
+            changed = {value for value, last in writes.items() if last > time} | written
+            hit = [at for at, values in given if values & changed]
+            for child in called if isinstance(called, nn.ModuleList) else filter(None, [called]):
+                visit_child(child, hit)
+
+    def visit_child(child: nn.Module, hit: list[int | str]) -> None:
+        if child in norms:
+            found.update([child] if hit else [])
+            return
+        names = _parameters(type(child), type(child).forward)
+        hit = [names[at] if isinstance(at, int) else at for at in hit if isinstance(at, str) or at < len(names)]
+        visit(child, frozenset(hit))
+
+    visit(model)
+    return found
+
+
+@lru_cache(1024)
+def _parameters(cls: type, _) -> list[str]:
+    return list(inspect.signature(cls.forward).parameters)[1:]
+
+
+@lru_cache(1024)
+def _flow_of(cls: type, _) -> tuple[list, dict]:
+    """The calls and writes of a class's forward, none where its source is not there."""
+    try:
+        function, definition = forward_source(cls)
+    except CannotRewrite:
+        return [], {}
+    flow = _Flow(definition, next(iter(inspect.signature(function).parameters)))
+    return flow.calls, flow.written
+
+
+class _Flow:
+    """What becomes of each value of a forward; a binding on a branch or in a loop adds to an earlier one.
+
+    Attributes:
+        calls: of children: (name, time, [(position or keyword, values)]).
+        written: value -> time of the last write to it, in place or by a view.
+        shown: values that somebody gets hold of otherwise: functions, whoever gets what is returned, closures.
+
+    Times count calls and writes in the order of the source.
+    """
+
+    def __init__(self, definition: ast.FunctionDef, itself: str):
+        self.itself, self.time = itself, 0
+        self.calls: list[tuple[str, int, list]] = []
+        self.written: dict[object, int] = {}
+        self.shown: set = set()
+        self.rows: dict[str, str] = {}  # loop variable -> the child whose modules it takes
+        arguments = definition.args
+        names = (a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+        self.block(definition.body, {name: frozenset([name]) for name in names if name != itself})
+
+    def block(self, statements: list[ast.stmt], bound: dict[str, _Values]) -> None:
+        for statement in statements:
+            self.statement(statement, bound)
+
+    def branch(self, statements: list[ast.stmt], bound: dict[str, _Values]) -> None:
+        inside = dict(bound)
+        self.block(statements, inside)
+        for name, values in inside.items():
+            bound[name] = bound.get(name, frozenset()) | values
+
+    def statement(self, node: ast.stmt, bound: dict[str, _Values]) -> None:
+        match node:
+            case ast.Assign([ast.Tuple(names)], ast.Tuple(parts)) if len(names) == len(parts):
+                for target, values in [(t, self.values(p, bound)) for t, p in zip(names, parts, strict=True)]:
+                    self.bind(target, values, bound)
+            case ast.Assign(targets, value):
+                values = self.values(value, bound)
+                for target in targets:
+                    self.bind(target, values, bound)
+            case ast.AnnAssign(target, _, value) if value is not None:
+                self.bind(target, self.values(value, bound), bound)
+            case ast.AugAssign(target, _, value):
+                self.values(value, bound)
+                self.write(self.values(target, bound))
+            case ast.For(target, iterable, body, orelse):
+                for each in ast.walk(iterable):  # `layers` of ``enumerate(self.layers[1:])``
+                    if isinstance(each, ast.Attribute) and getattr(each.value, "id", None) == self.itself:
+                        self.rows.update((n.id, each.attr) for n in ast.walk(target) if isinstance(n, ast.Name))
+                self.bind(target, self.values(iterable, bound), bound)
+                for part in (body, body, orelse):  # twice: what the end of a loop leaves to its beginning
+                    self.branch(part, bound)
+            case ast.While(test, body, orelse):
+                self.values(test, bound)
+                for part in (body, body, orelse):
+                    self.branch(part, bound)
+            case ast.Return(value) if value is not None:
+                self.shown |= self.values(value, bound)
+            case ast.FunctionDef() | ast.ClassDef():
+                self.shown |= self.mentioned(node, bound)
+            case _:
+                self.parts(node, bound)
+
+    def parts(self, node: ast.AST, bound: dict[str, _Values]) -> None:
+        for _, field in ast.iter_fields(node):
+            parts = [part for part in (field if isinstance(field, list) else [field]) if isinstance(part, ast.AST)]
+            if parts and isinstance(parts[0], ast.stmt):
+                self.branch(parts, bound)
+                continue
+            for part in parts:
+                self.values(part, bound) if isinstance(part, ast.expr) else self.parts(part, bound)
+
+    def bind(self, target: ast.expr, values: _Values, bound: dict[str, _Values]) -> None:
+        match target:
+            case ast.Name(name):
+                bound[name] = values
+            case ast.Tuple(targets) | ast.List(targets):
+                for each in targets:
+                    self.bind(each, values, bound)
+            case ast.Starred(inner):
+                self.bind(inner, values, bound)
+            case ast.Subscript(held):
+                self.write(self.values(held, bound))
+                self.shown |= values
+            case _:
+                self.shown |= values
+
+    def write(self, values: _Values) -> None:
+        self.time += 1
+        self.written.update((value, self.time) for value in values)
+
+    def values(self, node: ast.expr, bound: dict[str, _Values]) -> _Values:
+        """What an expression may be: the tensor of a name, a view of one, or a new value, which is the node itself."""
+        match node:
+            case ast.Name(name):
+                return bound.get(name, frozenset())
+            case ast.IfExp(test, body, orelse):
+                self.values(test, bound)
+                return self.values(body, bound) | self.values(orelse, bound)
+            case ast.NamedExpr(target, value):
+                values = self.values(value, bound)
+                self.bind(target, values, bound)
+                return values
+            case ast.Tuple(parts) | ast.List(parts):
+                return frozenset().union(*(self.values(part, bound) for part in parts))
+            case ast.Dict(keys, parts):
+                return frozenset().union(*(self.values(part, bound) for part in (*filter(None, keys), *parts)))
+            case ast.Subscript(value, index):
+                self.values(index, bound)
+                return self.values(value, bound)
+            case ast.Starred(value):
+                return self.values(value, bound)
+            case ast.Attribute(value, name):
+                values = self.values(value, bound)
+                return frozenset([node]) if name in _FACTS else values | {node}
+            case ast.Call(function, arguments, keywords):
+                return self.call(node, function, arguments, keywords, bound)
+            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                found = self.mentioned(node, bound)
+                self.shown |= found
+                return found | {node}
+        self.parts(node, bound)
+        return frozenset([node])
+
+    def call(self, node: ast.Call, function, arguments, keywords, bound) -> _Values:
+        given = [(at, self.values(argument, bound)) for at, argument in enumerate(arguments)]
+        given += [(k.arg or "**", self.values(k.value, bound)) for k in keywords]
+        for keyword, (_, values) in zip(keywords, given[len(arguments) :], strict=True):
+            if keyword.arg == "out":
+                self.write(values)
+            elif keyword.arg == "inplace" and arguments:
+                self.write(given[0][1])
+        match function:
+            case ast.Attribute(ast.Name(owner), name) if owner == self.itself:
+                self.note_call(name, given)
+                return frozenset([node])
+            case ast.Name(name) if name in self.rows:
+                self.note_call(self.rows[name], given)
+                return frozenset([node])
+        self.shown = self.shown.union(*(values for _, values in given))
+        receiver = self.values(function, bound)
+        match function:
+            case ast.Attribute(_, name) if name.endswith("_") and not name.endswith("__"):
+                self.write(receiver)
+            case ast.Attribute(_, name) if name in _FACTS:
+                return frozenset([node])
+        return receiver | {node}  # a method's result may be a view
+
+    def note_call(self, name: str, given: list) -> None:
+        self.time += 1
+        self.calls.append((name, self.time, given))
+
+    @staticmethod
+    def mentioned(node: ast.AST, bound: dict[str, _Values]) -> _Values:
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        inside = frozenset(each for each in ast.walk(node) if isinstance(each, ast.expr))
+        return inside.union(*(bound.get(name, frozenset()) for name in names))
