@@ -7,10 +7,12 @@ It needs no GPU and no network, and takes about half a minute.
 
 import os
 
-# Without a GPU, run the kernels in Triton's interpreter: exact and slow. Triton reads this when it is imported.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import torch
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cpu":  # run the kernels in Triton's interpreter, exact and slow; Triton reads this when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -18,7 +20,6 @@ from hf_rmsnorm import count_launches, patch_model, unpatch_model, verify_equiva
 from hf_rmsnorm.demo import demo_path
 
 logging.disable_progress_bar()
-device = "cuda" if torch.cuda.is_available() else "cpu"
 
 # 1. A model, as always. This one is part of the package: a LLaMA of a million parameters that reads bytes.
 tokenizer = AutoTokenizer.from_pretrained(demo_path("llama"))
@@ -41,7 +42,7 @@ names = [name for name, _ in norm.named_parameters()]
 print(f"{type(norm).__name__}, a subclass of {type(norm).__mro__[1].__name__}, with {names}")
 
 # 5. The proof: logits against float64, each norm against its original, and greedy text.
-print(f"\n{verify_equivalence(model, inputs=ids, max_new_tokens=4)}")
+print(f"\n{verify_equivalence(model, inputs=ids, max_new_tokens=4, backward=True)}")
 
 # 6. A proof is worth something if it can fail. torch's RMSNorm rounds once, at the end; LLaMA's rounds twice.
 #    The text and the logits hide that. The comparison norm by norm does not.

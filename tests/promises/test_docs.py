@@ -177,7 +177,7 @@ def test_the_pages_build_without_a_warning(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["patch_and_prove", "convert_and_look"])
 def test_a_tutorial_runs_and_prints_what_its_page_shows(name, tmp_path):
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, ROOT / f"docs/tutorials/{name}.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
