@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfuse, unfused
 from .qk import QKFusion, find_qk
-from .sums import find_fusion, norms_of
+from .sums import NO_SUM, find_fusion, norms_of
 
 
 @dataclass
@@ -29,6 +30,11 @@ class Examined:
     fusion: Fusion | None
     reason: str = ""
     qk: QKFusion | None = None
+
+    @property
+    def sums(self) -> tuple[tuple[int, str], ...]:
+        """The sums of its forward that norms read."""
+        return () if self.fusion is None else self.fusion.sites
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
@@ -45,9 +51,9 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     in_rows = {_inner(module) for _, _, row in rows for module in row}
     layers = {m: _examine(m, path, m in in_rows) for path, m in model.named_modules() if norms_of(m)}
     behind = _behind_each(rows, layers)
-    records = []
+    records = {}
     for module, layer in layers.items():
-        inside = [f"+ {reader}" for _, reader in layer.fusion.sites if reader] if layer.fusion is not None else []
+        inside = [f"+ {reader}" for _, reader in layer.sums if reader]
         if layer.qk is not None:
             inside = [str(layer.qk)]
         if inside or module in behind:
@@ -59,10 +65,33 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
                     inside.append("+ the norm behind it")
             except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
                 layer.reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
-        if (layer.reason or inside) and (not layer.reason or module in in_rows):
-            fused = "" if layer.reason else ", ".join(inside)
-            records.append(FusedLayer(layer.path, type(module).__name__, fused, layer.reason))
-    return tuple(records)
+        if inside and not layer.reason:
+            records[layer.path] = FusedLayer(layer.path, type(module).__name__, ", ".join(inside))
+        elif module in in_rows:
+            reads = "no patched norm is known to read the sum that it returns" if layer.sums else NO_SUM
+            records[layer.path] = FusedLayer(layer.path, type(module).__name__, "", layer.reason or reads)
+    for path, reason in _with_norms_further_in(model, in_rows, set(records)).items():
+        records[path] = FusedLayer(path, type(model.get_submodule(path)).__name__, "", reason)
+    return tuple(records[path] for path, _ in model.named_modules() if path in records)
+
+
+def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[str]) -> dict[str, str]:
+    """Of the layers that hold patched norms, and nothing was told of: path -> why none of their sums is fused."""
+    names = {path for path, module in model.named_modules() if module in in_rows}
+    held: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if fused_part(type(module)) is None:
+            continue
+        parents = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
+        layer = next((parent for parent in reversed(parents) if parent in names), None)
+        if layer is not None and told.isdisjoint(parent for parent in parents if parent.startswith(layer)):
+            held.setdefault(layer, []).append(path[len(layer) + 1 :].rpartition(".")[0])
+    return {
+        layer: "no launch serves a sum with norms like its own, as their formula or notes say"
+        if "" in inside
+        else f"its norms are in {', '.join(dict.fromkeys(inside))}: sums are fused where a layer itself calls the norm"
+        for layer, inside in held.items()
+    }
 
 
 def _give(module: nn.Module, fusion, undo: contextlib.ExitStack) -> None:

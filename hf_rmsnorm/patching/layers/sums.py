@@ -29,6 +29,7 @@ from .values import is_seen
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
+NO_SUM = "no norm reads a sum of its forward as it is"
 _cache: dict[tuple, Fusion | str] = {}
 _NUMBER = re.compile("training|idx|index|layer_id")
 _HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
@@ -119,7 +120,7 @@ def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
 
 def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: torch.Tensor, x) -> Fusion | str:
     if not fusion.sites and not fusion.entry:
-        return "no norm reads a sum of its forward"
+        return NO_SUM
     recipes = {name: fused_part(type(norm))._hf_rmsnorm_recipe for name, norm in norms.items()}
 
     def add(layer, left, right, reader):

@@ -151,7 +151,7 @@ def test_defaults_and_settings_of_the_class_body():
     with use_backend("reference"):
         report = patch_model(model)
         assert torch.equal(model(x), expected)
-    assert [layer.fused for layer in report.layers] == ["+ n2, + the norm behind it", "+ n2, + the norm behind it"]
+    assert [layer.fused for layer in report.layers] == ["+ n2, + the norm behind it", "+ n2, + the norm behind it", ""]
 
 
 def test_layers_of_a_model_without_source_keep_their_forward():
