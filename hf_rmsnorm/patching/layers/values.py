@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterable
 from functools import lru_cache
 
+import torch
 from torch import nn
 
 from ...fused.source import CannotRewrite, forward_source
@@ -60,11 +61,14 @@ def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
         if child in norms:
             found.update([child] if hit else [])
             return
+        if isinstance(child, torch.jit.ScriptModule):  # whose class has no forward to read
+            return
         names = _parameters(type(child), type(child).forward)
         hit = [names[at] if isinstance(at, int) else at for at in hit if isinstance(at, str) or at < len(names)]
         visit(child, frozenset(hit))
 
-    visit(model)
+    if not isinstance(model, torch.jit.ScriptModule):
+        visit(model)
     return found
 
 

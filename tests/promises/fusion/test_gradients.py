@@ -123,7 +123,9 @@ def test_training_mode_with_dropout_in_the_residual(family, taken):
             loss = each(IDS, labels=IDS).loss
             loss.backward()
         losses.append(loss)
-    assert torch.equal(*losses) and taken["taken"] == 3, "the plain formula hands nothing over where gradients flow"
+    # The plain formula hands nothing over where gradients flow, neither behind a layer nor where cross-attention, which
+    # GPT-2 may have, gets hold of the sum.
+    assert torch.equal(*losses) and taken["taken"] == (0 if family == "gpt2" else 3)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
 
