@@ -16,19 +16,30 @@ from pathlib import Path
 
 import torch
 import transformers
-from coverage_fusion import compare_fusion
-from coverage_hints import CONFIG, INPUTS
-from coverage_inputs import find_inputs, fresh, tensors
-from coverage_models import FIXED, STYLES, Shrinker, build, config_class, model_class, to_bfloat16
-from coverage_reasons import why_not_a_norm
-from coverage_timm import stand_in_for_timm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 import hf_rmsnorm
 
+from . import BadOptions
+from .fusion import compare_fusion
+from .hints import CONFIG, INPUTS
+from .inputs import find_inputs, fresh, tensors
+from .models import FIXED, STYLES, Shrinker, build, config_class, model_class
+from .reasons import why_not_a_norm
+from .timm import stand_in_for_timm
+from .workers import line
+
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
 TIME_LIMIT = 90  # seconds a type may take
 DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half|FFT")
+
+
+def chosen(only: str | None) -> set[str] | None:
+    """The types of a comma-separated list; None, all of them, where there is none."""
+    types = set(only.split(",")) if only else None
+    if types and (unknown := types - {*MAPPINGS["causal"], *MAPPINGS["base"]}):
+        raise BadOptions(f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}")
+    return types
 
 
 def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda stage: None) -> dict:
@@ -350,5 +361,16 @@ def _seconds(limit: float):
         signal.signal(signal.SIGALRM, previous)
 
 
-def line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
+    """What ``from_pretrained(dtype=torch.bfloat16)`` gives: bfloat16 but for the modules that are kept in float32."""
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in kept)) if kept else None
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not (pattern and pattern.search(name)):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    saved = set(model.state_dict(keep_vars=True))
+    for name, buffer in model.named_buffers():
+        # Rotary frequencies and the like are made in float32 and are not in the checkpoint, so they stay so.
+        if name in saved and buffer.is_floating_point() and not (pattern and pattern.search(name)):
+            buffer.data = buffer.data.to(torch.bfloat16)
+    return model

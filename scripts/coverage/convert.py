@@ -1,44 +1,33 @@
 """Convert a tiny random model of every type in Transformers and prove it, in float64, as LayerNorm and as RMSNorm.
 
-    python scripts/coverage.py --convert --out scripts/results/convert-5.23.0.json
-    python scripts/coverage.py --convert --only gpt2,bloom
-
 Every type with a LayerNorm is in the table: converted in full, in part, or refused with the reason. Types of the base
-mapping are tried where the causal mapping does not have them. Each runs in a process of its own with a limit of time.
+mapping are tried where the causal mapping does not have them.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
-import resource
 import sys
 import time
-import traceback
 from collections import Counter
-from multiprocessing import connection, get_context
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests" / "helpers")]
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import torch
+import transformers
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from coverage_compare import MAPPINGS, line  # noqa: E402
-from coverage_inputs import find_inputs  # noqa: E402
-from coverage_models import STYLES, Shrinker, build, config_class, model_class  # noqa: E402
+import hf_rmsnorm
+from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.twin.prove import prove
+from hf_rmsnorm.conversion.twin.twin import make_twin
 
-import hf_rmsnorm  # noqa: E402
-from hf_rmsnorm.conversion.plan import ConversionRefused  # noqa: E402
-from hf_rmsnorm.conversion.twin.discover import discover  # noqa: E402
-from hf_rmsnorm.conversion.twin.prove import prove  # noqa: E402
-from hf_rmsnorm.conversion.twin.twin import make_twin  # noqa: E402
+from .compare import MAPPINGS, chosen
+from .inputs import find_inputs
+from .models import STYLES, Shrinker, build, config_class, model_class
+from .workers import Job, line, run_all
 
 TIME_LIMIT = 120  # seconds a type may take
-MEMORY_LIMIT = 6 * 2**30  # bytes beyond what the parent holds
 NO_LAYER_NORM = "computes no LayerNorm"
 
 
@@ -48,7 +37,7 @@ def _with_patches(model) -> torch.Tensor:
     return torch.cat([places, torch.arange(3, 19).view(2, 8)], dim=1)
 
 
-# By type: arguments of its forward that reach what those found by its signature do not, as in `coverage_hints.INPUTS`.
+# By type: arguments of its forward that reach what those found by its signature do not, as in `hints.INPUTS`.
 INPUTS: dict[str, dict] = {
     "efficientloftr": {"pixel_values": (2, 2, 3, 64, 64)},
     "fuyu": {
@@ -59,7 +48,7 @@ INPUTS: dict[str, dict] = {
 }
 
 
-def examine(model_type: str, mapping: str) -> dict:
+def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
     """One type, with its optional features (q/k norms and the like) and without.
 
     Returns:
@@ -148,56 +137,9 @@ def _convert(cls, config, arguments: dict) -> dict:
     return {"verdict": verdict, **found}
 
 
-def _child(pipe, job) -> None:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        limit = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MEMORY_LIMIT
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
-    try:
-        result = examine(*job)
-    except BaseException as error:  # whatever stops this one type is that type's result
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
-        result = {"type": job[0], "mapping": job[1], "variants": [], "error": f"{line(error)} at {where}"}
-    pipe.send(result)
-    pipe.close()
-    os._exit(0)
-
-
-def run_all(jobs: list[tuple[str, str]], workers: int, tell=lambda result: None) -> list[dict]:
-    """`examine` for each (type, mapping) in a forked process of its own; what does not end in time is stopped."""
-    torch.set_num_threads(1)
-    examine("gpt2", "causal")  # imports, once and for all children, what every model needs
-    context, waiting, running, results = get_context("fork"), list(jobs), {}, {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            job = waiting.pop(0)
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(theirs, job))
-            process.start()
-            theirs.close()
-            running[ours] = (job, process, time.monotonic())
-        ended = {}
-        for pipe in connection.wait(list(running), timeout=0.5):
-            try:
-                ended[pipe] = pipe.recv()
-            except EOFError:
-                ended[pipe] = "the process died"
-        for pipe, (_, _, start) in running.items():
-            if time.monotonic() - start > TIME_LIMIT and pipe not in ended:
-                ended[pipe] = f"not done after {TIME_LIMIT} s"
-        for pipe, result in ended.items():
-            job, process, _ = running.pop(pipe)
-            process.kill()
-            process.join()
-            pipe.close()
-            if isinstance(result, str):
-                result = {"type": job[0], "mapping": job[1], "variants": [], "error": result}
-            results[job] = result
-            tell(result)
-    return [results[job] for job in jobs]
+def crashed(job: Job, error: str, stage: str, seconds: float) -> dict:
+    """The result of a type whose process gave none."""
+    return {"type": job[0], "mapping": job[1], "variants": [], "error": error}
 
 
 def verdict(result: dict) -> str:
@@ -226,26 +168,19 @@ def table(results: list[dict]) -> str:
     return "\n".join([*rows, "", ", ".join(f"{n} {k}" for k, n in summary(results).items()), ""])
 
 
-def jobs_of(only: set[str] | None) -> list[tuple[str, str]]:
+def jobs_of(only: set[str] | None) -> list[Job]:
     causal, base = MAPPINGS["causal"], MAPPINGS["base"]
     jobs = [(t, "causal") for t in causal] + [(t, "base") for t in base if t not in causal]
     return [job for job in jobs if only is None or job[0] in only]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="types, separated by commas")
-    parser.add_argument("--mapping", choices=("causal", "base", "all"), default="all")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="the JSON; the table goes beside it as .txt")
-    parser.add_argument("--update", type=Path, help="a JSON made earlier, whose results stay where they are not redone")
-    parser.add_argument("--rest", action="store_true", help="only what --update does not have")
-    options = parser.parse_args(arguments)
+def run(options) -> int:
+    """What ``python -m scripts.coverage convert`` does; returns 1 where a conversion fails its proof."""
     transformers.logging.set_verbosity_error()
     found: dict[tuple[str, str], dict] = {}
     if options.update:
         found = {(r["type"], r["mapping"]): r for r in json.loads(options.update.read_text())["types"]}
-    jobs = jobs_of(set(options.only.split(",")) if options.only else None)
+    jobs = jobs_of(chosen(options.only))
     jobs = [job for job in jobs if options.mapping in ("all", job[1]) and not (options.rest and job in found)]
     count = 0
 
@@ -258,7 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out and count % 25 == 0:  # a run of half an hour that is stopped leaves what it found
             _write(options.out, found)
 
-    run_all(jobs, options.jobs, tell)
+    run_all(
+        jobs, examine, crashed, warm=("gpt2", "causal"), workers=options.jobs, seconds=TIME_LIMIT, tell=tell
+    )  # fmt: skip
     if options.out:
         _write(options.out, found)
     print(table(_ordered(found)))
@@ -276,7 +213,3 @@ def _write(path: Path, found: dict) -> None:
     document = {"versions": versions, "summary": summary(results), "types": results}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".txt").write_text(table(results), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

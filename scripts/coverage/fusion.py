@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from coverage_inputs import fresh, tensors
 
 import hf_rmsnorm
 from benchmarks.counting import Operators
+
+from .inputs import fresh, tensors
 
 NEW_TOKENS = 3
 

@@ -1,6 +1,6 @@
 """What the few types need that neither their config, nor their forward's signature, nor their errors tell.
 
-Only the script knows of these: recognition and kernels do not mention models.
+Only this tool knows of these: recognition and kernels do not mention models.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 
 import torch
-from coverage_errors import DERIVED, REFUSALS, WANTED_RANK, absent_arguments, wanted_sizes
+
+from .errors import DERIVED, REFUSALS, WANTED_RANK, absent_arguments, wanted_sizes
 
 BATCH, LENGTH = 2, 12
 # Arguments that belong together, added when a model fails for want of something it does not name.

@@ -384,18 +384,3 @@ def build(model: type[torch.nn.Module], config: PretrainedConfig, small: bool, s
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return built
-
-
-def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
-    """What ``from_pretrained(dtype=torch.bfloat16)`` gives: bfloat16 but for the modules that are kept in float32."""
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in kept)) if kept else None
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not (pattern and pattern.search(name)):
-            parameter.data = parameter.data.to(torch.bfloat16)
-    saved = set(model.state_dict(keep_vars=True))
-    for name, buffer in model.named_buffers():
-        # Rotary frequencies and the like are made in float32 and are not in the checkpoint, so they stay so.
-        if name in saved and buffer.is_floating_point() and not (pattern and pattern.search(name)):
-            buffer.data = buffer.data.to(torch.bfloat16)
-    return model

@@ -1,4 +1,4 @@
-"""Why a module with "norm" in its class's name is not one that scripts/coverage.py asks to be swapped."""
+"""Why a module with "norm" in its class's name is not one that `patch` asks to be swapped."""
 
 from __future__ import annotations
 

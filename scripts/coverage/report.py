@@ -1,4 +1,4 @@
-"""What many results of scripts/coverage.py come to: totals, what was left alone and why, and the table."""
+"""What many results of `patch` come to: totals, what was left alone and why, and the table."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _has_forward(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
 
 
 def seen_classes(document: dict) -> set[str]:
-    """The classes that a JSON of scripts/coverage.py names: swapped, left alone, or no norms."""
+    """The classes that a JSON of `patch` names: swapped, left alone, or no norms."""
     runs = [run for part in document["mappings"].values() for t in part["types"] for run in t["runs"]]
     return {entry[0] for run in runs for key in ("swapped", "left_alone", "not_norms") for entry in run[key]}
 

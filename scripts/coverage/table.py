@@ -1,22 +1,17 @@
-"""The coverage table of docs/formulas.md, made from the committed results of scripts/coverage.py.
-
-    python scripts/coverage_table.py            print it
-    python scripts/coverage_table.py --check    exit with 1 where that page says something else
-    python scripts/coverage_table.py --write    put it into that page
-"""
+"""The coverage table of docs/formulas.md, made from the committed results of `python -m scripts.coverage patch`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from . import BadOptions
+
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
 PAGE = ROOT / "docs" / "formulas.md"
-BEGIN, END = "<!-- coverage: made by scripts/coverage_table.py --write -->", "<!-- end of coverage -->"
+BEGIN, END = "<!-- coverage: made by python -m scripts.coverage table --write -->", "<!-- end of coverage -->"
 BLOCK = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
 MAPPINGS = {"causal": "causal language models", "base": "base models"}
 LONGEST = 110  # characters of a reason
@@ -60,19 +55,15 @@ def _short(reason: str) -> str:
     return reason if len(reason) <= LONGEST else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--check", action="store_true", help="exit with 1 where the page's table is another")
-    choice.add_argument("--write", action="store_true", help="put the table into the page")
-    options = parser.parse_args()
+def run(options) -> int:
+    """What ``python -m scripts.coverage table`` does; returns 1 where --check finds another table."""
     table = block(json.loads(newest().read_text(encoding="utf-8")))
     page = PAGE.read_text(encoding="utf-8")
     if (options.check or options.write) and len(BLOCK.findall(page)) != 1:
-        parser.error(f"docs/formulas.md must have the lines {BEGIN} and {END} once")
+        raise BadOptions(f"docs/formulas.md must have the lines {BEGIN} and {END} once")
     if options.check:
         if BLOCK.search(page)[0] != table:
-            print("docs/formulas.md: this coverage table is not the result: run scripts/coverage_table.py --write")
+            print("docs/formulas.md has another table than the results: run python -m scripts.coverage table --write")
             return 1
         return 0
     if options.write:
@@ -80,7 +71,3 @@ def main() -> int:
         return 0
     print(table)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

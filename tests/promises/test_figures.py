@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 
@@ -279,8 +280,8 @@ def test_the_perplexities_are_those_of_the_embedded_model_and_its_naive_swap(cap
 
 
 def test_the_coverage_table_is_the_committed_result():
-    script = ROOT / "scripts" / "coverage_table.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.coverage", "table", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     mappings = result("coverage-5.23.0.json")["mappings"]
     for words, mapping in (("causal language models", "causal"), ("base models", "base")):
@@ -291,15 +292,12 @@ def test_the_coverage_table_is_the_committed_result():
 
 
 def test_another_coverage_table_is_noticed(tmp_path):
-    copy = tmp_path / "scripts"
-    (copy / "results").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
-    for name in ("coverage_table.py", "results/coverage-5.23.0.json"):
-        (copy / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     page = pages.PAGES["docs/formulas.md"]
     (tmp_path / "docs/formulas.md").write_text(page.replace("| base models | 605 |", "| base models | 606 |"))
-    command = [sys.executable, copy / "coverage_table.py"]
-    done = subprocess.run([*command, "--check"], capture_output=True, text=True)
-    assert done.returncode == 1 and "run scripts/coverage_table.py --write" in done.stdout
-    subprocess.run([*command, "--write"], check=True)
+    command = [sys.executable, "-m", "scripts.coverage", "table"]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "run python -m scripts.coverage table --write" in done.stdout
+    subprocess.run([*command, "--write"], check=True, cwd=tmp_path)
     assert (tmp_path / "docs/formulas.md").read_text() == page

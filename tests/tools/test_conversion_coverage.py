@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from places import SCRIPTS
+from places import ROOT, SCRIPTS
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
@@ -50,8 +50,9 @@ def test_every_type_is_in_the_table_with_a_reason_where_it_does_not_convert():
 
 
 def run_script(out, types):
-    command = [sys.executable, SCRIPTS / "coverage.py", "--convert", "--mapping", "causal", "--jobs", "1"]
-    done = subprocess.run([*command, "--only", ",".join(types), "--out", out], capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.coverage", "convert", "--mapping", "causal", "--jobs", "1"]
+    command += ["--only", ",".join(types), "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {r["type"]: r for r in json.loads(out.read_text(encoding="utf-8"))["types"]}
 

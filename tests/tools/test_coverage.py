@@ -1,7 +1,4 @@
-"""A sample of scripts/coverage.py: tiny models of types drawn by date, and of every formula once, bit for bit.
-
-The scripts run in processes of their own: coverage.py has the name of a well-known package, not to be shadowed here.
-"""
+"""A sample of `python -m scripts.coverage patch`: tiny models of types drawn by date, and of every formula once."""
 
 import datetime
 import json
@@ -54,9 +51,9 @@ FAMILIES = families()
 
 def run_coverage(out: Path, mapping: str, types, *options: str) -> dict[str, dict]:
     """The records that the script writes for these types; it must end well."""
-    command = [sys.executable, SCRIPTS / "coverage.py", "--mapping", mapping, "--jobs", "1"]
+    command = [sys.executable, "-m", "scripts.coverage", "patch", "--mapping", mapping, "--jobs", "1"]
     command += ["--only", ",".join(types), "--out", out, *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert out.exists(), done.stderr
     records = {t["type"]: t for t in json.loads(out.read_text())["mappings"][mapping]["types"]}
     assert sorted(records) == sorted(types)
@@ -97,13 +94,14 @@ def test_every_formula_of_the_table_is_swapped_bit_equal(formula, run_of_familie
 def test_a_wrong_result_is_noticed():
     """A fused norm that is off by one part in a hundred shows in the model and in the norm alone."""
     code = """if True:
-        import coverage, json
+        import json
+        from scripts.coverage import compare, report
         from hf_rmsnorm.fused import norm as layers
         real = layers.fused_norm
         layers.fused_norm = lambda *args: real(*args) * 1.01
-        print(json.dumps(coverage.wrong(coverage.examine("llama", "causal"))))
+        print(json.dumps(report.wrong(compare.examine("llama", "causal"))))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPTS, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     wrong = json.loads(done.stdout.splitlines()[-1])
     assert "model: not bit_equal" in wrong
     assert any(line.startswith("model.norm (LlamaRMSNorm)") for line in wrong)
@@ -111,7 +109,7 @@ def test_a_wrong_result_is_noticed():
 
 
 def test_the_committed_table_has_no_wrong_result_and_every_type():
-    assert TABLE, f"run python scripts/coverage.py --out {COMMITTED.relative_to(ROOT)}"
+    assert TABLE, f"run python -m scripts.coverage patch --out {COMMITTED.relative_to(ROOT)}"
     for mapping, names in MAPPINGS.items():
         assert {t["type"] for t in committed_types(mapping)} == set(names)
         assert {t["type"]: t["wrong"] for t in committed_types(mapping) if t["wrong"]} == {}
@@ -125,12 +123,13 @@ def test_the_committed_table_has_no_wrong_result_and_every_type():
 def unnamed(folder: Path | None = None) -> list[str]:
     """Norm classes in the installed source that the committed table neither names nor lists as built by no type."""
     code = f"""if True:
-        import json, pathlib, coverage_scan
-        classes = coverage_scan.norm_classes({"pathlib.Path(" + repr(str(folder)) + ")" if folder else ""})
+        import json, pathlib
+        from scripts.coverage import scan
+        classes = scan.norm_classes({"pathlib.Path(" + repr(str(folder)) + ")" if folder else ""})
         table = json.loads(pathlib.Path({str(COMMITTED)!r}).read_text(encoding="utf-8"))
-        print(json.dumps(sorted(classes.keys() - coverage_scan.seen_classes(table) - table["not_built"].keys())))
+        print(json.dumps(sorted(classes.keys() - scan.seen_classes(table) - table["not_built"].keys())))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPTS, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     return json.loads(done.stdout)
 
 

@@ -1,0 +1,69 @@
+"""Try every type in Transformers with a tiny random model, from the root of a checkout.
+
+    python -m scripts.coverage patch                                      every causal LM and base type, bit for bit
+    python -m scripts.coverage patch --mapping causal --only llama,gpt2 --out two.json
+    python -m scripts.coverage patch --mapping causal --interpreter norms     also the kernels, in the interpreter
+    python -m scripts.coverage patch --mapping causal --interpreter fusion    also fused layers there; their operators
+    python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
+    python -m scripts.coverage table --write                              the table of docs/formulas.md
+
+Each type runs in a process of its own, with a limit of time and of memory. The table of `patch` and `convert` goes to
+the terminal, and with --out beside the JSON as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+if not __package__:
+    sys.exit("run this as a module, from the root of the checkout: python -m scripts.coverage")
+
+from scripts.coverage import BadOptions
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m scripts.coverage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    patch = commands.add_parser("patch", help="patch each and compare it, bit for bit, with the model before")
+    convert = commands.add_parser("convert", help="convert each and prove it, as LayerNorm and as RMSNorm")
+    for command in (patch, convert):
+        command.add_argument("--mapping", choices=("causal", "base", "all"), default="all")
+        command.add_argument("--only", metavar="TYPES", help="types, separated by commas")
+        command.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
+        command.add_argument("--out", type=Path, metavar="FILE", help="the JSON; the table goes beside it as .txt")
+        command.add_argument(
+            "--update", type=Path, metavar="FILE", help="a JSON made earlier: what is not redone stays"
+        )
+    patch.add_argument(
+        "--interpreter", choices=("norms", "fusion"), default="", help="also run the kernels in Triton's interpreter"
+    )
+    convert.add_argument("--rest", action="store_true", help="only what --update does not have")
+    table = commands.add_parser("table", help="print the table of docs/formulas.md, made from the committed results")
+    choice = table.add_mutually_exclusive_group()
+    choice.add_argument("--check", action="store_true", help="exit with 1 where that page says something else")
+    choice.add_argument("--write", action="store_true", help="put it into that page")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns 1 where a type gave a wrong result, or the page another table."""
+    options = parser().parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if getattr(options, "interpreter", ""):
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    try:
+        if getattr(options, "update", None) and not options.update.is_file():
+            raise BadOptions(f"there is no file {options.update}")
+        return import_module(f"scripts.coverage.{options.command}").run(options)
+    except BadOptions as error:
+        parser().error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
