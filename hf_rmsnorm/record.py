@@ -130,7 +130,7 @@ def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
                 f"{which} has {stored} values, whose rounding leaves more of a mean than {wide} does: load it with "
                 f'dtype="auto", or convert the {wide} original'
             )
-    return f"{which} no longer has zero mean along the stream, by fine-tuning perhaps"
+    return f"{which} no longer has zero mean along the residual stream, by fine-tuning perhaps"
 
 
 @torch.no_grad()

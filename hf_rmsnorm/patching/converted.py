@@ -96,7 +96,7 @@ def conversion_of(model: torch.nn.Module) -> Conversion | None:
 
 
 def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
-    """Why what surrounds the converted model is in the way: it may hand it rows of a stream that have a mean."""
+    """Why what surrounds the converted model is in the way: it may hand it a residual stream that has a mean."""
     record = getattr(converted.config, RECORD_KEY)
     converted = next((m for m in model.modules() if _is_recorded(m, record)), converted)  # with a head, maybe
     inside = {id(parameter) for parameter in converted.parameters()}
@@ -104,8 +104,8 @@ def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     if name is None:
         return ""
     return (
-        f"{name} is outside of the {type(converted).__name__} that was converted and may write to its stream; where it "
-        "does not, patch that model by itself"
+        f"{name} is outside of the {type(converted).__name__} that was converted and may write to its residual "
+        "stream; where it does not, patch that model by itself"
     )
 
 
@@ -180,12 +180,12 @@ class Weights(Mapping[str, torch.Tensor]):
         return some
 
     def hooked(self, record: Mapping) -> str:
-        """Why a hook is in the way: on a module that writes to the stream it may add what has a mean."""
+        """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""
         for key in Writers(record, self._owners).how:
             module, _ = self._owners[key]
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):
-                return f"{key.rpartition('.')[0]} has a hook, which may change what it writes to the stream"
+                return f"{key.rpartition('.')[0]} has a hook, which may change what it writes to the residual stream"
         return ""
 
     def hidden(self) -> str:
