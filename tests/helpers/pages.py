@@ -51,6 +51,14 @@ def commands() -> list[tuple[str, str]]:
     ]
 
 
+_INLINE = re.compile(r"`((?:hf-rmsnorm|python3? -m|python3? [a-z]+/|pip install) ?[^`]*)`")
+
+
+def inline_commands() -> list[tuple[str, str]]:
+    """(page, command) for every command within a sentence; what the changelog names may be gone."""
+    return [(page, line) for page in PAGES if page != "CHANGELOG.md" for line in _INLINE.findall(prose(page))]
+
+
 def section(page: str, heading: str) -> str:
     """What stands on a page between a heading and the next; "" for what comes before the first below the title."""
     text = PAGES[page] if not heading else PAGES[page].partition(f"# {heading}\n")[2]

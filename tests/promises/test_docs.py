@@ -54,6 +54,9 @@ def test_the_landing_page_is_short():
     assert pages.PAGES["README.md"].index("pip install") < 600, "what it needs comes first"
 
 
+SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
+
+
 def parses(words: list[str]) -> bool:
     """Whether a command line is one of ours; where its parser does not take it, the test ends there."""
     if words[0] == "hf-rmsnorm":
@@ -91,10 +94,19 @@ def test_a_command_exists(where, line):
         assert parses(words), f"{where}: {line}"
 
 
+@pytest.mark.parametrize("where, line", sorted(set(pages.inline_commands())))
+def test_a_command_within_a_sentence_exists(where, line):
+    words = line.split()
+    if words[0] == "hf-rmsnorm" and len(words) < 3:  # it speaks of the command, and not of a call
+        assert set(words[1:]) <= SUBCOMMANDS
+    elif line != "python -m hf_rmsnorm":
+        test_a_command_exists(where, line)
+
+
 def test_every_subcommand_is_shown():
     lines = [line for where, line in pages.commands() if where.startswith("docs/cli.md")]
     shown = {line.split()[1] for line in lines if line.startswith("hf-rmsnorm ")}
-    assert shown == {command.__name__.rpartition(".")[2] for command in COMMANDS}
+    assert shown == SUBCOMMANDS
 
 
 def test_every_option_is_listed_under_its_command():
