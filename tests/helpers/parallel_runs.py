@@ -27,7 +27,9 @@ def run_ranks(work, tmp_path, monkeypatch, *args):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # accelerate and DeepSpeed ask for them
     monkeypatch.setenv("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in PATHS if path))
-    torch.multiprocessing.spawn(_rank, args=(tmp_path / "store", work, args), nprocs=RANKS)
+    # Forked, they have everything imported; a process that has used a GPU cannot be forked.
+    method = "spawn" if torch.accelerator.is_available() else "fork"
+    torch.multiprocessing.start_processes(_rank, (tmp_path / "store", work, args), RANKS, start_method=method)
 
 
 def _rank(rank, store, work, args):
@@ -40,8 +42,8 @@ def _rank(rank, store, work, args):
 
 
 def batch(rank=None):
-    """(4, 12) token ids, or the two rows of one rank."""
-    ids = tiny_models.token_ids(4)
+    """(4, 6) token ids, or the two rows of one rank."""
+    ids = tiny_models.token_ids(4, 6)
     return ids if rank is None else ids[2 * rank : 2 * rank + 2]
 
 

@@ -54,7 +54,8 @@ def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
             called = module._modules.get(name)
             changed = {value for value, last in writes.items() if last > time} | written
             hit = [at for at, values in given if values & changed]
-            for child in called if isinstance(called, nn.ModuleList) else filter(None, [called]):
+            # No truth of a module is asked for: torch.compile's wrapper of one without a length raises.
+            for child in called if isinstance(called, nn.ModuleList) else () if called is None else (called,):
                 visit_child(child, hit)
 
     def visit_child(child: nn.Module, hit: list[int | str]) -> None:

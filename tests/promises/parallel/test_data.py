@@ -31,8 +31,6 @@ from hf_rmsnorm import patch_model, unpatch_model
 from hf_rmsnorm.fused.layer import layer_part
 from hf_rmsnorm.fused.norm import fused_part
 
-pytestmark = pytest.mark.full
-
 BF16 = torch.bfloat16
 
 
@@ -211,5 +209,9 @@ def work(rank, names):
         check(name, CASES[name], rank)
 
 
-def test_data_parallel_training(tmp_path, monkeypatch):
-    run_ranks(work, tmp_path, monkeypatch, list(CASES))
+REST = pytest.param([name for name in CASES if name != "DDP"], marks=pytest.mark.full, id="the rest")
+
+
+@pytest.mark.parametrize("names", [pytest.param(["DDP"], id="DDP"), REST])
+def test_data_parallel_training(names, tmp_path, monkeypatch):
+    run_ranks(work, tmp_path, monkeypatch, names)
