@@ -1,0 +1,38 @@
+"""Paths written as one stand for exactly the paths they came from."""
+
+import re
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_rmsnorm.paths import compact_paths
+
+PARTS = st.one_of(st.integers(0, 12).map(str), st.sampled_from(["layers", "norm", "b{0}x", "h1"]))
+PATHS = st.lists(st.lists(PARTS, min_size=0, max_size=4).map(".".join), max_size=25)
+
+
+def expanded(written):
+    """Every path that a compact one stands for."""
+    if written == "(the model itself)":
+        return [""]
+    pieces = []
+    for text, ranges in re.findall(r"([^\[]+)|\[([\d,-]+)\]", written):
+        if text:
+            pieces.append([text])
+            continue
+        bounds = [part.split("-") for part in ranges.split(",")]
+        pieces.append([str(n) for bound in bounds for n in range(int(bound[0]), int(bound[-1]) + 1)])
+    return ["".join(choice) for choice in product(*pieces)]
+
+
+@given(PATHS)
+def test_nothing_is_added_or_lost_or_said_twice(paths):
+    found = [path for written in compact_paths(paths) for path in expanded(written)]
+    assert sorted(found) == sorted(set(paths))
+
+
+def test_ranges_holes_and_blocks_of_two_numbers():
+    assert compact_paths([f"layers.{i}.norm" for i in (0, 1, 2, 5)]) == ["layers.[0-2,5].norm"]
+    assert compact_paths([f"{i}.experts.{j}" for i in (0, 1) for j in (0, 1)]) == ["[0-1].experts.[0-1]"]
+    assert compact_paths(["", "norm", "norm"]) == ["(the model itself)", "norm"]
