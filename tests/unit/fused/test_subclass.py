@@ -1,0 +1,40 @@
+"""A class made at run time passes for the one that it was made from, and is found again by a pickle."""
+
+import copy
+import pickle
+
+import pytest
+from torch import nn
+
+from hf_rmsnorm.fused.subclass import derive, marked
+
+MADE = {}
+
+
+def made(base, argument):
+    if (base, argument) not in MADE:
+        MADE[base, argument] = derive(base, lambda self, x: (argument, x), {"_mark": argument}, made, argument)
+    return MADE[base, argument]
+
+
+def test_it_has_the_name_of_its_base():
+    cls = made(nn.LayerNorm, 1)
+    assert issubclass(cls, nn.LayerNorm) and cls is not nn.LayerNorm
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(cls, name) == getattr(nn.LayerNorm, name)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, *(lambda m, p=p: pickle.loads(pickle.dumps(m, p)) for p in range(6))])
+def test_instances_copy_and_pickle(again):
+    norm = nn.LayerNorm(4)
+    norm.__class__ = made(nn.LayerNorm, 2)
+    other = again(norm)
+    assert type(other) is type(norm) and other("x") == (2, "x")
+    assert other.state_dict().keys() == norm.state_dict().keys()
+
+
+def test_the_class_that_bears_a_mark_is_found_below_others():
+    cls = made(nn.LayerNorm, 3)
+    below = type("Below", (cls,), {})
+    assert marked(below, "_mark") is marked(cls, "_mark") is cls
+    assert marked(nn.LayerNorm, "_mark") is None
