@@ -58,17 +58,31 @@ def compiled(cases, *options):
 
 
 @pytest.fixture(
-    scope="module", params=[DEFAULT, pytest.param(EVERYTHING, marks=pytest.mark.nightly)], ids=["sample", "everything"]
+    scope="module",
+    params=[pytest.param(DEFAULT, marks=pytest.mark.full), pytest.param(EVERYTHING, marks=pytest.mark.nightly)],
+    ids=["sample", "everything"],
 )
 def kernels(request):
     return compiled(request.param)
+
+
+@pytest.fixture(scope="module")
+def a_few():
+    return compiled(("sm_90:llama-bf16:4096",))
+
+
+@budgeted
+def test_a_few_kernels_keep_to_the_table(a_few):
+    assert [kernel["kernel"] for kernel in a_few] == ["norm_forward", "norm_backward", "reduce_partials"]
+    test_no_register_is_spilled(a_few)
+    test_rows_move_by_16_bytes(a_few)
+    test_registers_and_programs_per_multiprocessor_keep_to_the_table(a_few)
 
 
 def name_of(kernel):
     return "{target} {variant} {kernel} N={hidden_size}".format(**kernel)
 
 
-@pytest.mark.full
 def test_every_kernel_compiles_for_every_target(kernels):
     names = defaultdict(set)
     for kernel in kernels:
@@ -181,6 +195,7 @@ def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
 
 
 @budgeted
+@pytest.mark.full
 def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     from hf_rmsnorm.kernels.launch_qk import PROGRAMS_PER_SM as QK_PROGRAMS_PER_SM
     from hf_rmsnorm.kernels.sizes import backward_config

@@ -164,6 +164,7 @@ def test_gpu_paths_of_kernels_with_a_stubbed_clock(rehearsed):
     assert "of copy" in text and "RMSNorm against LayerNorm" in text
 
 
+@pytest.mark.full
 def test_the_table_needs_no_rich(rehearsed, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
@@ -171,6 +172,7 @@ def test_the_table_needs_no_rich(rehearsed, monkeypatch):
     assert text.isascii() and "hf_rmsnorm" in text and "x ours" in text
 
 
+@pytest.mark.full
 def test_bandwidth_is_drawn_under_its_roof(rehearsed, tmp_path):
     plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is an extra")
     figure = plot.draw(plt, rehearsed)

@@ -131,6 +131,7 @@ json.dump(reports, sys.stdout)
 """
 
 
+@pytest.mark.full
 def test_liger(tmp_path):
     """Liger's own patch; in a process of its own, since it changes the modeling files for every later model."""
     pytest.importorskip("liger_kernel.transformers", reason="Liger is not installed", exc_type=ImportError)

@@ -86,6 +86,7 @@ def in_a_spawned_process(model, norms, results):
     results.put((answers, fused(model), fused(norms), unpatch_model(model)))
 
 
+@pytest.mark.full
 def test_a_patched_model_as_an_argument_of_a_spawned_process(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in PATHS if path))
     model, norms = tiny_models.build("qwen3"), nn.Sequential(LlamaRMSNorm(8), Evenly(8))
