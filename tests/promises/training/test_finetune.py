@@ -88,8 +88,10 @@ WAYS = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("way", WAYS)
+QUICK = "tied, q and k norms"
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == QUICK else pytest.mark.full) for way in WAYS])
 def test_a_run_goes_on_exactly_where_it_stopped_patched_or_not(way, train, tmp_path, capsys):
     whole = train("whole", "--max-steps", 6, "--save-every", 3, *WAYS[way])
     assert len(losses(whole)) == 6
