@@ -28,6 +28,7 @@ STUBBED = (
     "F.rms_norm is several operators on a CPU and one on a GPU: F.layer_norm, one on both, stands for it"
 )
 LOOPS = 50  # few enough that a launch queue never fills up
+ROUNDS = 60  # of so many loops
 HIDDEN_SIZE = 64  # small, so that the arithmetic of a CPU weighs little
 CASES = (
     Case("RMSNorm", (1, 1, HIDDEN_SIZE)),
@@ -128,7 +129,7 @@ def modes_of(implementation: Implementation, inputs: list, gradients: list) -> d
     return dict(zip(MODES, (one, one, both), strict=True))
 
 
-def run(device: str, dtype: torch.dtype, rounds: int = 60, rehearsal: bool = False) -> dict:
+def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
     """Host costs of each implementation of a norm, add + norm and q/k norm.
 
     Args:
@@ -147,7 +148,7 @@ def run(device: str, dtype: torch.dtype, rounds: int = 60, rehearsal: bool = Fal
     made = {c: _made(c, device, dtype, libraries, "inductor" if cuda and c is CASES[0] else None) for c in CASES}
     with nullcontext() if cuda else kernels_left_out() if rehearsal else launches_left_out():
         for case in CASES:
-            data["cases"][str(case)] = _time(case, made[case], device, dtype, 2 if rehearsal else rounds)
+            data["cases"][str(case)] = _time(case, made[case], device, dtype, 2 if rehearsal else ROUNDS)
     return data | {"ratios": _ratios(data["cases"][str(CASES[0])])}
 
 

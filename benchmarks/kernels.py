@@ -112,7 +112,7 @@ def _compare(entries: dict) -> None:
 def run(
     shapes: dict[str, ModelShape], tokens: Iterable[int], dtype: torch.dtype, watch: Stopwatch
 ) -> dict:
-    """The measurements of `hf-rmsnorm bench kernels`."""
+    """The measurements of `python -m benchmarks kernels`."""
     libraries, found = other_libraries()
     bandwidth = copy_bandwidth(watch) if watch.cuda else None
     best = bandwidth["best"] if bandwidth else None

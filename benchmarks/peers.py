@@ -173,7 +173,7 @@ def _ours(kind: Kind, norms: list[nn.Module]) -> Implementation:
         owner.norm = fused[0]
 
         def call(x, residual):
-            h = add(owner, residual, x, "norm")
+            h = add(owner, residual, x, ("norm", False))
             return h, owner.norm(h)
 
     elif kind == "q/k norm":
