@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import ModelShape
+from hf_rmsnorm import patch_model
 from hf_rmsnorm.kernels import count_launches
 from hf_rmsnorm.ops import backend, use_backend
 
@@ -101,7 +102,6 @@ def _one_layer(count: Callable[[int], Counter]) -> dict[str, int]:
 def decoded_layer(shape: ModelShape, patch: bool) -> dict[str, int]:
     """What one decoder layer costs per decoded token: ``operators`` dispatched (neither views nor allocations),
     ``launches`` of this package, and their ``sum``. Counted as the difference of models of three and two layers."""
-    from hf_rmsnorm import patch_model
 
     def count(layers: int) -> Counter:
         model = build(small(shape), layers).eval()
@@ -124,7 +124,6 @@ def saved_by_layer(shape: ModelShape, patch: bool, tokens: int = 16) -> float:
     The attention is the one that Transformers runs where there is a mask, in plain operators: it keeps more than a
     fused one, by the same number of bytes with and without the patch.
     """
-    from hf_rmsnorm import patch_model
 
     def count(layers: int) -> Counter:
         model = build(shape, layers, "meta").train()

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.counting import build
 from benchmarks.shapes import ModelShape
+from hf_rmsnorm import patch_model, unpatch_model
 
 BEFORE, AFTER, PEER = "unpatched", "patch_model", "liger"
 LAYERS = 8
@@ -148,8 +149,6 @@ def run_phases(
     Returns:
         What failed of this package, in words.
     """
-    from hf_rmsnorm import patch_model, unpatch_model
-
     model = work.model
     data |= {"sizes": work.sizes, "dtype": str(model.dtype).removeprefix("torch."), "skipped": []}
     data["layers"] = model.config.num_hidden_layers

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.attention import norm_and_rotate, norm_later
 from hf_rmsnorm.fused.layer import add
@@ -156,8 +157,6 @@ def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
     Raises:
         RuntimeError: it was not recognised.
     """
-    from hf_rmsnorm import patch_model
-
     holder = nn.Sequential(copy.deepcopy(norm))
     report = patch_model(holder)
     if not report.swapped:

@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of the process by default.
 
     Returns:
-        0; 1 where `verify` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert` wrote fails
-        its verification; 130 where the user interrupted it.
+        0; 1 where `verify` or `bench` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert`
+        wrote fails its verification; 130 where the user interrupted it.
     """
     return execute(build_parser(), argv)
 

@@ -416,7 +416,7 @@ def test_traceback_is_there_for_who_asks():
 def test_help_and_version_import_nothing_heavy(tmp_path):
     code = (
         "import sys\nfrom hf_rmsnorm.cli.main import main\n"
-        "for argv in (['--version'], ['verify', '--help']):\n"
+        "for argv in (['--version'], ['--help'], ['verify', '--help'], ['bench', '--help']):\n"
         "    try: main(argv)\n"
         "    except SystemExit as stop: assert stop.code == 0\n"
         "assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
