@@ -44,6 +44,9 @@ def add_arguments(parser) -> None:
     )  # fmt: skip
     parser.add_argument("--text", metavar="FILE", type=Path, help="with fit: a text to fit on in each line (default: "
                         "Python's own help texts)")  # fmt: skip
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="5GB and the like, where the shards are not those of SRC"
+    )
     parser.add_argument("--restart", action="store_true", help="drop an unfinished conversion of something else")
     parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
@@ -62,49 +65,28 @@ def run(args) -> Result:
         raise CliError(f"{args.src} is no folder: download it first, with hf download {args.src} --local-dir FOLDER")
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
-    native, post_norm = args.target == "native", args.post_norm != "refuse"
-    if post_norm and (native or args.fold_affine):
-        raise CliError("--post-norm goes neither with --target native nor with --fold-affine: choose one")
-    if args.text and args.post_norm != "fit":
-        raise CliError("--text is what --post-norm fit fits on: leave it out, or choose that")
     texts = [line for line in read_text(args.text).splitlines() if line.strip()] if args.text else None
     models.quieten()
-    from ..conversion import (
-        convert_checkpoint,
-        convert_post_norm,
-        plan_conversion,
-        plan_fold,
-        plan_native,
-        plan_post_norm,
-        write_folded,
-        write_native,
-    )
+    from .. import conversion
 
-    where, trust = source.where, {"trust_remote_code": args.trust_remote_code}
-    read = {"allow_pickle": args.allow_pickle}
-    fold = None
-    if post_norm:
-        planned = plan_post_norm(where, args.post_norm, texts=texts, **read, **trust)
-        write = partial(convert_post_norm, where, args.dst, args.post_norm, texts=texts, planned=planned)
-    elif native:
-        planned = plan_native(where, fold_affine=args.fold_affine, **read)
-        write = partial(write_native, where, args.dst, planned=planned)
-    else:
-        planned = plan_conversion(where, **trust)
-        write = partial(convert_checkpoint, where, args.dst, planned=planned)
-        if args.fold_affine:
-            fold = plan_fold(where, **trust)
-            write = partial(write_folded, where, args.dst, planned=fold, conversion=planned)
-    text = f"{planned}\n{fold}" if fold else str(planned)
+    options = {
+        "target": args.target,
+        "fold_affine": args.fold_affine,
+        "post_norm": None if args.post_norm == "refuse" else args.post_norm,
+        "texts": texts,
+        "allow_pickle": args.allow_pickle,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    planned = conversion.plan_conversion(source.where, **options)
     if args.plan:
-        return Result({"src": args.src, **planned.to_dict(), **({"fold": fold.to_dict()} if fold else {})}, text)
+        return Result({"src": args.src, **planned.to_dict()}, str(planned))
     if not args.json:
-        say(text)
-    how = {"prompts": args.prompt, "verify": not args.no_verify, "restart": args.restart, **read, **trust}
-    with _progress(args.json) as progress:
-        if not post_norm:  # that is written at once
-            how["progress"] = progress
-        return _result(args, partial(write, **how))
+        say(str(planned))
+    convert = partial(
+        conversion.convert_checkpoint, source.where, args.dst, planned=planned, max_shard_size=args.max_shard_size,
+        **options,
+    )  # fmt: skip
+    return _result(args, convert)
 
 
 def _run_adapter(args, adapter: Path, models) -> Result:
@@ -119,28 +101,29 @@ def _run_adapter(args, adapter: Path, models) -> Result:
     if not (base.is_local and converted.is_local):
         raise CliError(f"{' '.join(args.base)}: both have to be local folders")
     models.quieten()
-    from ..conversion import convert_adapter
+    from .. import conversion
 
-    write = partial(
-        convert_adapter, adapter, args.dst, base=base.where, converted=converted.where, prompts=args.prompt,
-        trust_remote_code=args.trust_remote_code, verify=not args.no_verify, allow_pickle=args.allow_pickle,
-        restart=args.restart,
+    convert = partial(
+        conversion.convert_adapter, adapter, args.dst, base=base.where, converted=converted.where,
+        allow_pickle=args.allow_pickle, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
-    return _result(args, write)
+    return _result(args, convert)
 
 
-def _result(args, write) -> Result:
+def _result(args, convert) -> Result:
+    """What converting gives, with the options that every conversion takes."""
     from ..conversion import VerificationFailed
 
     try:
-        done = write()
+        with _Progress(args.json) as progress:
+            done = convert(prompts=args.prompt, verify=not args.no_verify, restart=args.restart, progress=progress)
     except VerificationFailed as error:
         data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
         return Result(data, str(error), 3)
     return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))
 
 
-class _progress:
+class _Progress:
     """A bar of tensors and bytes on stderr, where rich or tqdm would show one: a terminal."""
 
     def __init__(self, silent: bool):

@@ -1,30 +1,23 @@
-"""LayerNorm checkpoints become RMSNorm checkpoints with the same logits."""
+"""LayerNorm checkpoints become RMSNorm checkpoints with the same logits.
 
-from .checkpoint.source import ConversionError
+`plan_conversion` says what would be done and proves it, `convert_checkpoint` does it, `convert_adapter` does it to a
+LoRA adapter of PEFT; all of them give a `Conversion` or what it was planned by.
+"""
+
+from .api import Conversion, convert_adapter, convert_checkpoint, plan_conversion
+from .checkpoint.shard import ConversionError
 from .judge.publish import VerificationFailed
-from .plan import ConversionPlan, ConversionRefused
-from .targets.adapter import ConvertedAdapter, convert_adapter
-from .targets.centred import ConvertedCheckpoint, PlannedConversion, convert_checkpoint, plan_conversion
-from .targets.fold import plan_fold, write_folded
-from .targets.native import plan_native, write_native
-from .targets.postnorm.write import PostNormCheckpoint, convert_post_norm, plan_post_norm
+from .plan import CentringPlan, ConversionRefused
+from .targets.planned import PlannedConversion
 
 __all__ = [
+    "CentringPlan",
+    "Conversion",
     "ConversionError",
-    "ConversionPlan",
     "ConversionRefused",
-    "ConvertedAdapter",
-    "ConvertedCheckpoint",
     "PlannedConversion",
-    "PostNormCheckpoint",
     "VerificationFailed",
     "convert_adapter",
     "convert_checkpoint",
-    "convert_post_norm",
     "plan_conversion",
-    "plan_fold",
-    "plan_native",
-    "plan_post_norm",
-    "write_folded",
-    "write_native",
 ]

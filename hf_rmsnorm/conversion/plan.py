@@ -67,7 +67,7 @@ class NormRecord:
 
 
 @dataclass(frozen=True)
-class ConversionPlan:
+class CentringPlan:
     """Everything that is done to a checkpoint; equal plans give equal bytes.
 
     Args:
@@ -93,7 +93,7 @@ class ConversionPlan:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> ConversionPlan:
+    def from_json(cls, text: str) -> CentringPlan:
         """The plan that `to_json` wrote.
 
         Raises:

@@ -9,7 +9,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, Copy, Scale
+from hf_rmsnorm.conversion.checkpoint import write
+from hf_rmsnorm.conversion.checkpoint.files import changed_config
+from hf_rmsnorm.conversion.checkpoint.layout import as_source
+from hf_rmsnorm.conversion.checkpoint.steps import planned_tensors
+from hf_rmsnorm.conversion.checkpoint.values import open_values
+from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy, Scale
 
 CONFIG = {"model_type": "gpt2", "tie_word_embeddings": True, "rope": {"theta": 1e-05, "b": 2}, "architectures": ["X"]}
 
@@ -55,7 +60,7 @@ def tiny(dtype=torch.bfloat16, hidden=12, vocabulary=20):
         "h.0.qkv.weight": trained(hidden, 3 * hidden, dtype=dtype, seed=6),
         "h.0.empty": torch.zeros(0, 3),
     }
-    plan = ConversionPlan(
+    plan = CentringPlan(
         centre=(
             Centre("wte.weight", 1, hidden),
             Centre("h.0.out.weight", 0, hidden),
@@ -67,6 +72,14 @@ def tiny(dtype=torch.bfloat16, hidden=12, vocabulary=20):
         config={"tie_word_embeddings": False, "rope": {"b": 3, "c": 4}, "hf_rmsnorm": {"version": 1}},
     )
     return [first, second], plan
+
+
+def write_plan(plan, src, dst, *, metadata=None, allow_pickle=False, **how):
+    """Write what a plan makes of a folder, without judging it."""
+    with open_values(src, allow_pickle=allow_pickle) as values:
+        layout = as_source(planned_tensors(plan, values, src), values, metadata)
+        config = changed_config(values.checkpoint.config, plan.config) if plan.config else None
+        return write.write_checkpoint(values, dst, layout, config, **how)
 
 
 def load(folder):
@@ -92,7 +105,7 @@ def nearest(x, dtype):
 
 
 def in_memory(plan, tensors):
-    """What `carry_out` shall write, from tensors that are all in memory."""
+    """What `write_plan` shall write, from tensors that are all in memory."""
     result = dict(tensors) | {copy.key: tensors[copy.source] for copy in plan.copy}
     changed = {}
     for scale in plan.scale:

@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 import torch
+from checkpoints import write_plan
 from safetensors.torch import load_file, save_file
 
-from hf_rmsnorm.conversion.checkpoint.stream import carry_out
-from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, Copy
+from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy
 
 HIDDEN = 1024
 
@@ -41,7 +41,7 @@ def shapes(number, mebibytes):
 def plan_for(names):
     centre = [Centre("wte", 1, HIDDEN)]
     centre += [Centre(name, 0, HIDDEN) for name in names if name.endswith(("out", "down"))]
-    return ConversionPlan(centre=tuple(centre), copy=(Copy("head", "wte"),))
+    return CentringPlan(centre=tuple(centre), copy=(Copy("head", "wte"),))
 
 
 def make(folder, mebibytes, count, fill):
@@ -73,7 +73,7 @@ def peak():
 def memory(folder, mebibytes, count):
     plan = make(folder / "src", mebibytes, count, fill=False)
     before = peak()
-    carry_out(plan, folder / "src", folder / "dst")
+    write_plan(plan, folder / "src", folder / "dst")
     largest = max(path.stat().st_size for path in (folder / "dst").iterdir())
     return {"before": before, "after": peak(), "largest_shard": largest}
 
@@ -94,7 +94,7 @@ def seconds(folder, mebibytes, count, rounds):
 
     work = {
         "copy": lambda: copy(False),
-        "convert": lambda: carry_out(plan, folder / "src", folder / "dst"),
+        "convert": lambda: write_plan(plan, folder / "src", folder / "dst"),
         "copy_to_disk": lambda: copy(True),
     }
     for _ in range(rounds):

@@ -17,10 +17,9 @@ import traceback
 from pathlib import Path
 
 import torch
-from checkpoints import contents, tiny, write_checkpoint
+from checkpoints import contents, tiny, write_checkpoint, write_plan
 
-from hf_rmsnorm.conversion.checkpoint import arithmetic
-from hf_rmsnorm.conversion.checkpoint.stream import carry_out
+from hf_rmsnorm.conversion.checkpoint import expressions
 
 CALLS = ("write", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "copyfile")
 
@@ -91,7 +90,7 @@ def forked(work, patience=None):
 def main(folder, points, seed):
     draw = random.Random(seed)
     torch.set_num_threads(1)
-    arithmetic.CHUNK = 1 << 15  # more writes to be killed at
+    expressions.PIECE = 1 << 15  # more writes to be killed at
     shards, plan = tiny(torch.bfloat16, hidden=96, vocabulary=3000)
     src = write_checkpoint(folder / "src", shards, metadata={"format": "pt"})
     (src / "tokenizer.json").write_text("{}")
@@ -102,7 +101,7 @@ def main(folder, points, seed):
     dst, staging = folder / "dst", folder / "dst.converting"
 
     def convert():
-        carry_out(plan, src, dst)
+        write_plan(plan, src, dst)
 
     def counting():
         killer = Killer([staging, dst])

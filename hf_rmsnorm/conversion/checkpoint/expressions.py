@@ -1,86 +1,189 @@
-"""How a tensor of a native target is computed from tensors of the source: a few expressions, row by row in float64."""
+"""How a tensor of a result is computed from tensors of a source: a few expressions, evaluated in pieces in float64.
+
+A piece is a range of elements in the order of storage. A range has to begin and end at a multiple of the expression's
+`grain`, which is a product of the last sizes of its shape; so every grain divides every larger one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Protocol
 
+import numpy as np
 import torch
 
+from .shard import CODES, FLOATS
+from .values import Values
+
 PIECE = 1 << 17
-"""Elements that an expression has in float64 at a time, where a row has fewer: 1 MiB, which allocators use again."""
-
-
-class Values(Protocol):
-    """A checkpoint whose tensors are read in ranges of rows: indices of their first axis."""
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor.
-
-        Raises:
-            ConversionError: there is none of this name.
-        """
-
-    def rows(self, key: str, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) in float64, in memory of their own."""
+"""Elements that are in float64 at a time, where the grain is shorter: 1 MiB, which allocators use again."""
 
 
 class Expression:
     """A tensor that is computed. Its dtype is that of the tensor `like` of the source."""
 
-    like: str
+    @property
+    def like(self) -> str:
+        """The tensor of the source that it takes its dtype from, and its place in a shard."""
+        return self.of.like
 
     def keys(self) -> set[str]:
         """The tensors that it is computed from."""
         return self.of.keys()
 
+    def dtype(self, values: Values) -> str:
+        """As in a header, ``BF16``."""
+        return self.of.dtype(values)
+
     def shape(self, values: Values) -> tuple[int, ...]:
         return self.of.shape(values)
 
-    def cost(self, values: Values) -> int:
-        """Elements in memory for one row."""
-        return self.of.cost(values)
+    def nbytes(self, values: Values) -> int:
+        """Size in a shard."""
+        return prod(self.shape(values)) * FLOATS[values.floating(self.like).dtype].itemsize
 
-    def rows(self, values: Values, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) in float64; the caller may write into them."""
+    def grain(self, values: Values) -> int:
+        """What a range of its elements has to begin and end at a multiple of."""
+        return self.of.grain(values)
+
+    def memory(self, values: Values) -> int:
+        """Elements in memory for one that is made."""
+        return 1
+
+    def elements(self, values: Values, first: int, last: int) -> torch.Tensor:
+        """Elements [first, last) in float64, shape (last - first,); the caller may write into them."""
         raise NotImplementedError
 
+    def ranges(self, values: Values) -> Iterator[tuple[int, int]]:
+        """All elements as ranges of bounded size."""
+        size, grain = prod(self.shape(values)), self.grain(values)
+        step = max(1, PIECE // self.memory(values) // max(1, grain)) * grain
+        return ((first, min(size, first + step)) for first in range(0, size, max(1, step)))
+
     def pieces(self, values: Values) -> Iterator[torch.Tensor]:
-        """All rows, in pieces of bounded size."""
-        count = self.shape(values)[0]
-        step = max(1, PIECE // max(1, self.cost(values)))
-        for first in range(0, count, step):
-            yield self.rows(values, first, min(count, first + step))
+        """All elements, in pieces of bounded size."""
+        return (self.elements(values, *each) for each in self.ranges(values))
+
+    def rows(self, values: Values, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last), along the first axis."""
+        rest = self.shape(values)[1:]
+        return self.elements(values, first * prod(rest), last * prod(rest)).view(-1, *rest)
+
+    def row_pieces(self, values: Values) -> Iterator[tuple[int, torch.Tensor]]:
+        """(number of the first, rows), in pieces of bounded size."""
+        count, *rest = self.shape(values)
+        step = max(1, PIECE // self.memory(values) // max(1, prod(rest)))
+        return ((first, self.rows(values, first, min(count, first + step))) for first in range(0, count, step))
+
+    def whole(self, values: Values) -> torch.Tensor:
+        """The tensor in float64."""
+        return torch.cat([*self.pieces(values), torch.empty(0, dtype=torch.float64)]).view(self.shape(values))
+
+    def data(self, values: Values) -> Iterator[np.ndarray]:
+        """Its bytes, in pieces; each value is rounded once."""
+        dtype = FLOATS[self.dtype(values)]
+        return (rounded(piece, dtype).view(torch.uint8).numpy() for piece in self.pieces(values))
+
+    def described(self) -> list:
+        """JSON data that is the same for equal expressions alone."""
+        return [type(self).__name__, *(_described(getattr(self, each.name)) for each in fields(self))]
+
+
+def _described(value):
+    if isinstance(value, Expression):
+        return value.described()
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), list(value.shape), hashlib.sha256(_bytes(value)).hexdigest()]
+    return value
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _once(values: Values, owner: Expression, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    if owner not in values.kept:
+        values.kept[owner] = make()
+    return values.kept[owner]
 
 
 @dataclass(eq=False)
 class Stored(Expression):
-    """A tensor of the source as it is."""
+    """A tensor of the source as it is; it keeps its bytes."""
 
-    like: str
+    key: str
+
+    @property
+    def like(self):
+        return self.key
 
     def keys(self):
-        return {self.like}
+        return {self.key}
+
+    def dtype(self, values):
+        return values.stored(self.key).dtype
 
     def shape(self, values):
-        return values.shape(self.like)
+        return values.stored(self.key).shape
 
-    def cost(self, values):
-        return prod(values.shape(self.like)[1:])
+    def nbytes(self, values):
+        return values.stored(self.key).nbytes
 
-    def rows(self, values, first, last):
-        return values.rows(self.like, first, last)
+    def grain(self, values):
+        return 1
+
+    def elements(self, values, first, last):
+        return values.elements(self.key, first, last)
+
+    def data(self, values):
+        return values.raw(self.key)
+
+
+@dataclass(eq=False)
+class Given(Expression):
+    """A tensor that is in memory and in no checkpoint; it keeps its bytes."""
+
+    tensor: torch.Tensor = field(repr=False)
+
+    @property
+    def like(self):
+        return ""
+
+    def keys(self):
+        return set()
+
+    def dtype(self, values):
+        return CODES[self.tensor.dtype]
+
+    def shape(self, values):
+        return tuple(self.tensor.shape)
+
+    def nbytes(self, values):
+        return self.tensor.nbytes
+
+    def grain(self, values):
+        return 1
+
+    def elements(self, values, first, last):
+        return self.tensor.detach().reshape(-1)[first:last].to(torch.float64, copy=True)
+
+    def data(self, values):
+        yield _bytes(self.tensor)
 
 
 @dataclass(eq=False)
 class _Of(Expression):
     of: Expression
 
-    @property
-    def like(self):
-        return self.of.like
+    def memory(self, values):
+        return self.of.memory(values)
+
+
+def _in_rows(shape: tuple[int, ...], axis: int) -> bool:
+    """A piece of whole rows along the axis holds what belongs together; else what lies behind the axis is a row."""
+    return axis == len(shape) - 1 > 0
 
 
 @dataclass(eq=False)
@@ -94,26 +197,45 @@ class Centred(_Of):
     axis: int
     block: int = 0
     blocks: tuple[int, ...] | None = None
-    _means: torch.Tensor | None = field(default=None, repr=False)
 
-    def rows(self, values, first, last):
-        x = self.of.rows(values, first, last)
-        length = self.of.shape(values)[self.axis]
-        block = self.block or length
-        chosen = list(range(length // block)) if self.blocks is None else list(self.blocks)
-        if self.axis:
-            split = x.unflatten(self.axis, (-1, block)).movedim(self.axis, 0)
-            split[chosen] -= split[chosen].mean(self.axis + 1, keepdim=True)
+    def _sizes(self, values) -> tuple[int, int, int]:
+        """Length of the axis, of a block, and of what lies behind the axis."""
+        shape = self.of.shape(values)
+        return shape[self.axis], self.block or shape[self.axis], prod(shape[self.axis + 1 :])
+
+    def grain(self, values):
+        length, _, inner = self._sizes(values)
+        return max(self.of.grain(values), length if _in_rows(self.of.shape(values), self.axis) else inner)
+
+    def elements(self, values, first, last):
+        x = self.of.elements(values, first, last)
+        length, block, inner = self._sizes(values)
+        if _in_rows(self.of.shape(values), self.axis):
+            split = x.view(-1, length // block, block)
+            for part in (split,) if self.blocks is None else (split[:, index] for index in self.blocks):
+                part -= part.mean(-1, keepdim=True)
             return x
-        of_row = torch.arange(length) // block
-        if self._means is None:
-            at, sums = 0, torch.zeros(length // block, *x.shape[1:], dtype=torch.float64)
-            for piece in self.of.pieces(values):
-                sums.index_add_(0, of_row[at : at + len(piece)], piece)
-                at += len(piece)
-            self._means = torch.zeros_like(sums)
-            self._means[chosen] = sums[chosen] / block
-        return x.sub_(self._means[of_row[first:last]])
+        means = _once(values, self, lambda: self._means(values))
+        rows = x.view(-1, inner)
+        for index, start, stop in self._parts(length, block, first // inner, last // inner):
+            rows[start:stop] -= means[index]
+        return x
+
+    def _parts(self, length: int, block: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """(number of a block, where it begins and ends) of those blocks that lie in rows [first, last), from first."""
+        chosen = None if self.blocks is None else set(self.blocks)
+        for index in range(first // block, -(-last // block)):
+            if chosen is None or index % (length // block) in chosen:
+                yield index, max(first, index * block) - first, min(last, (index + 1) * block) - first
+
+    def _means(self, values) -> torch.Tensor:
+        length, block, inner = self._sizes(values)
+        sums = torch.zeros(prod(self.of.shape(values)) // (block * inner), inner, dtype=torch.float64)
+        for first, last in self.ranges(values):
+            rows = self.of.elements(values, first, last).view(-1, inner)
+            for index, start, stop in self._parts(length, block, first // inner, last // inner):
+                sums[index] += rows[start:stop].sum(0)
+        return sums.div_(block)
 
 
 @dataclass(eq=False)
@@ -125,10 +247,14 @@ class Rows(_Of):
     def shape(self, values):
         return (len(self.index), *self.of.shape(values)[1:])
 
-    def rows(self, values, first, last):
-        index = self.index[first:last]
+    def grain(self, values):
+        return prod(self.of.shape(values)[1:])
+
+    def elements(self, values, first, last):
+        width = self.grain(values)
+        index = self.index[first // width : last // width]
         low = int(index.min())
-        return self.of.rows(values, low, int(index.max()) + 1)[index - low]
+        return self.of.rows(values, low, int(index.max()) + 1)[index - low].view(-1)
 
 
 @dataclass(eq=False)
@@ -138,15 +264,12 @@ class Transposed(_Of):
     def shape(self, values):
         return self.of.shape(values)[::-1]
 
-    def cost(self, values):
-        return PIECE * prod(self.of.shape(values))  # one piece
+    def grain(self, values):
+        return 1
 
-    def pieces(self, values):
-        yield self.rows(values, 0, self.shape(values)[0])
-
-    def rows(self, values, first, last):
-        whole = torch.cat(list(self.of.pieces(values)))
-        return whole[:, first:last].T.contiguous()
+    def elements(self, values, first, last):
+        whole = _once(values, self, lambda: self.of.whole(values).T.contiguous().view(-1))
+        return whole[first:last].clone()
 
 
 @dataclass(eq=False)
@@ -155,8 +278,8 @@ class Plus(_Of):
 
     number: float
 
-    def rows(self, values, first, last):
-        return self.of.rows(values, first, last) + self.number
+    def elements(self, values, first, last):
+        return self.of.elements(values, first, last) + self.number
 
 
 @dataclass(eq=False)
@@ -169,11 +292,18 @@ class Scaled(_Of):
     def keys(self):
         return self.of.keys() | self.by.keys()
 
-    def rows(self, values, first, last):
-        x = self.of.rows(values, first, last)
-        by = torch.cat(list(self.by.pieces(values)))
-        by = by if self.axis else by[first:last]
-        return x * by.view([-1 if axis == self.axis else 1 for axis in range(x.ndim)])
+    def grain(self, values):
+        shape = self.of.shape(values)
+        return max(self.of.grain(values), prod(shape[self.axis + (not _in_rows(shape, self.axis)) :]))
+
+    def elements(self, values, first, last):
+        x, shape = self.of.elements(values, first, last), self.of.shape(values)
+        by = _once(values, self, lambda: self.by.whole(values))
+        if _in_rows(shape, self.axis):
+            return x.view(-1, len(by)).mul_(by).view(-1)
+        inner = prod(shape[self.axis + 1 :])
+        factors = by[torch.arange(first // inner, last // inner) % len(by)]
+        return x.view(-1, inner).mul_(factors[:, None]).view(-1)
 
 
 @dataclass(eq=False)
@@ -186,10 +316,10 @@ class Filled(_Of):
     def shape(self, values):
         return (self.of.shape(values)[self.axis],)
 
-    def cost(self, values):
+    def grain(self, values):
         return 1
 
-    def rows(self, values, first, last):
+    def elements(self, values, first, last):
         return torch.full((last - first,), self.number, dtype=torch.float64)
 
 
@@ -200,15 +330,40 @@ class FoldedBias(_Of):
     shift: Expression
     bias: Expression | None = None
 
+    @property
+    def like(self):
+        return (self.bias or self.of).like
+
+    def dtype(self, values):
+        return (self.bias or self.of).dtype(values)
+
     def keys(self):
         return self.of.keys() | self.shift.keys() | (self.bias.keys() if self.bias else set())
 
     def shape(self, values):
         return self.of.shape(values)[:1]
 
-    def rows(self, values, first, last):
-        y = self.of.rows(values, first, last) @ torch.cat(list(self.shift.pieces(values)))
-        return y + self.bias.rows(values, first, last) if self.bias else y
+    def grain(self, values):
+        return 1
+
+    def memory(self, values):
+        return prod(self.of.shape(values)[1:])
+
+    def elements(self, values, first, last):
+        shift = _once(values, self, lambda: self.shift.whole(values))
+        y = self.of.rows(values, first, last) @ shift
+        return y + self.bias.elements(values, first, last) if self.bias else y
+
+
+def computed(tensors: dict[str, Expression], values: Values) -> dict[str, torch.Tensor]:
+    """Tensors in memory, each rounded once to its own dtype."""
+    made = {}
+    for name, expression in tensors.items():
+        data = np.concatenate([*expression.data(values), np.empty(0, np.uint8)])
+        dtype = next(dtype for dtype, code in CODES.items() if code == expression.dtype(values))
+        made[name] = torch.from_numpy(data).view(dtype).view(expression.shape(values))
+        values.kept.clear()
+    return made
 
 
 def is_zero(expression: Expression, values: Values) -> bool:
@@ -219,6 +374,26 @@ def is_zero(expression: Expression, values: Values) -> bool:
 def largest_output(weight: Expression, gain: Expression | None, bias: Expression | None, values: Values) -> float:
     """A bound of |W (gain * x) + bias| over every normalised x: |x| is at most sqrt(n), so Cauchy-Schwarz gives it."""
     n = weight.shape(values)[1]
-    gains = torch.cat(list(gain.pieces(values))) if gain else 1.0
-    norms = torch.cat([(piece * gains).norm(dim=1) for piece in weight.pieces(values)]) * n**0.5
-    return float((norms + (torch.cat(list(bias.pieces(values))).abs() if bias else 0.0)).max())
+    gains = gain.whole(values) if gain else 1.0
+    norms = torch.cat([(rows * gains).norm(dim=1) for _, rows in weight.row_pieces(values)]) * n**0.5
+    return float((norms + (bias.whole(values).abs() if bias else 0.0)).max())
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float64 values of shape (n,) rounded to the nearest of a dtype, ties to even.
+
+    PyTorch casts float64 to bfloat16 and float16 by way of float32: two roundings, of which the first can make the tie
+    that the second then breaks the wrong way.
+    """
+    if dtype == torch.float16:
+        return torch.from_numpy(x.numpy().astype(np.float16))  # NumPy rounds once
+    if dtype != torch.bfloat16:
+        return x.to(dtype)
+    single = x.float()
+    bits = single.view(torch.int32).numpy()
+    # Where the half that bfloat16 drops is a tie; NumPy finds them in a quarter of the time.
+    ties = torch.from_numpy(np.flatnonzero((bits & 0xFFFF) == 0x8000))
+    away = single[ties].double() - x[ties]
+    # A step to where x is: towards zero where the first rounding went away from it, else away from zero.
+    single.view(torch.int32)[ties] -= (away.sign() * x[ties].sign()).int()
+    return single.bfloat16()

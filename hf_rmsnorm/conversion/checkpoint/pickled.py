@@ -9,20 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from .source import FLOATS, ConversionError, Read, SafetensorsShard, StoredTensor
-
-CODES = {dtype: code for code, dtype in FLOATS.items()} | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+from .shard import CODES, ConversionError, Read, SafetensorsShard, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -34,11 +24,11 @@ class PickledShard(SafetensorsShard):
         tensors = _load(self.path)
         latest = None
 
-        def read(tensor: StoredTensor, first: int, last: int) -> bytearray:
+        def read(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
             nonlocal latest  # one contiguous copy at a time, where the file holds a transposed or sliced view
             if latest is None or latest[0] != tensor.name:
                 latest = (tensor.name, tensors[tensor.name].contiguous().reshape(-1).view(torch.uint8).numpy())
-            return bytearray(latest[1][first:last])
+            return latest[1][first:last]
 
         yield read
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
+from .pickled import open_pickled
+from .shard import ConversionError, SafetensorsShard, StoredTensor, changed, fingerprint, open_safetensors
 
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-COPIED = 1 << 22  # bytes of an unchanged tensor that are in memory at a time
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MODEL_FILES = ("config.json", SINGLE, INDEX, PICKLED, PICKLED_INDEX)
@@ -30,70 +25,9 @@ COPIES = ("checkpoint*", "global_step*", "openvino*", "original")  # folders wit
 NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
 
 
-class ConversionError(Exception):
-    """What is wrong, where, and what to do about it, in one line. DST does not exist and SRC is as it was."""
-
-
 @dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in its shard: `start` and `stop` count bytes from the end of the header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-Read = Callable[[StoredTensor, int, int], bytearray]
-
-
-@dataclass(frozen=True)
-class SafetensorsShard:
-    """One file of the checkpoint.
-
-    Args:
-        path: the file.
-        name: of the shard that is written from it.
-        header: length and JSON as stored, so that an unchanged header stays the same to the byte.
-        metadata: ``__metadata__``, None where there is none.
-        tensors: in the order of their bytes, without a gap.
-    """
-
-    path: Path
-    name: str
-    header: bytes
-    metadata: dict[str, str] | None
-    tensors: dict[str, StoredTensor]
-
-    @contextmanager
-    def reading(self) -> Iterator[Read]:
-        """A function that reads bytes [first, last) of a tensor."""
-        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-
-        def read(tensor: StoredTensor, first: int, last: int) -> bytearray:
-            data = bytearray(last - first)
-            view, at = memoryview(data), len(self.header) + tensor.start + first
-            while view:
-                count = os.preadv(fd, [view], at)
-                if count == 0:
-                    raise changed(self.path)
-                view, at = view[count:], at + count
-            return data
-
-        try:
-            yield read
-        finally:
-            os.close(fd)
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint folder.
+class Checkpoint:
+    """A checkpoint folder, opened.
 
     Args:
         shards: in the order of their names.
@@ -138,18 +72,9 @@ class Source:
                 raise changed(self.folder / name)
 
 
-def changed(path: Path) -> ConversionError:
-    return ConversionError(
-        f"{path}: changed while it was read: let nothing write to the source, and convert again with restart"
-    )
-
-
-def fingerprint(path: Path) -> list[int]:
-    status = os.stat(path)
-    return [status.st_size, status.st_mtime_ns]
-
-
-def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False) -> Source:
+def open_checkpoint(
+    folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False
+) -> Checkpoint:
     """Read the headers, the index and the config of a checkpoint folder and check that they fit together.
 
     Args:
@@ -192,11 +117,7 @@ def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False, adapte
         index = read_json(folder / index_name)
         names = _shard_names(folder, index_name, index)
     fingerprints = {name: fingerprint(folder / name) for name in files}
-    if pickled:
-        from .pickled import open_pickled as open_shard
-    else:
-        open_shard = _open_safetensors
-    shards = tuple(open_shard(folder / name) for name in names)
+    shards = tuple((open_pickled if pickled else open_safetensors)(folder / name) for name in names)
     if index is not None:
         held = {shard.path.name: shard.tensors for shard in shards}
         for key, name in index["weight_map"].items():
@@ -208,7 +129,7 @@ def open_source(folder: str | os.PathLike, *, allow_pickle: bool = False, adapte
             continue
         (not_copied if _is_old_model(folder, name, config) else others).append(name)
     read = {*names, *others, config_name, *([index_name] if index is not None else [])}
-    return Source(
+    return Checkpoint(
         folder, shards, index, index_name, config, tuple(others), tuple(not_copied),
         {name: fingerprints[name] for name in sorted(read)}, config_name,
     )  # fmt: skip
@@ -266,36 +187,3 @@ def _shard_names(folder: Path, index_name: str, index: dict) -> list[str]:
     return sorted(set(names.values()))
 
 
-def read_keys(path: Path) -> list[str]:
-    """Names of the tensors of a safetensors file.
-
-    Raises:
-        ConversionError: it is truncated or corrupt.
-    """
-    with _opened(path) as file:
-        return list(file.keys())
-
-
-@contextmanager
-def _opened(path: Path):
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ConversionError(f"{path}: truncated or corrupt ({error}): download it again") from error
-
-
-def _open_safetensors(path: Path) -> SafetensorsShard:
-    with _opened(path) as file:  # the library's own check of lengths, offsets, shapes and dtypes
-        metadata = file.metadata()
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        header = prefix + file.read(struct.unpack("<Q", prefix)[0])
-    entries = json.loads(header[8:])
-    entries.pop("__metadata__", None)
-    tensors = [
-        StoredTensor(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-        for name, entry in entries.items()
-    ]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
-    return SafetensorsShard(path, path.name, header, metadata, {tensor.name: tensor for tensor in tensors})

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .source import ConversionError
+from .shard import ConversionError
 
 LOCK, JOURNAL, MODEL, REPORT = "lock", "journal.json", "model", "report.txt"
 PARTIAL = ".partial"
@@ -60,25 +60,6 @@ def durable_file(target: Path, partial: Path | None = None) -> Iterator[int]:
         os.close(fd)
     os.replace(partial, target)
     sync(target.parent)
-
-
-@contextmanager
-def clear_errors(where: Path) -> Iterator[None]:
-    """What the system says about a file, as one line with the cure."""
-    try:
-        yield
-    except OSError as error:
-        path = error.filename or where
-        cure = {
-            errno.ENOSPC: "free some space and convert again, it goes on where it stopped",
-            errno.EDQUOT: "free some of the quota and convert again, it goes on where it stopped",
-            errno.EFBIG: "raise the limit of the file size and convert again, it goes on where it stopped",
-            errno.EROFS: "choose a DST on a file system that can be written",
-            errno.EACCES: "give permission to it, or choose another DST",
-            errno.EPERM: "give permission to it, or choose another DST",
-        }.get(error.errno, "see to it and convert again, it goes on where it stopped")
-        reason = error.strerror or str(error)
-        raise ConversionError(f"{path}: {reason[:1].lower()}{reason[1:]}: {cure}") from error
 
 
 class Staging:

@@ -1,38 +1,38 @@
-"""Write the tensors of a native target to shards while those of the source are read, row by row."""
+"""Write a checkpoint whose tensors are computed from those of another, so that a kill at any time costs one shard."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import struct
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 from pathlib import Path
 
-import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from .files import write_other_files
+from .layout import ShardLayout
+from .shard import clear_errors
+from .staging import REPORT, Staging, destination, durable_file, reserve, staging_for, write_all
+from .values import COPIED, FileValues
 
-from .arithmetic import as_bytes
-from .expressions import Expression, Stored
-from .files import copy_others
-from .shards import sha256_of
-from .source import COPIED, FLOATS, INDEX, ConversionError, Source, open_source
-from .staging import Staging, already_exists, clear_errors, destination, durable_file, staging_for, write_all
-from .stream import run_check
-
-MAX_SHARD_SIZE = "5GB"
-FORMAT = 1  # of the bytes that expressions give: a staging folder of another one is not taken up
+WAITING = 8
+FORMAT = 2  # of the bytes that expressions give: a staging folder of another one is not taken up
 
 
 @dataclass(frozen=True)
 class Written:
-    """What `write_computed` wrote.
+    """What `write_checkpoint` wrote.
 
     Args:
+        dst: the new folder.
         shards: for each file name, its SHA-256.
+        tensors: how many.
+        bytes: of the tensors.
+        changed, added: as in `ShardLayout`.
         unused: tensors of the source that nothing is computed from.
         not_copied: files of the source with weights in other formats, which would be the old model.
         resumed: how many shards a run before this one had written.
@@ -42,18 +42,22 @@ class Written:
     shards: dict[str, str]
     tensors: int
     bytes: int
+    changed: tuple[str, ...]
+    added: tuple[str, ...]
     unused: tuple[str, ...]
     not_copied: tuple[str, ...]
     resumed: int
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        lists = {"unused": list(self.unused), "not_copied": list(self.not_copied)}
+        lists = {name: list(getattr(self, name)) for name in ("changed", "added", "unused", "not_copied")}
         sizes = {"tensors_written": self.tensors, "bytes": self.bytes, "shards_resumed": self.resumed}
         return {"dst": str(self.dst), **sizes, **lists}
 
     def __str__(self) -> str:
         lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
+        if self.changed or self.added:
+            lines[0] += f", {len(self.changed)} changed, {len(self.added)} added"
         if self.resumed:
             lines.append(f"{self.resumed} of {len(self.shards)} shards were there from a run before this one")
         if self.unused:
@@ -63,217 +67,154 @@ class Written:
         return "\n".join(lines)
 
 
-def write_computed(
-    src: str | os.PathLike,
+def write_checkpoint(
+    values: FileValues,
     dst: str | os.PathLike,
-    tensors: dict[str, Expression],
-    config: str | None,
+    layout: ShardLayout,
+    config: str | None = None,
     *,
-    metadata: dict[str, str],
-    aliases: dict[str, str],
-    check: Callable[[Path], None],
-    allow_pickle: bool = False,
+    check: Callable[[Path], None] | None = None,
     restart: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> Written:
-    """Write a checkpoint whose tensors are computed from those of another, as `carry_out` does with a plan.
+    """Write the tensors of a layout while those of the source are read, and the source's other files.
+
+    Tensors are computed in float64 and rounded once to their own dtype; those that are `Stored` as they are keep their
+    bytes. Memory does not grow with the checkpoint. Equal layouts and sources give equal bytes.
+
+    Everything is written to ``DST.converting``, and one rename at the end makes DST appear. Killed at any time, or out
+    of disk space, the same call again goes on after the last whole shard.
 
     Args:
-        tensors: those of the result; equal texts of `config` and `metadata` have to mean equal tensors, as a run that
-            stopped is taken up by them.
+        values: of the source, which is only read.
+        dst: does not exist yet; not inside of the source.
         config: text of config.json; None for the source's own.
-        metadata: ``__metadata__`` of every shard.
-        aliases: other names of tensors of the source.
-        check, allow_pickle, restart, progress: as in `carry_out`; `check` is not called where DST had just appeared.
+        check: called with the folder that is to become DST. Where it raises, DST does not appear, its error is
+            raised, and the staging folder is kept with the error's text in ``report.txt``. What it writes into the
+            folder becomes a part of DST. It is not called where DST had just appeared.
+        restart: drop the unfinished conversion of another plan or source into the same DST.
+        progress: called as ``progress(tensors, bytes, total_bytes)`` with what is done so far.
 
     Raises:
-        ConversionError: as in `carry_out`.
+        ConversionError: source or destination do not fit, the source changed meanwhile, or the system refused (disk
+            full, no permission): what, where, and the cure.
     """
-    dst = destination(src, dst)
+    source = values.checkpoint
+    dst = destination(source.folder, dst)
+    sizes = layout.sizes
+    resumed: list[str] = []
+    identity = {"plan": _digest(layout, config), "source": source.fingerprints}
     with ExitStack() as stack:
-        with clear_errors(Path(src)):
-            source = open_source(src, allow_pickle=allow_pickle)
-            layout = Layout(tensors, Folder(source, stack, aliases), max_shard_size)
-            config = (source.folder / "config.json").read_text(encoding="utf-8") if config is None else config
-        text = json.dumps([FORMAT, config, metadata, sorted(tensors), str(max_shard_size)], sort_keys=True)
-        identity = {"plan": hashlib.sha256(text.encode()).hexdigest(), "source": source.fingerprints}
         with clear_errors(dst):
             staging = stack.enter_context(staging_for(dst, identity, restart=restart))
-        resumed: list[str] = []
-        if staging.published:
-            with clear_errors(dst):
+            published = staging.published  # by a run before this one, which was killed while it cleaned up
+            if published:
                 staging.clean_up()
-        else:
+        if not published:
             done = at = 0
-            with closing(write_shards(layout, staging, metadata, resumed)) as steps:
+            with closing(_write_shards(values, layout, staging, resumed)) as steps:
                 for more_tensors, more_bytes in steps:
                     done, at = done + more_tensors, at + more_bytes
                     if progress is not None:
-                        progress(done, at, sum(layout.sizes.values()))
+                        progress(done, at, sum(sizes.values()))
             with clear_errors(staging.model):
-                write_other_files(layout, config, staging.model)
+                write_other_files(source, layout, config, staging.model)
                 source.check_unchanged()
-            run_check(check, staging)
+            if check is not None:
+                _run_check(check, staging)
             with clear_errors(dst):
-                if os.path.lexists(dst):
-                    raise already_exists(dst)
                 staging.publish()
-        used = set(aliases.values()).union(*(made.keys() for made in tensors.values()))
-        return Written(
-            dst, {name: done["sha256"] for name, done in staging.journal["shards"].items()}, len(tensors),
-            sum(layout.sizes.values()), tuple(sorted(source.tensors.keys() - used)), source.not_copied, len(resumed),
-        )  # fmt: skip
+        digests = {name: done["sha256"] for name, done in staging.journal["shards"].items()}
+    used = {values.called(key) for key in set().union(*(made.keys() for made in layout.tensors.values()))}
+    unused = tuple(sorted(source.tensors.keys() - used))
+    return Written(
+        dst, digests, len(sizes), sum(sizes.values()), layout.changed, layout.added, unused, source.not_copied,
+        len(layout.shards if published else resumed),
+    )  # fmt: skip
 
 
-class Folder:
-    """The tensors of a checkpoint folder as `Values`; its shards stay open until `stack` closes.
-
-    Args:
-        aliases: other names that a tensor may have in the folder.
-    """
-
-    def __init__(self, source: Source, stack: ExitStack, aliases: dict[str, str]):
-        self.source, self.aliases = source, aliases
-        self._reads = {shard.name: stack.enter_context(shard.reading()) for shard in source.shards}
-
-    def stored(self, key: str):
-        """The shard and the header entry of a tensor."""
-        name = key if key in self.source.tensors else self.aliases.get(key, key)
-        if name not in self.source.tensors:
-            raise ConversionError(
-                f"{self.source.folder}: no tensor {key}: the checkpoint is not whole, download it again"
-            )
-        return self.source.tensors[name]
-
-    def floating(self, key: str):
-        """As `stored`, for a tensor that is to be computed with.
-
-        Raises:
-            ConversionError: it is quantised.
-        """
-        shard, tensor = self.stored(key)
-        if tensor.dtype not in FLOATS:
-            raise ConversionError(
-                f"{shard.path}: {key} is {tensor.dtype}: it is quantised; convert the unquantised model, then quantise "
-                "it"
-            )
-        return shard, tensor
-
-    def raw(self, key: str) -> Iterator[bytearray]:
-        """The bytes of a tensor, in pieces."""
-        shard, tensor = self.stored(key)
-        for first in range(0, tensor.nbytes, COPIED):
-            yield self._reads[shard.name](tensor, first, min(tensor.nbytes, first + COPIED))
-
-    def shape(self, key):
-        return self.stored(key)[1].shape
-
-    def rows(self, key, first, last):
-        shard, tensor = self.floating(key)
-        dtype, size = FLOATS[tensor.dtype], prod(tensor.shape[1:])
-        width = size * dtype.itemsize
-        raw = self._reads[shard.name](tensor, first * width, last * width)
-        return torch.frombuffer(raw, dtype=dtype).double().view(last - first, *tensor.shape[1:])
+def _digest(layout: ShardLayout, config: str | None) -> str:
+    """Equal for what gives equal bytes alone."""
+    tensors = {name: made.described() for name, made in layout.tensors.items()}
+    files = {name: hashlib.sha256(header).hexdigest() for name, header in layout.headers.items()}
+    index = layout.index and hashlib.sha256(layout.index).hexdigest()
+    text = json.dumps([FORMAT, config, files, index, tensors], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Layout:
-    """Which tensor lies in which shard: dtypes, shapes and names of files, known before a byte is written.
-
-    A tensor that is `Stored` as it is keeps its bytes.
-    """
-
-    def __init__(self, tensors: dict[str, Expression], values: Folder, max_shard_size: int | str):
-        self.tensors, self.values = tensors, values
-        self.dtypes = {name: values.stored(made.like)[1].dtype for name, made in tensors.items()}
-        self.shapes = {name: made.shape(values) for name, made in tensors.items()}
-        self.sizes = {
-            name: values.stored(made.like)[1].nbytes
-            if isinstance(made, Stored)
-            else prod(self.shapes[name]) * FLOATS[values.floating(made.like)[1].dtype].itemsize
-            for name, made in tensors.items()
-        }
-        split = split_state_dict_into_shards_factory(
-            self.sizes,
-            get_storage_size=lambda size: size,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-        self.shards: dict[str, list[str]] = split.filename_to_tensors
-
-    def index(self) -> dict:
-        """What ``model.safetensors.index.json`` holds."""
-        names = {tensor: shard for shard, held in self.shards.items() for tensor in held}
-        metadata = {
-            "total_size": sum(self.sizes.values()),
-            "total_parameters": sum(prod(shape) for shape in self.shapes.values()),
-        }
-        return {"metadata": metadata, "weight_map": dict(sorted(names.items()))}
-
-    def header(self, shard: str, metadata: dict[str, str]) -> bytes:
-        """Length and JSON, padded so that every tensor is aligned."""
-        header: dict = {"__metadata__": metadata}
-        at = 0
-        for name in self.shards[shard]:
-            offsets = [at, at + self.sizes[name]]
-            header[name] = {"dtype": self.dtypes[name], "shape": list(self.shapes[name]), "data_offsets": offsets}
-            at += self.sizes[name]
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
+def _run_check(check: Callable[[Path], None], staging: Staging) -> None:
+    try:
+        check(staging.model)
+    except Exception as error:
+        with clear_errors(staging.folder):
+            (staging.folder / REPORT).write_text(f"{error}\n", encoding="utf-8")
+        raise
 
 
-def write_shards(
-    layout: Layout, staging: Staging, metadata: dict[str, str], resumed: list[str]
+def _write_shards(
+    values: FileValues, layout: ShardLayout, staging: Staging, resumed: list[str]
 ) -> Iterator[tuple[int, int]]:
-    """Write what the journal of `staging` does not have, and yield tensors and bytes done since the last time."""
+    """Write what the journal does not have, and yield tensors and bytes done since the last time."""
     finished = staging.journal["shards"]
-    for shard, names in layout.shards.items():
-        target = staging.model / shard
+    for name, held in layout.shards.items():
+        target = staging.model / name
         with clear_errors(target):
             # What a run that did not end says it wrote is read back: the disk may have lost it.
-            if shard in finished and target.exists() and sha256_of(target) == finished[shard]["sha256"]:
-                resumed.append(shard)
-                yield len(names), sum(layout.sizes[name] for name in names)
+            if name in finished and target.exists() and _sha256_of(target) == finished[name]["sha256"]:
+                resumed.append(name)
+                yield len(held), sum(tensor.nbytes for tensor in held)
                 continue
-            sha256 = yield from _write_shard(layout, shard, target, metadata)
-            finished[shard] = {"sha256": sha256, "size": os.path.getsize(target)}
+            finished[name] = yield from _write_shard(values, layout, name, target)
             staging.save()
 
 
+class _Lane:
+    """Calls one function with piece after piece, in a thread beside the reading; at most `WAITING` pieces wait."""
+
+    def __init__(self, function: Callable, stack: ExitStack):
+        self._pool = stack.enter_context(ThreadPoolExecutor(1))
+        self._function, self._waiting = function, deque()
+
+    def __call__(self, data) -> None:
+        if len(self._waiting) == WAITING:
+            self._waiting.popleft().result()
+        self._waiting.append(self._pool.submit(self._function, data))
+
+    def wait(self) -> None:
+        """Until nothing is left to do; raises what the function raised."""
+        while self._waiting:
+            self._waiting.popleft().result()
+
+
 def _write_shard(
-    layout: Layout, shard: str, target: Path, metadata: dict[str, str]
-) -> Generator[tuple[int, int], None, str]:
+    values: FileValues, layout: ShardLayout, shard: str, target: Path
+) -> Generator[tuple[int, int], None, dict]:
+    """Write a shard to a temporary file, every byte hashed on its way, flush it to the disk, and rename it."""
+    values.checkpoint.check_unchanged()
+    header, held = layout.headers[shard], layout.shards[shard]
+    size = len(header) + sum(tensor.nbytes for tensor in held)
     sha = hashlib.sha256()
-    with durable_file(target) as file:
-        header = layout.header(shard, metadata)
-        write_all(file, header)
-        sha.update(header)
-        for name in layout.shards[shard]:
-            for data in _bytes(layout, name):
-                write_all(file, data)
-                sha.update(data)
+    with durable_file(target) as file, ExitStack() as stack:
+        reserve(file, size)
+        lanes = [_Lane(partial(write_all, file), stack), _Lane(sha.update, stack)]
+        for lane in lanes:
+            lane(header)
+        for tensor in held:
+            for data in layout.tensors[tensor.name].data(values):
+                for lane in lanes:
+                    lane(data)
                 yield 0, len(data)
+            values.kept.clear()
             yield 1, 0
-        layout.values.source.check_unchanged()  # before the rename: a mixture never gets a shard's name
+        for lane in lanes:
+            lane.wait()
+        values.checkpoint.check_unchanged()  # before the rename: a mixture never gets a shard's name
+    return {"sha256": sha.hexdigest(), "size": size}
+
+
+def _sha256_of(path: Path) -> str:
+    sha = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(COPIED):
+            sha.update(data)
     return sha.hexdigest()
-
-
-def _bytes(layout: Layout, name: str) -> Iterator[bytearray | memoryview]:
-    made, values = layout.tensors[name], layout.values
-    if isinstance(made, Stored):
-        yield from values.raw(made.like)
-    else:
-        for piece in made.pieces(values):
-            yield as_bytes(piece.reshape(-1), FLOATS[layout.dtypes[name]])
-
-
-def write_other_files(layout: Layout, config: str, folder: Path) -> None:
-    """Put everything but the shards in place, and remove what a run that did not end left there."""
-    source = layout.values.source
-    sharded = len(layout.shards) > 1
-    expected = {*layout.shards, *source.others, "config.json", *([INDEX] if sharded else [])}
-    copy_others(source, folder, expected)
-    if sharded:
-        (folder / INDEX).write_text(json.dumps(layout.index(), indent=2) + "\n", encoding="utf-8")
-    (folder / "config.json").write_text(config, encoding="utf-8")

@@ -6,13 +6,15 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 
-from ...record import RECORD_KEY, is_centred, shorten
+from ...record import RECORD_KEY, is_centred, shorten, trained_as_rms
+from ...verification.recorded import as_recorded
 from ...verification.tolerance import FACTOR
 from ..checkpoint.source import read_json
-from ..plan import Centre, ConversionPlan
-from .pair import side_by_side
+from ..plan import Centre, CentringPlan
+from .pair import ModelPair, Running, side_by_side
 
 LEAK = "rounding moves the mean of the stream, and what reads this norm would multiply that"
 
@@ -43,15 +45,13 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify_folder(
-    src, folder: Path, plan: ConversionPlan, *, trust_remote_code: bool, model_class, inputs, prompts, run: bool
-) -> tuple[Verification, ConversionPlan]:
+def verify_folder(src, folder: Path, plan: CentringPlan, how: Running) -> tuple[Verification, CentringPlan]:
     """Judge a converted folder against its source.
 
-    First every centred tensor is read again, one at a time. Then, if `run`, both models run in the checkpoint's own
-    dtype, the converted one as it loads (LayerNorm) and as RMSNorm; each is judged against a float64 run of the
-    source, allowed 1.5 times the source's own error (`verify_equivalence`). Where memory does not hold both, each
-    module's weights are read from the shards when it runs.
+    First every centred tensor is read again, one at a time. Then, if `how.verify`, both models run in the
+    checkpoint's own dtype, the converted one as it loads (LayerNorm) and as RMSNorm; each is judged against a float64
+    run of the source, allowed 1.5 times the source's own error (`verify_equivalence`). Where memory does not hold
+    both, each module's weights are read from the shards when it runs.
 
     Rounding moves the mean of a deep stream; a LayerNorm takes that off again. Where the error as RMSNorm is above 1.5
     times that of the same weights as LayerNorm, the last norm stays a LayerNorm if that cures it: config.json in
@@ -60,18 +60,38 @@ def verify_folder(
     if wrong := not_centred(folder, plan):
         return Verification(False, wrong), plan
     tensors = f"{len(plan.centre)} centred tensors read again"
-    if not run:
+    if not how.verify:
         return Verification(True, f"{tensors}; source and result were not run, as asked"), plan
-    with side_by_side(
-        src, folder, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs, prompts=prompts
-    ) as pair:
+    with side_by_side(src, folder, how) as pair:
         runs, plan = _judge(pair, folder, plan)
-        how = "side by side, module by module" if pair.streamed else "side by side"
+        ways = "side by side, module by module" if pair.streamed else "side by side"
     passed = all(figures["verdict"] == "PASS" for figures in runs.values())
-    return Verification(passed, f"{tensors}; source and result run {how}: {'PASS' if passed else 'FAIL'}", runs), plan
+    return Verification(passed, f"{tensors}; source and result run {ways}: {'PASS' if passed else 'FAIL'}", runs), plan
 
 
-def _judge(pair, folder: Path, plan: ConversionPlan) -> tuple[dict, ConversionPlan]:
+def judge_folders(src, folder: Path, how: Running) -> Verification:
+    """Judge the second of two checkpoints, of whatever classes, by the noise floor of the first."""
+    if not how.verify:
+        return Verification(True, "source and result were not run, as asked")
+    with side_by_side(src, folder, how) as pair:
+        names = f"{type(pair.source).__name__} and {type(pair.result).__name__}"
+        if pair.missing:
+            return Verification(False, f"{type(pair.result).__name__} does not load what was made: {pair.missing[0]}")
+        pair.source = as_it_computes(pair.source)
+        if pair.source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both
+            pair.source, pair.result = pair.source.float(), pair.result.float()
+        figures, _ = pair.judge()
+    return Verification(
+        figures["verdict"] == "PASS", f"{names} run side by side: {figures['verdict']}", {"result": figures}
+    )
+
+
+def as_it_computes(model):
+    """The model, or what `patch_model` makes of it where it was trained as RMSNorm, in plain torch."""
+    return as_recorded(model) if trained_as_rms(getattr(model.config, RECORD_KEY, None)) else model
+
+
+def _judge(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, CentringPlan]:
     """Figures by name of the run, and the plan with the norm that has to stay."""
     (stock, stock_floor), (rms, floor) = pair.judge(), pair.judge_as_rms()
     runs = {"as LayerNorm": stock, "as RMSNorm": rms}
@@ -92,14 +112,14 @@ def _judge(pair, folder: Path, plan: ConversionPlan) -> tuple[dict, ConversionPl
     return {"as LayerNorm": stock, "as RMSNorm": cured}, kept
 
 
-def _without(plan: ConversionPlan, path: str) -> ConversionPlan:
+def _without(plan: CentringPlan, path: str) -> CentringPlan:
     norms = tuple(replace(n, becomes_rms=False, reason=LEAK) if n.path == path else n for n in plan.norms)
     rms = {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in norms if n.becomes_rms}
     record = {**plan.config[RECORD_KEY], "rms_norms": shorten(rms, [n.path for n in norms])}
     return replace(plan, norms=norms, config={**plan.config, RECORD_KEY: record})
 
 
-def not_centred(folder: Path, plan: ConversionPlan) -> str:
+def not_centred(folder: Path, plan: CentringPlan) -> str:
     """Which tensors the files of a folder do not hold as the plan says, or ""; one is in memory at a time."""
     wanted: dict[str, Centre] = {c.key: c for c in plan.centre}
     wrong, broken = set(wanted), set()

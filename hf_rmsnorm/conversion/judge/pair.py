@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+from transformers import AutoTokenizer
 
+from ...patching import patched
+from ...verification import NoiseFloor, verify_equivalence
 from ...verification.context import prompt_length
-from ..checkpoint.source import ConversionError
+from ...verification.float64 import in_float64
+from ...verification.noise import compare_logits
+from ..checkpoint.shard import ConversionError
 from ..twin.twin import TOKENS as RANDOM_TOKENS
 from ..twin.twin import config_and_class, default_inputs, one_line, output_tensors, quiet
 
@@ -29,8 +34,27 @@ _IN_FLOAT64 = 6  # two models, and the widest weights of a run in float64, in si
 _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are read
 
 
+@dataclass(frozen=True)
+class Running:
+    """How models are loaded and run.
+
+    Args:
+        trust_remote_code: run the model code that comes with a folder.
+        model_class: to load it with, instead of the class that its config names.
+        inputs: makes keyword arguments of the forward for a model.
+        prompts: texts, where there is a tokenizer.
+        verify: whether to run them at all.
+    """
+
+    trust_remote_code: bool = False
+    model_class: type | None = None
+    inputs: Callable[[torch.nn.Module], dict] | None = None
+    prompts: list[str] | None = None
+    verify: bool = True
+
+
 @dataclass
-class Pair:
+class ModelPair:
     """Two models and their inputs.
 
     Args:
@@ -46,12 +70,8 @@ class Pair:
     streamed: bool
     missing: list[str]
 
-    def judge(self):
-        """(figures for people, `NoiseFloor`) of the result, by the source's own error against float64."""
-        from ...verification import verify_equivalence
-        from ...verification.float64 import in_float64
-        from ...verification.noise import compare_logits
-
+    def judge(self) -> tuple[dict, NoiseFloor]:
+        """(figures for people, noise floor) of the result, by the source's own error against float64."""
         source, result, extra = self.source, self.result, {}
         generates = source.can_generate() and not source.config.is_encoder_decoder and not self.streamed
         if generates and all("input_ids" in inputs for inputs in self.inputs):
@@ -80,10 +100,8 @@ class Pair:
         }
         return figures, floor
 
-    def judge_as_rms(self):
+    def judge_as_rms(self) -> tuple[dict, NoiseFloor]:
         """As `judge`, with the result's norms as its config records them."""
-        from ... import patched
-
         with patched(self.result) as report:
             count = sum(record.converted for record in report.swapped)
             figures, floor = self.judge()
@@ -121,34 +139,32 @@ class Pair:
 
 @contextmanager
 def side_by_side(
-    src, folder: Path, *, trust_remote_code: bool = False, model_class=None, inputs=None, prompts=None,
-    given: list[Mapping] | None = None, result_class=None,
-) -> Iterator[Pair]:  # fmt: skip
+    src, folder: Path, how: Running, given: list[Mapping] | None = None
+) -> Iterator[ModelPair]:
     """Load two checkpoints in their own dtype, module by module where memory does not hold both.
 
     Args:
-        inputs: makes keyword arguments for the source model.
-        prompts: texts, where there is a tokenizer.
-        given: batches, instead of the two.
-        result_class: to load `folder` with, where that is not the source's.
+        given: batches, instead of what `how` says.
     """
-    cls = model_class_of(src, trust_remote_code, model_class)
+    _, cls = config_and_class(src, how.trust_remote_code, how.model_class, trained=True)
     streamed = not fits_memory(Path(src))
     with tempfile.TemporaryDirectory() as scratch:
-        how: dict = {"dtype": "auto", "trust_remote_code": trust_remote_code, "output_loading_info": True}
+        loading: dict = {
+            "dtype": "auto", "trust_remote_code": how.trust_remote_code, "output_loading_info": True
+        }  # fmt: skip
         if streamed:
             room = int(_FOR_EACH * psutil.virtual_memory().available)
-            how |= {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": scratch}
+            loading |= {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": scratch}
         with quiet():
-            source, _ = cls.from_pretrained(src, **how)
-            result, info = (result_class or cls).from_pretrained(folder, **how)
+            source, _ = cls.from_pretrained(src, **loading)
+            result, info = cls.from_pretrained(folder, **loading)
         source, result = source.eval(), result.eval()
         if not given:
-            given = [inputs(source)] if inputs else _prompts(src, source, prompts, trust_remote_code)
+            given = [how.inputs(source)] if how.inputs else _prompts(src, source, how)
         batches = [_in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
         missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
-        pair = Pair(source, result, batches[: 1 if streamed else None], streamed, missing)
-        if inputs is None:
+        pair = ModelPair(source, result, batches[: 1 if streamed else None], streamed, missing)
+        if how.inputs is None:
             pair.add_rows()
         yield pair
 
@@ -163,11 +179,6 @@ def fits_memory(src: Path) -> bool:
     return size * _IN_FLOAT64 <= 0.8 * psutil.virtual_memory().available
 
 
-def model_class_of(src, trust_remote_code: bool = False, model_class=None):
-    """The class to load a folder with: the one its config names, where none is given."""
-    return config_and_class(src, trust_remote_code, model_class, trained=True)[1]
-
-
 def _random(model, rows: int, tokens: int) -> dict:
     return default_inputs(model, tokens=(rows, prompt_length(model.config, tokens, GREEDY_TOKENS)))
 
@@ -180,8 +191,6 @@ def tokenizer_of(src, model, trust_remote_code: bool):
     """
     if model.main_input_name != "input_ids" or not any(Path(src).glob("*token*")):
         return None
-    from transformers import AutoTokenizer
-
     try:
         return AutoTokenizer.from_pretrained(src, trust_remote_code=bool(trust_remote_code))
     except Exception as error:  # whatever a tokenizer's own code raises
@@ -191,11 +200,11 @@ def tokenizer_of(src, model, trust_remote_code: bool):
         ) from error
 
 
-def _prompts(src, model, prompts, trust_remote_code: bool) -> list[dict]:
+def _prompts(src, model, how: Running) -> list[dict]:
     """What the tokenizer makes of the prompts; none where there is no tokenizer."""
-    tokenizer = tokenizer_of(src, model, trust_remote_code)
+    tokenizer = tokenizer_of(src, model, how.trust_remote_code)
     if tokenizer is None:
         return []
     most = prompt_length(model.config, TOKENS, GREEDY_TOKENS)
-    texts = [{"input_ids": tokenizer(text, return_tensors="pt").input_ids[:, :most]} for text in prompts or PROMPTS]
+    texts = [{"input_ids": tokenizer(t, return_tensors="pt").input_ids[:, :most]} for t in how.prompts or PROMPTS]
     return [inputs for inputs in texts if inputs["input_ids"].numel()]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
 
 from ... import __version__
-from ..checkpoint.source import ConversionError
+from ..checkpoint.shard import ConversionError
 from .folder import Verification
 
 SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[^/]+)$")  # in the cache of the hub
@@ -23,30 +22,6 @@ class VerificationFailed(ConversionError):
     def __init__(self, text: str, verification: Verification):
         super().__init__(text)
         self.verification = verification
-
-
-class Judged:
-    """The `check` of a folder that is to become `dst`.
-
-    Args:
-        judge: gives the verdict on the folder.
-        passed: called with folder and verdict where it passes; adds to the folder.
-    """
-
-    def __init__(self, dst, judge: Callable[[Path], Verification], passed: Callable[[Path, Verification], None]):
-        self._dst, self._judge, self._passed = dst, judge, passed
-        # What stands where DST appeared in a run before this one, which was killed while it cleaned up.
-        self.verification = Verification(True, "verified by the run that wrote it")
-
-    def check(self, folder: Path) -> None:
-        """
-        Raises:
-            VerificationFailed: with the verdict.
-        """
-        self.verification = verdict = self._judge(folder)
-        if not verdict.passed:
-            raise VerificationFailed(f"{self._dst}: not published, the result fails verification\n{verdict}", verdict)
-        self._passed(folder, verdict)
 
 
 def provenance(src: str | os.PathLike) -> dict[str, str]:

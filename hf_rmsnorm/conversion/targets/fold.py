@@ -12,28 +12,22 @@ In the same way the bias of a reader is told by dL/dbias_j = sum_r W_rj dL/db_r.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from ..checkpoint.expressions import Centred, Expression, Filled, FoldedBias, Scaled, Stored, Transposed
-from ..checkpoint.files import merged
-from ..checkpoint.recipe import Job, Recipe, make_job
-from ..checkpoint.source import open_source
-from ..checkpoint.write import MAX_SHARD_SIZE, Written, write_computed
+from ..checkpoint.expressions import Expression, Filled, FoldedBias, Scaled, Stored, Transposed, computed
+from ..checkpoint.values import FileValues, MemoryValues
 from ..judge.folder import Verification
-from ..judge.publish import Judged, add_to_card, provenance
+from ..judge.publish import add_to_card
 from ..plan import ConversionRefused, Scale
 from ..twin.keys import KeyMap, saved_tensors
 from ..twin.layer_norms import find_layer_norms
 from ..twin.prove import BOUND, difference, load_tensors
-from ..twin.twin import Twin, attend_to_encoder, give_weights, make_twin, new_model, run
-from .centred import PlannedConversion, Publication
-from .native import Memory, judge_folders
+from ..twin.twin import Twin, attend_to_encoder, give_weights, new_model, run
+from .centred import PlannedCentring
 
 CARD_HEADING = "## Norms folded into the linears that read them"
 FOLDED = "hf_rmsnorm_folded"  # in the metadata of the shards
@@ -86,39 +80,40 @@ class FoldPlan:
 
 
 @dataclass(frozen=True)
-class FoldedCheckpoint:
-    """What `write_folded` did."""
+class PlannedFold(PlannedCentring):
+    """As `PlannedCentring`, with norms folded in the same pass: each value is rounded once.
 
-    plan: FoldPlan
-    written: Written
-    verification: Verification
-    conversion: PlannedConversion | None = None
+    Where all readers have biases the norms' weights become ones and their biases zeros. Columns are scaled, so that
+    centred rows stay centred.
+    """
 
-    def to_dict(self) -> dict:
-        """Plain values for JSON."""
-        conversion = self.conversion.to_dict() if self.conversion else {}
-        done = {**self.written.to_dict(), "verification": self.verification.to_dict()}
-        return {**conversion, "fold": self.plan.to_dict(), **done}
+    fold: FoldPlan
 
-    def __str__(self) -> str:
-        return f"{self.written}\n{self.verification}"
+    def to_dict(self):
+        return {**super().to_dict(), "fold": self.fold.to_dict()}
+
+    def __str__(self):
+        return f"{super().__str__()}\n{self.fold}"
+
+    def tensors(self, values: FileValues) -> dict[str, Expression]:
+        return folded(self.fold.folds, super().tensors(values))
+
+    def metadata(self):
+        record = {**self.made, "norms": [fold.path for fold in self.fold.folds]}
+        return {**super().metadata(), FOLDED: json.dumps(record, sort_keys=True)}
+
+    def describe(self, folder: Path, verdict: Verification) -> None:
+        super().describe(folder, verdict)
+        text = f"Weights and biases of norms are ones and zeros.\n\n```\n{self.fold}\n{verdict}\n```"
+        add_to_card(folder, CARD_HEADING, text, self.made)
 
 
-def plan_fold(src, *, trust_remote_code: bool = False, model_class=None, inputs=None) -> FoldPlan:
-    """What can be folded in a checkpoint, and the proof on a small random model of the same classes.
-
-    Args:
-        src: a model folder, or a config.
-        trust_remote_code, model_class, inputs: as in `plan_conversion`.
+def plan_fold(twin: Twin) -> FoldPlan:
+    """What can be folded in a checkpoint, and the proof on its twin.
 
     Raises:
         ConversionRefused: no norm can be folded, or the proof fails; the message says why.
     """
-    return fold_of(make_twin(src, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs))
-
-
-def fold_of(twin: Twin) -> FoldPlan:
-    """As `plan_fold`, for a twin."""
     cls = type(twin.model)
     attend_to_encoder(twin)
     model = new_model(cls, twin.config)  # tied where the checkpoint is: a tied table reads and is read
@@ -128,10 +123,8 @@ def fold_of(twin: Twin) -> FoldPlan:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(kept.items())[:3])
         raise ConversionRefused(f"{cls.__name__}: no norm can be folded exactly ({reasons or 'it has no LayerNorm'})")
     tensors = saved_tensors(model)
-    values = Memory(tensors, {})
-    expressions = folded(folds, {name: Stored(name) for name in tensors})
-    made = {name: torch.cat(list(e.pieces(values))) for name, e in expressions.items() if not isinstance(e, Stored)}
-    original, result = (load_tensors(cls, twin.config, {**tensors, **changed}) for changed in ({}, made))
+    made = computed(folded(folds, {name: Stored(name) for name in tensors}), MemoryValues(tensors))
+    original, result = (load_tensors(cls, twin.config, state) for state in (tensors, made))
     with torch.no_grad():
         expected, got = run(original, twin.inputs), run(result, twin.inputs)
     scale = max(float(o.abs().max()) for o in expected if o.numel())
@@ -139,6 +132,15 @@ def fold_of(twin: Twin) -> FoldPlan:
     if not plan.passed:
         raise ConversionRefused(f"{cls.__name__}: {str(plan).splitlines()[0]}: nothing is folded")
     return plan
+
+
+def with_folds(planned: PlannedCentring, twin: Twin) -> PlannedFold:
+    """The same conversion, with norms folded in the same pass.
+
+    Raises:
+        ConversionRefused: as `plan_fold`.
+    """
+    return PlannedFold(planned.made, planned.centring, planned.proof, plan_fold(twin))
 
 
 def folded(folds, tensors: dict[str, Expression]) -> dict[str, Expression]:
@@ -154,19 +156,6 @@ def folded(folds, tensors: dict[str, Expression]) -> dict[str, Expression]:
             if name is not None:
                 done[name] = Filled(tensors[name], number)
     return done
-
-
-def converted(job: Job) -> dict[str, Expression]:
-    """Every tensor of a checkpoint as a conversion plan makes it."""
-    tensors: dict[str, Expression] = {}
-    for name, stored in job.tensors():
-        recipe, made = job.recipes.get(name, Recipe()), Stored(stored.name)
-        for scale in recipe.scale:
-            made = Scaled(made, Stored(scale.by), scale.axis)
-        for centre in recipe.centre:
-            made = Centred(made, centre.axis, centre.block, centre.blocks)
-        tensors[name] = Filled(made, 1.0) if recipe.ones else made
-    return tensors
 
 
 def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
@@ -284,68 +273,3 @@ def _fold(path, own, readers, parameters, probes, keys: KeyMap) -> Fold:
     return Fold(
         path, *(stored[r][0] if r in stored else None for r in ("weight", "bias")), tuple(scales), tuple(biases)
     )
-
-
-def write_folded(
-    src: str | os.PathLike,
-    dst: str | os.PathLike,
-    *,
-    trust_remote_code: bool = False,
-    model_class=None,
-    inputs=None,
-    prompts: list[str] | None = None,
-    verify: bool = True,
-    allow_pickle: bool = False,
-    restart: bool = False,
-    planned: FoldPlan | None = None,
-    conversion: PlannedConversion | None = None,
-    progress: Callable[[int, int, int], None] | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-) -> FoldedCheckpoint:
-    """Write a checkpoint with the weight and bias of its norms folded into the linears that read them.
-
-    The result is of the same class, with the same config and outputs; where all readers have biases the norms' weights
-    are ones and their biases zeros. A converted checkpoint stays one: columns are scaled and centred rows stay centred.
-
-    Args:
-        src: a model folder with safetensors, converted or not; it is only read.
-        dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
-        trust_remote_code, model_class, inputs, prompts, verify, allow_pickle, restart, progress: as in
-            `convert_checkpoint`.
-        planned: what `plan_fold` returned for `src`, if it has been called.
-        conversion: what `plan_conversion` returned for `src`: the checkpoint is converted in the same pass, and the
-            values are rounded once.
-        max_shard_size: bytes, or "5GB" and the like.
-
-    Raises:
-        ConversionRefused: nothing can be folded exactly; the message says why.
-        ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
-        VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
-    """
-    how = {"trust_remote_code": trust_remote_code, "inputs": inputs}
-    planned = planned or plan_fold(src, model_class=model_class, **how)
-    source = open_source(src, allow_pickle=allow_pickle)
-    metadata = next((shard.metadata for shard in source.shards if shard.metadata), None) or {"format": "pt"}
-    made = provenance(src)
-    record = {**made, "norms": [fold.path for fold in planned.folds]}
-    metadata = {**metadata, FOLDED: json.dumps(record, sort_keys=True)}
-    how |= {"model_class": model_class, "prompts": prompts, "run": verify}
-    if conversion is None:
-        tensors: dict[str, Expression] = {name: Stored(name) for name in source.tensors}
-        config, publication = None, Judged(dst, partial(judge_folders, src, **how), lambda folder, verdict: None)
-    else:
-        publication = Publication(src, dst, conversion, **how)
-        tensors = converted(make_job(publication.plan, source))
-        config = json.dumps(merged(source.config, publication.plan.config), indent=2) + "\n"
-        metadata |= publication.metadata
-
-    def check(folder: Path) -> None:
-        publication.check(folder)
-        text = f"Weights and biases of norms are ones and zeros.\n\n```\n{planned}\n{publication.verification}\n```"
-        add_to_card(folder, CARD_HEADING, text, made)
-
-    written = write_computed(
-        src, dst, folded(planned.folds, tensors), config, aliases={}, check=check, metadata=metadata,
-        allow_pickle=allow_pickle, restart=restart, progress=progress, max_shard_size=max_shard_size,
-    )  # fmt: skip
-    return FoldedCheckpoint(planned, written, publication.verification, conversion and publication.planned)

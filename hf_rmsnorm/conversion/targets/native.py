@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ...record import RECORD_KEY, trained_as_rms
-from ...verification.recorded import as_recorded
-from ..checkpoint.expressions import Stored, Values, is_zero, largest_output
-from ..checkpoint.source import Source, open_source
-from ..checkpoint.write import MAX_SHARD_SIZE, Folder, Written, write_computed
-from ..judge.folder import Verification
-from ..judge.pair import side_by_side
-from ..judge.publish import Judged, add_to_card, provenance
+from ...record import RECORD_KEY
+from ..checkpoint.expressions import Stored, computed, is_zero, largest_output
+from ..checkpoint.layout import MAX_SHARD_SIZE, split
+from ..checkpoint.values import FileValues, MemoryValues, Values, open_values
+from ..judge.folder import Verification, as_it_computes, judge_folders
+from ..judge.publish import add_to_card, provenance
 from ..plan import ConversionRefused
 from ..twin.keys import saved_tensors
 from ..twin.prove import BOUND
 from ..twin.twin import Twin, config_of, give_weights, in_double, make_twin, new_model, quiet, run, shapes_of
 from .native_build import NativeTarget, native_targets, refused
+from .planned import PlannedConversion
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -58,14 +53,13 @@ class NativeProof:
 
 
 @dataclass(frozen=True)
-class PlannedNative:
+class PlannedNative(PlannedConversion):
     """A target and its proof."""
 
     target: NativeTarget
     proof: NativeProof
 
     def to_dict(self) -> dict:
-        """Plain values for JSON."""
         target, proof = self.target, self.proof
         return {
             "source_type": target.source_type,
@@ -79,34 +73,29 @@ class PlannedNative:
     def __str__(self) -> str:
         return f"{self.proof}\n{self.target}"
 
+    def result(self, values: FileValues, max_shard_size):
+        target = self.target
+        values.aliases.update(target.aliases)
+        record = {**self.made, "source_type": target.source_type, "fold_affine": target.fold_affine}
+        metadata = {"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}
+        layout = split(target.tensors, values, metadata, max_shard_size or MAX_SHARD_SIZE)
+        return layout, target.config.to_json_string()
 
-@dataclass(frozen=True)
-class NativeCheckpoint:
-    """What `write_native` did: the target and its proof, what was written, and how it was verified."""
+    def judge(self, src, folder, how):
+        return judge_folders(src, folder, replace(how, model_class=AutoModelForCausalLM)), self
 
-    planned: PlannedNative
-    written: Written
-    verification: Verification
+    def describe(self, folder: Path, verdict: Verification) -> None:
+        how = "was centred" if self.target.centred else "was trained with RMSNorm in its place"
+        text = f"""{self.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream
+{how}, the norms' biases were folded into the linears that read them, and the result is a
+{self.proof.target_class}, which gives the same logits: any program that runs {self.target.model_type} runs it.
 
-    def to_dict(self) -> dict:
-        """Plain values for JSON."""
-        return {**self.planned.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
-
-    def __str__(self) -> str:
-        return f"{self.written}\n{self.verification}"
-
-
-class Memory:
-    """Tensors in memory as `Values`; `aliases` are other names that they may have."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str]):
-        self.tensors = {**tensors, **{key: tensors[old] for key, old in aliases.items() if old in tensors}}
-
-    def shape(self, key):
-        return tuple(self.tensors[key].shape)
-
-    def rows(self, key, first, last):
-        return self.tensors[key][first:last].double().clone()
+```
+{self.proof}
+{verdict}
+```
+"""
+        add_to_card(folder, CARD_HEADING, text, self.made)
 
 
 def native_target(config: PretrainedConfig, values: Values | None = None, *, fold_affine: bool = False) -> NativeTarget:
@@ -152,35 +141,29 @@ def _reason_against(target: NativeTarget, values: Values) -> str | None:
     return None
 
 
-def plan_native(src: str | os.PathLike, *, fold_affine: bool = False, allow_pickle: bool = False) -> PlannedNative:
-    """The native target of a model folder, and its proof; nothing is written, and no code of the folder runs.
-
-    Args:
-        src: a model folder.
-        fold_affine: as in `native_target`.
-        allow_pickle: as in `carry_out`.
+def plan_native(src, *, fold_affine: bool = False, allow_pickle: bool = False) -> PlannedNative:
+    """The native target of a model folder, and its proof; no code of the folder runs.
 
     Raises:
         ConversionRefused: it has none, or the proof fails; the message says why.
         ConversionError: this is no whole checkpoint folder.
     """
-    with ExitStack() as stack:
-        target = _target_of(open_source(src, allow_pickle=allow_pickle), stack, fold_affine)
+    with open_values(src, allow_pickle=allow_pickle) as values:
+        target = _target_of(values, fold_affine)
     proof = prove_native(make_twin(src, trained=True), target.model_type, fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
-    return PlannedNative(target, proof)
+    return PlannedNative(provenance(src), target, proof)
 
 
-def _target_of(source: Source, stack: ExitStack, fold_affine: bool) -> NativeTarget:
-    model_type = source.config.get("model_type")
+def _target_of(values: FileValues, fold_affine: bool) -> NativeTarget:
+    model_type = values.checkpoint.config.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConversionRefused(
             f"{model_type} has no native target: Transformers does not know it; convert it without --target native"
         )
-    config = config_of(source.folder)
-    first = native_target(config)  # refuses by config alone, before any tensor is read
-    values = Folder(source, stack, first.aliases)
+    config = config_of(values.checkpoint.folder)
+    values.aliases.update(native_target(config).aliases)  # which refuses by config alone, before any tensor is read
     target = native_target(config, values, fold_affine=fold_affine)
     for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
         values.floating(key)
@@ -210,12 +193,11 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
     for name in target.zero:
         parameters[name].zero_()
     for clip in target.clips:  # as in the source, which `native_target` asks
-        reached = largest_output(clip.weight, clip.gain, clip.bias, Memory(parameters, {}))
+        reached = largest_output(clip.weight, clip.gain, clip.bias, MemoryValues(parameters))
         for made in filter(None, (clip.weight, clip.bias)):
             parameters[made.like].mul_(min(1.0, clip.limit / reached))
-    values = Memory(saved_tensors(source), target.aliases)
-    source = _as_it_computes(source)
-    tensors = {name: torch.cat(list(made.pieces(values))) for name, made in target.tensors.items()}
+    tensors = computed(target.tensors, MemoryValues(saved_tensors(source), target.aliases))
+    source = as_it_computes(source)
     result_class = getattr(transformers, target.config.architectures[0])
     with quiet(), in_double():
         result, info = result_class.from_pretrained(
@@ -228,97 +210,3 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
     expected, got = (run(model.eval(), twin.inputs)[0] for model in (source, result))
     scale = float(expected.abs().max())
     return NativeProof(cls.__name__, result_class.__name__, float((expected - got).abs().max()) / scale, scale)
-
-
-def write_native(
-    src: str | os.PathLike,
-    dst: str | os.PathLike,
-    *,
-    trust_remote_code: bool = False,
-    prompts: list[str] | None = None,
-    verify: bool = True,
-    allow_pickle: bool = False,
-    restart: bool = False,
-    planned: PlannedNative | None = None,
-    fold_affine: bool = False,
-    progress: Callable[[int, int, int], None] | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-) -> NativeCheckpoint:
-    """Write a LayerNorm checkpoint as one of an architecture that is RMSNorm by birth, with the same logits.
-
-    Any server of that architecture runs the result. Tensors are computed one at a time in float64, in pieces, and
-    rounded once to the checkpoint's own dtype; staging, resuming and publication are as in `convert_checkpoint`.
-
-    Args:
-        src: a model folder with safetensors; it is only read.
-        dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
-        trust_remote_code: verify against the model code that comes with the folder, with its tokenizer.
-        prompts: texts to verify on, where there is a tokenizer.
-        verify: run source and result after writing, and publish only what passes.
-        allow_pickle, restart, progress: as in `carry_out`.
-        planned: what `plan_native` returned for `src`, if it has been called; it knows of `fold_affine`.
-        fold_affine: as in `native_target`.
-        max_shard_size: bytes, or "5GB" and the like, as in `save_pretrained`.
-
-    Raises:
-        ConversionRefused: there is no target that computes the same; the message names the condition that fails.
-        ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
-        VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
-    """
-    planned = planned or plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
-    target = planned.target
-    made = provenance(src)
-    record = {**made, "source_type": target.source_type, "fold_affine": target.fold_affine}
-    how = {"trust_remote_code": trust_remote_code, "prompts": prompts, "run": verify}
-    judged = Judged(dst, partial(verify_native, src, **how), partial(_write_card, planned=planned, made=made))
-    written = write_computed(
-        src, dst, target.tensors, target.config.to_json_string(), aliases=target.aliases, check=judged.check,
-        metadata={"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}, allow_pickle=allow_pickle,
-        restart=restart, progress=progress, max_shard_size=max_shard_size,
-    )  # fmt: skip
-    return NativeCheckpoint(planned, written, judged.verification)
-
-
-def verify_native(src, folder: Path, **how) -> Verification:
-    """Run a checkpoint and its native form side by side, in the checkpoint's own dtype, as `verify_folder` does.
-
-    Args:
-        how: for `judge_folders`.
-    """
-    return judge_folders(src, folder, model_class=AutoModelForCausalLM, **how)
-
-
-def judge_folders(src, folder: Path, *, run: bool = True, **how) -> Verification:
-    """Judge the second of two checkpoints by the noise floor of the first; `how` is for `side_by_side`."""
-    if not run:
-        return Verification(True, "source and result were not run, as asked")
-    with side_by_side(src, folder, **how) as pair:
-        names = f"{type(pair.source).__name__} and {type(pair.result).__name__}"
-        if pair.missing:
-            return Verification(False, f"{type(pair.result).__name__} does not load what was made: {pair.missing[0]}")
-        pair.source = _as_it_computes(pair.source)
-        if pair.source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both
-            pair.source, pair.result = pair.source.float(), pair.result.float()
-        figures, _ = pair.judge()
-    return Verification(
-        figures["verdict"] == "PASS", f"{names} run side by side: {figures['verdict']}", {"result": figures}
-    )
-
-
-def _as_it_computes(model):
-    """The model, or what `patch_model` makes of it where it was trained as RMSNorm, in plain torch."""
-    return as_recorded(model) if trained_as_rms(getattr(model.config, RECORD_KEY, None)) else model
-
-
-def _write_card(folder: Path, verification: Verification, planned: PlannedNative, made: dict[str, str]) -> None:
-    how = "was centred" if planned.target.centred else "was trained with RMSNorm in its place"
-    text = f"""{planned.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream
-{how}, the norms' biases were folded into the linears that read them, and the result is a
-{planned.proof.target_class}, which gives the same logits: any program that runs {planned.target.model_type} runs it.
-
-```
-{planned.proof}
-{verification}
-```
-"""
-    add_to_card(folder, CARD_HEADING, text, made)

@@ -11,7 +11,7 @@ import torch
 
 from ... import __version__
 from ... import record as invariant
-from ..plan import ConversionPlan, ConversionRefused, Copy, NormRecord
+from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord
 from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
 from .keys import Hit, KeyMap
 from .layer_norms import LayerNorm, find_layer_norms, hooked
@@ -35,7 +35,7 @@ def discover(
     *,
     model_class=None,
     inputs=None,
-) -> ConversionPlan:
+) -> CentringPlan:
     """What converting a checkpoint would do, found on a small random model of the same classes; no weights are read.
 
     Args:
@@ -105,7 +105,7 @@ def discover(
             f"No output depended on {len(undetermined)} tensors, {undetermined[0]} for one: they are copied, as they "
             "do not write to the stream."
         )
-    plan = ConversionPlan(
+    plan = CentringPlan(
         centre=tuple(centred),
         scale=tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by)),
         copy=copies,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.source import read_json, read_keys
-from ..plan import ConversionPlan, ConversionRefused
+from ..checkpoint.shard import read_keys
+from ..checkpoint.source import read_json
+from ..plan import CentringPlan, ConversionRefused
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -20,7 +21,7 @@ def stored_names(folder: Path) -> set[str]:
     return names
 
 
-def named_as_stored(plan: ConversionPlan, names: set[str], prefix: str) -> ConversionPlan:
+def named_as_stored(plan: CentringPlan, names: set[str], prefix: str) -> CentringPlan:
     """The plan with each key as the checkpoint has it: a head model may have been saved without its `prefix`.
 
     Args:

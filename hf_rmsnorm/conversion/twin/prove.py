@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..plan import ConversionPlan, ConversionRefused
-from .gauge import centred, input_means
+from ..checkpoint.expressions import computed
+from ..checkpoint.steps import planned_tensors
+from ..checkpoint.values import MemoryValues
+from ..plan import CentringPlan, ConversionRefused
+from .gauge import input_means
 from .keys import saved_tensors
 from .layer_norms import find_layer_norms, hooked
 from .naming import named_as_stored
@@ -43,6 +46,10 @@ class ProofReport:
         """Both differences are within 1e-12 of the scale."""
         return self.stock <= BOUND and self.rms <= BOUND
 
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        return {"passed": self.passed, "stock": self.stock, "rms": self.rms, "norms": list(self.norms)}
+
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
         return (
@@ -51,38 +58,14 @@ class ProofReport:
         )
 
 
-def convert_tensors(plan: ConversionPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A whole checkpoint converted in memory: copies first, then layer scales, then centring; each in float64.
-
-    Raises:
-        ConversionRefused: the plan names a tensor that is not there.
-    """
-    missing = {*(c.source for c in plan.copy), *(s.by for s in plan.scale), *(s.key for s in plan.scale)}
-    missing = (missing | {c.key for c in plan.centre} - {c.key for c in plan.copy}) - tensors.keys()
-    if missing:
-        raise ConversionRefused(f"the checkpoint has no tensor {sorted(missing)[0]!r}, which the plan names")
-    done = dict(tensors)
-    for c in plan.copy:
-        done[c.key] = tensors[c.source].clone()
-    wide = {key: done[key].double() for key in {*(s.key for s in plan.scale), *(c.key for c in plan.centre)}}
-    for s in plan.scale:
-        view = [1] * wide[s.key].ndim
-        view[s.axis] = -1
-        wide[s.key] = wide[s.key] * tensors[s.by].double().reshape(view)
-        done[s.by] = torch.ones_like(tensors[s.by])
-    for c in plan.centre:
-        wide[c.key] = centred(wide[c.key], c.axis, c.block, c.blocks)
-    return {**done, **{key: t.to(tensors.get(key, done[key]).dtype).contiguous() for key, t in wide.items()}}
-
-
-def at_twin_size(plan: ConversionPlan, twin: Twin) -> ConversionPlan:
+def at_twin_size(plan: CentringPlan, twin: Twin) -> CentringPlan:
     """The plan with blocks as long as the twin's."""
     here = {there: n for n, there in twin.widths.items()}
     return replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
 
 
 @torch.no_grad()
-def prove(plan: ConversionPlan, twin: Twin) -> ProofReport:
+def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     """Carry the plan out on a checkpoint of the twin, load it with the stock class, and compare the outputs.
 
     Args:
@@ -103,7 +86,9 @@ def prove(plan: ConversionPlan, twin: Twin) -> ProofReport:
     config = copy.deepcopy(twin.config)
     for name, value in plan.config.items():
         setattr(config, name, value)
-    converted = load_tensors(cls, config, convert_tensors(own, tensors))
+    values = MemoryValues(tensors)
+    made = computed(planned_tensors(own, values, twin.name), values)
+    converted = load_tensors(cls, config, made)
     expected = run(original, twin.inputs)
     scale = max(float(o.abs().max()) for o in expected if o.numel())
     norms, _ = find_layer_norms(converted, twin.inputs)

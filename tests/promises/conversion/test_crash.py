@@ -10,12 +10,11 @@ import subprocess
 import sys
 
 import pytest
-from checkpoints import contents, tiny, write_checkpoint
-from places import HELPERS, PYTHONPATH, ROOT
+from checkpoints import contents, tiny, write_checkpoint, write_plan
+from places import HELPERS, PYTHONPATH
 
-from hf_rmsnorm.conversion.checkpoint.source import ConversionError
-from hf_rmsnorm.conversion.checkpoint.stream import carry_out
-from hf_rmsnorm.conversion.plan import ConversionPlan
+from hf_rmsnorm.conversion import ConversionError
+from hf_rmsnorm.conversion.plan import CentringPlan
 
 
 @pytest.fixture
@@ -36,9 +35,9 @@ def staging_of(dst):
 def assert_resumes(job, **arguments):
     """The same call again gives what an undisturbed one gives."""
     plan, src, dst = job
-    result = carry_out(plan, src, dst, **arguments)
+    result = write_plan(plan, src, dst, **arguments)
     whole = dst.with_name("undisturbed")
-    carry_out(plan, src, whole)
+    write_plan(plan, src, whole)
     assert contents(dst) == contents(whole) and not staging_of(dst).exists()
     return result
 
@@ -47,7 +46,7 @@ def assert_refused(job, *words, **arguments):
     """One line with every word, DST absent."""
     plan, src, dst = job
     with pytest.raises(ConversionError) as error:
-        carry_out(plan, src, dst, **arguments)
+        write_plan(plan, src, dst, **arguments)
     text = str(error.value)
     assert "\n" not in text and all(word in text for word in words), text
     return text
@@ -85,7 +84,7 @@ def stopping_after(number):
 def interrupt(job, tensors=5):
     plan, src, dst = job
     with pytest.raises(KeyboardInterrupt):
-        carry_out(plan, src, dst, progress=stopping_after(tensors))
+        write_plan(plan, src, dst, progress=stopping_after(tensors))
     assert not dst.exists()
 
 
@@ -105,10 +104,10 @@ def test_a_staging_folder_of_another_plan_is_kept_until_restart(job):
     interrupt(job)
     plan, src, dst = job
     held = contents(staging_of(dst))
-    other = (ConversionPlan(config={"x": 1}), src, dst)
+    other = (CentringPlan(config={"x": 1}), src, dst)
     assert_refused(other, str(staging_of(dst)), "another plan", "restart")
     assert contents(staging_of(dst)) == held
-    carry_out(*other, restart=True)
+    write_plan(*other, restart=True)
     assert json.loads((dst / "config.json").read_text())["x"] == 1
     assert contents(dst).keys() == contents(src).keys()  # nothing of the other plan
 
@@ -120,7 +119,7 @@ def test_a_staging_folder_of_another_source_is_kept_until_restart(job, tmp_path)
     plan = tiny(hidden=24)[1]
     other = write_checkpoint(tmp_path / "other", shards)
     assert_refused((plan, other, dst), "plan")
-    interrupted = carry_out(plan, other, dst, restart=True)
+    interrupted = write_plan(plan, other, dst, restart=True)
     assert interrupted.resumed == 0
 
 
@@ -234,10 +233,11 @@ def test_two_conversions_into_one_dst(job):
     def progress(*_):
         if not texts:
             command = [sys.executable, "-c", SECOND, *map(str, job[1:])]
-            run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+            env = os.environ | {"PYTHONPATH": PYTHONPATH}
+            run = subprocess.run(command, capture_output=True, text=True, env=env)
             texts.append(run.stdout or run.stderr)
 
-    carry_out(*job, progress=progress)
+    write_plan(*job, progress=progress)
     assert "another process is converting" in texts[0] and texts[0].count("\n") == 1, texts[0]
     shutil.rmtree(job[2])
     assert_resumes(job)
@@ -245,11 +245,10 @@ def test_two_conversions_into_one_dst(job):
 
 SECOND = """
 import sys
-from hf_rmsnorm.conversion.plan import ConversionPlan
-from hf_rmsnorm.conversion.source import ConversionError
-from hf_rmsnorm.conversion.stream import carry_out
+from checkpoints import write_plan
+from hf_rmsnorm.conversion import CentringPlan, ConversionError
 try:
-    carry_out(ConversionPlan(), *sys.argv[1:])
+    write_plan(CentringPlan(), *sys.argv[1:])
 except ConversionError as error:
     print(error)
 """
@@ -265,7 +264,7 @@ def test_a_check_that_fails_keeps_dst_away(job):
         raise RuntimeError("the logits differ")
 
     with pytest.raises(RuntimeError, match="the logits differ"):
-        carry_out(plan, src, dst, check=check)
+        write_plan(plan, src, dst, check=check)
     assert not dst.exists()
     assert (staging_of(dst) / "report.txt").read_text() == "the logits differ\n"
     assert assert_resumes(job).resumed == 2  # and without the README of the failed check
@@ -273,7 +272,7 @@ def test_a_check_that_fails_keeps_dst_away(job):
 
 
 def test_what_a_check_writes_is_published(job):
-    carry_out(*job, check=lambda folder: (folder / "README.md").write_text("checked"))
+    write_plan(*job, check=lambda folder: (folder / "README.md").write_text("checked"))
     assert (job[2] / "README.md").read_text() == "checked"
 
 
@@ -297,9 +296,9 @@ def test_a_full_disk(job, small_disk):
     assert_refused((plan, src, dst), "no space left", "free some space")
     assert not dst.exists()
     filler.unlink()
-    carry_out(plan, src, dst)
+    write_plan(plan, src, dst)
     assert not staging_of(dst).exists()
-    carry_out(plan, src, job[2])
+    write_plan(plan, src, job[2])
     assert contents(dst) == contents(job[2])
 
 

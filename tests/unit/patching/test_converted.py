@@ -7,11 +7,11 @@ import pytest
 import tiny_models
 import torch
 from accelerate import disk_offload
+from conversion_models import carry_out
 from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, GPT2Model
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
 from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.prove import convert_tensors
 
 IDS = torch.arange(3, 35).view(2, 16)
 
@@ -27,7 +27,7 @@ def folders(tmp_path_factory):
             parameter.add_(0.1 + 0.1 * torch.randn(parameter.shape))
     model.save_pretrained(source)
     plan = discover(source)
-    tensors = convert_tensors(plan, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+    tensors = carry_out(plan, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
     config = copy.deepcopy(model.config)
     for key, value in plan.config.items():
         setattr(config, key, value)

@@ -5,12 +5,11 @@ import struct
 
 import pytest
 import torch
-from checkpoints import CONFIG, contents, tiny, trained, write_checkpoint
+from checkpoints import CONFIG, contents, tiny, trained, write_checkpoint, write_plan
 from safetensors.torch import save_file
 
-from hf_rmsnorm.conversion.checkpoint.source import ConversionError
-from hf_rmsnorm.conversion.checkpoint.stream import carry_out
-from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, Copy, Scale
+from hf_rmsnorm.conversion import ConversionError
+from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy, Scale
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -19,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 def assert_refused(plan, src, *words, **arguments):
     before = sorted(src.parent.rglob("*")), contents(src) if src.is_dir() else None
     with pytest.raises(ConversionError) as error:
-        carry_out(plan, src, src.parent / "dst", **arguments)
+        write_plan(plan, src, src.parent / "dst", **arguments)
     text = str(error.value)
     assert "\n" not in text and all(word in text for word in words), text
     assert (sorted(src.parent.rglob("*")), contents(src) if src.is_dir() else None) == before
@@ -110,27 +109,27 @@ def test_a_tensor_in_two_shards(src):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (ConversionPlan(centre=(Centre("nowhere", 0, 12),)), ["nowhere", "plan"]),
-        (ConversionPlan(copy=(Copy("head", "nowhere"),)), ["nowhere", "plan"]),
-        (ConversionPlan(scale=(Scale("nowhere", 0, "h.0.scale"),)), ["nowhere", "plan"]),
-        (ConversionPlan(scale=(Scale("h.0.out.weight", 0, "nowhere"),)), ["nowhere", "plan"]),
-        (ConversionPlan(scale=(Scale("h.0.out.weight", 1, "h.0.scale"),)), ["h.0.scale", "[12]", "24"]),
-        (ConversionPlan(scale=(Scale("h.0.out.weight", 2, "h.0.scale"),)), ["[12, 24]", "no axis 2"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 2, 12),)), ["[20, 12]", "no axis 2"]),
-        (ConversionPlan(centre=(Centre("wte.weight", -1, 12),)), ["no axis -1"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 5),)), ["wte.weight", "12 elements", "blocks of 5"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 0),)), ["blocks of 0"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 6, (1, 2)),)), ["blocks of 6", "1 2"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 6, (-1,)),)), ["blocks of 6", "-1"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 12), Centre("wte.weight", 0, 20))), ["two axes"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 12), Centre("wte.weight", 1, 4, (2,)))), ["twice"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 6, (0,)), Centre("wte.weight", 1, 4, (1,)))), ["twice"]),
-        (ConversionPlan(centre=(Centre("wte.weight", 1, 6, (1, 1)),)), ["twice"]),
-        (ConversionPlan(copy=(Copy("head", "wte.weight"), Copy("head", "h.0.scale"))), ["head", "two tensors"]),
-        (ConversionPlan(copy=(Copy("h.0.out.bias", "h.0.scale"),)), ["h.0.out.bias", "differs", "h.0.scale"]),
-        (ConversionPlan(copy=(Copy("wte.weight", "h.0.scale"),)), ["wte.weight", "differs", "h.0.scale"]),
+        (CentringPlan(centre=(Centre("nowhere", 0, 12),)), ["nowhere", "plan"]),
+        (CentringPlan(copy=(Copy("head", "nowhere"),)), ["nowhere", "plan"]),
+        (CentringPlan(scale=(Scale("nowhere", 0, "h.0.scale"),)), ["nowhere", "plan"]),
+        (CentringPlan(scale=(Scale("h.0.out.weight", 0, "nowhere"),)), ["nowhere", "plan"]),
+        (CentringPlan(scale=(Scale("h.0.out.weight", 1, "h.0.scale"),)), ["h.0.scale", "[12]", "24"]),
+        (CentringPlan(scale=(Scale("h.0.out.weight", 2, "h.0.scale"),)), ["[12, 24]", "no axis 2"]),
+        (CentringPlan(centre=(Centre("wte.weight", 2, 12),)), ["[20, 12]", "no axis 2"]),
+        (CentringPlan(centre=(Centre("wte.weight", -1, 12),)), ["no axis -1"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 5),)), ["wte.weight", "12 elements", "blocks of 5"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 0),)), ["blocks of 0"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 6, (1, 2)),)), ["blocks of 6", "1 2"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 6, (-1,)),)), ["blocks of 6", "-1"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 12), Centre("wte.weight", 0, 20))), ["two axes"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 12), Centre("wte.weight", 1, 4, (2,)))), ["twice"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 6, (0,)), Centre("wte.weight", 1, 4, (1,)))), ["twice"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 6, (1, 1)),)), ["twice"]),
+        (CentringPlan(copy=(Copy("head", "wte.weight"), Copy("head", "h.0.scale"))), ["head", "two tensors"]),
+        (CentringPlan(copy=(Copy("h.0.out.bias", "h.0.scale"),)), ["h.0.out.bias", "differs", "h.0.scale"]),
+        (CentringPlan(copy=(Copy("wte.weight", "h.0.scale"),)), ["wte.weight", "differs", "h.0.scale"]),
         (
-            ConversionPlan(
+            CentringPlan(
                 centre=(Centre("h.0.scale", 0, 12),), scale=(Scale("h.0.out.weight", 0, "h.0.scale"),)
             ),
             ["h.0.scale", "also changes it"],
@@ -146,8 +145,8 @@ def test_plans_that_do_not_fit(src, plan, words):
 def test_quantised_tensors_that_write_to_the_stream(tmp_path, dtype):
     src = write_checkpoint(tmp_path / "src", [{"w": torch.ones(4, 4).to(dtype), "by": torch.ones(4).to(dtype)}])
     ways_out = ("quantised", "convert the unquantised model", "then quantise")
-    assert_refused(ConversionPlan(centre=(Centre("w", 0, 4),)), src, "w is", *ways_out)
-    assert_refused(ConversionPlan(scale=(Scale("w", 0, "by"),)), src, "by is", *ways_out)
+    assert_refused(CentringPlan(centre=(Centre("w", 0, 4),)), src, "w is", *ways_out)
+    assert_refused(CentringPlan(scale=(Scale("w", 0, "by"),)), src, "by is", *ways_out)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -171,7 +170,7 @@ def test_folders_that_hold_no_checkpoint(src, tmp_path):
 def test_a_dangling_link_in_the_source(src):
     (src / "tokenizer.json").symlink_to(src / "blob")
     with pytest.raises(ConversionError, match="tokenizer.json: no such file"):
-        carry_out(PLAN, src, src.parent / "dst")
+        write_plan(PLAN, src, src.parent / "dst")
 
 
 def test_metadata_that_is_no_string(src):

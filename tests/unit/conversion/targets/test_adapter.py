@@ -106,7 +106,7 @@ def test_the_converted_pair_computes_what_the_pair_did(name, bases, tmp_path):
     adapter = train_adapter(base, tmp_path / "adapter", targets, cls, **options)
     before = digest(adapter)
     done = convert_adapter(adapter, tmp_path / "out", base=base, converted=converted, verify=False)
-    assert len(done.result.changed) == changed and digest(adapter) == before
+    assert len(done.written.changed) == changed and digest(adapter) == before
     expected, alone = output(load(base, adapter, cls=cls)), output(load(base, cls=cls))
     assert (expected - alone).abs().max() > 1e-3 * alone.abs().max(), "the adapter changes nothing"
     model = load(converted, tmp_path / "out", cls=cls)
@@ -262,7 +262,7 @@ def test_what_writes_nothing_is_copied_whatever_it_is(bases, tmp_path):
     for name, options in readers.items():
         adapter = train_adapter(base, tmp_path / name, ["c_attn"], **options)
         done = convert_adapter(adapter, tmp_path / f"{name}-out", base=base, converted=converted)
-        assert not done.result.changed and done.verification.runs
+        assert not done.written.changed and done.verification.runs
         assert all(converted_norms(load(converted, tmp_path / f"{name}-out")))
     writer = train_adapter(base, tmp_path / "writer", ["mlp.c_proj"], config=peft.IA3Config, feedforward_modules=[])
     with pytest.raises(ConversionRefused, match=r"\(IA3\): transformer.h.0.mlp.c_proj.ia3_l changes"):
@@ -277,7 +277,7 @@ def test_tied_embeddings_are_copied_only_as_they_are(bases, tmp_path):
     tensors = load_file(weights)
     table = "base_model.model.model.embed_tokens.base_layer.weight"
     done = convert_adapter(adapter, tmp_path / "out", base=base, converted=converted)
-    assert table in done.result.changed and all(converted_norms(load(converted, tmp_path / "out")))
+    assert table in done.written.changed and all(converted_norms(load(converted, tmp_path / "out")))
     save_file({**tensors, table: tensors[table] + 0.1}, weights, {"format": "pt"})
     with pytest.raises(ConversionRefused, match="changes tied embeddings, which the converted base has untied"):
         convert_adapter(adapter, tmp_path / "other", base=base, converted=converted)

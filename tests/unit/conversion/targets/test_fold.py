@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.cli.main import main
-from hf_rmsnorm.conversion import convert_checkpoint
+from hf_rmsnorm.conversion import convert_checkpoint, plan_conversion
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.targets.fold import fold_of, folded, plan_fold, write_folded
+from hf_rmsnorm.conversion.targets.fold import folded, plan_fold
 from hf_rmsnorm.conversion.twin.twin import give_weights, in_double, make_twin
 
 SMALL = dict(
@@ -41,7 +41,7 @@ SPARSE = dict(
     ],
 )
 def test_readers_are_found_and_the_fold_is_exact(model_type, config, count, reason):
-    plan = plan_fold(AutoConfig.for_model(model_type, **config))
+    plan = plan_fold(make_twin(AutoConfig.for_model(model_type, **config)))
     assert plan.passed and plan.difference <= 1e-13
     assert (len(plan.folds), len(plan.folds) + len(plan.kept)) == count
     assert all(reason in text for text in plan.kept.values())
@@ -59,7 +59,7 @@ def test_readers_are_found_and_the_fold_is_exact(model_type, config, count, reas
 )
 def test_what_cannot_be_folded_is_refused_by_name(model_type, config, reason):
     with pytest.raises(ConversionRefused, match=reason):
-        plan_fold(AutoConfig.for_model(model_type, **config))
+        plan_fold(make_twin(AutoConfig.for_model(model_type, **config)))
 
 
 def test_a_second_reader_keeps_its_norm(monkeypatch):
@@ -68,7 +68,7 @@ def test_a_second_reader_keeps_its_norm(monkeypatch):
 
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x)
-    plan = plan_fold(AutoConfig.for_model("gpt2", **GPT2))
+    plan = plan_fold(make_twin(AutoConfig.for_model("gpt2", **GPT2)))
     assert {fold.path.rpartition(".")[2] for fold in plan.folds} == {"ln_1"}
     assert "something else" in plan.kept["transformer.h.0.ln_2"]
 
@@ -82,14 +82,14 @@ def test_an_incomplete_fold_does_not_pass(monkeypatch):
 
     monkeypatch.setattr(module, "folded", without_biases)
     with pytest.raises(ConversionRefused, match="nothing is folded"):
-        fold_of(make_twin(AutoConfig.for_model("gpt2", **GPT2)))
+        plan_fold(make_twin(AutoConfig.for_model("gpt2", **GPT2)))
 
 
-def write_source(folder, model_type, config, dtype, auto=AutoModelForCausalLM):
+def write_source(folder, model_type, config, dtype, auto=AutoModelForCausalLM, **how):
     with torch.random.fork_rng(devices=[]):
         model = auto.from_config(AutoConfig.for_model(model_type, **config)).double().eval()
     give_weights(model, seed=5)
-    model.to(dtype).save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder, **how)
     return folder
 
 
@@ -101,14 +101,15 @@ def logits(folder, **inputs):
 
 
 def test_written_checkpoint_has_ones_zeros_and_the_logits_of_the_source(tmp_path):
-    src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32)
-    done = write_folded(src, tmp_path / "dst", max_shard_size=20000)
+    src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32, max_shard_size="20KB")
+    done = convert_checkpoint(src, tmp_path / "dst", fold_affine=True)
     assert done.verification.passed and len(done.written.shards) > 1
     ids = torch.randint(3, 96, (2, 30), generator=torch.Generator().manual_seed(1))
     expected, got = (logits(tmp_path / which, input_ids=ids) for which in ("src", "dst"))
     assert (expected - got).abs().max() <= 1e-6 * expected.abs().max()  # rounded to float32
-    before, after = load(src), load(tmp_path / "dst")
-    assert before.keys() == after.keys()
+    plain = convert_checkpoint(src, tmp_path / "plain", verify=False)
+    before, after = load(tmp_path / "plain"), load(tmp_path / "dst")
+    assert before.keys() == after.keys() and plain.written.shards.keys() == done.written.shards.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     readers = {
         f"transformer.h.{i}.{n}.{p}" for i in (0, 1) for n in ("attn.c_attn", "mlp.c_fc") for p in ("weight", "bias")
@@ -116,14 +117,14 @@ def test_written_checkpoint_has_ones_zeros_and_the_logits_of_the_source(tmp_path
     norms = {f"transformer.h.{i}.{n}.{p}" for i in (0, 1) for n in ("ln_1", "ln_2") for p in ("weight", "bias")}
     assert changed == readers | norms
     assert all(bool((after[key] == (1 if key.endswith("weight") else 0)).all()) for key in norms)
-    assert (tmp_path / "dst" / "config.json").read_bytes() == (src / "config.json").read_bytes()
+    assert (tmp_path / "dst" / "config.json").read_bytes() == (tmp_path / "plain" / "config.json").read_bytes()
 
 
 def test_a_converted_checkpoint_stays_converted(tmp_path):
     """The record of the conversion is kept and still holds: the norms run as RMSNorm."""
     src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32)
     convert_checkpoint(src, tmp_path / "rms", verify=False)
-    done = write_folded(tmp_path / "rms", tmp_path / "dst")
+    done = convert_checkpoint(tmp_path / "rms", tmp_path / "dst", fold_affine=True)
     assert done.verification.passed
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").eval()
     report = patch_model(model)
@@ -142,7 +143,7 @@ def test_converted_and_folded_in_one_pass(model_type, config, tmp_path, capsys):
     card = (tmp_path / "dst" / "README.md").read_text()
     assert card.index("## Converted") < card.index("## Norms folded") and card.count("Made from `src`") == 2
     convert_checkpoint(src, tmp_path / "rms", verify=False)
-    folds = plan_fold(src).folds
+    folds = plan_conversion(src, fold_affine=True).fold.folds
     after, plain = load(tmp_path / "dst"), load(tmp_path / "rms")
     assert folds and all(bool((after[fold.weight] == 1).all()) for fold in folds)
     assert all(fold.bias is None or not after[fold.bias].any() for fold in folds)
@@ -169,7 +170,7 @@ def test_tensors_of_other_dtypes_keep_their_bytes(tmp_path):
     tensors = load_file(src / "model.safetensors")
     extra = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()}
     save_file({**tensors, **extra}, src / "model.safetensors", {"format": "pt"})
-    write_folded(src, tmp_path / "dst", verify=False)
+    convert_checkpoint(src, tmp_path / "dst", fold_affine=True, verify=False)
     after = load(tmp_path / "dst")
     assert torch.equal(after["transformer.h.0.attn.bias"], extra["transformer.h.0.attn.bias"])
     assert after["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
@@ -180,6 +181,6 @@ def test_a_model_of_pixels(tmp_path):
         hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
     )
     src = write_source(tmp_path / "src", "vit", config, torch.float32, AutoModel)
-    done = write_folded(src, tmp_path / "dst")
-    assert done.verification.passed and len(done.plan.folds) == 4
+    done = convert_checkpoint(src, tmp_path / "dst", fold_affine=True)
+    assert done.verification.passed and len(done.plan.fold.folds) == 4
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]

@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_rmsnorm.conversion.checkpoint import expressions as native_tensors
-from hf_rmsnorm.conversion.checkpoint.source import ConversionError
-from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion import ConversionError, ConversionRefused, convert_checkpoint, plan_conversion
+from hf_rmsnorm.conversion.checkpoint import expressions
+from hf_rmsnorm.conversion.checkpoint.values import MemoryValues
 from hf_rmsnorm.conversion.targets import native
-from hf_rmsnorm.conversion.targets.native import native_target, plan_native, prove_native, write_native
+from hf_rmsnorm.conversion.targets.native import native_target, prove_native
 from hf_rmsnorm.conversion.twin.discover import discover
 from hf_rmsnorm.conversion.twin.twin import give_weights, in_double, make_twin
 
@@ -78,6 +78,10 @@ def write_source(folder, config, dtype=torch.float64, zero_final_bias=False, see
     return folder
 
 
+def to_native(src, dst, **how):
+    return convert_checkpoint(src, dst, target="native", **how)
+
+
 def load(folder, dtype):
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
@@ -99,8 +103,8 @@ def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tm
     model_type, changes, target, zero = PAIRS[name]
     for dtype, folder in ((torch.float64, tmp_path / "double"), (torch.float32, tmp_path / "single")):
         write_source(folder / "src", config_of(model_type, **changes), dtype, zero)
-        done = write_native(folder / "src", folder / "dst", verify=False)
-        assert done.planned.proof.passed
+        done = to_native(folder / "src", folder / "dst", verify=False)
+        assert done.plan.proof.passed
         assert json.loads((folder / "dst" / "config.json").read_text())["model_type"] == target
     expected = logits(tmp_path / "double" / "src", random_ids())
     got = logits(tmp_path / "double" / "dst", random_ids())
@@ -121,7 +125,7 @@ def test_weights_of_norms_fold_too(name):
     assert proof.passed
     target = native_target(twin.config, fold_affine=True)
     norms = [made for key, made in target.tensors.items() if "norm" in key]
-    assert norms and all(isinstance(made, native_tensors.Filled) and made.number == 1 for made in norms)
+    assert norms and all(isinstance(made, expressions.Filled) and made.number == 1 for made in norms)
 
 
 def refusal(model_type, **changes):
@@ -165,7 +169,7 @@ def test_a_final_bias_with_nowhere_to_go_is_refused(name, tmp_path):
     model_type, changes, _, _ = PAIRS[name]
     write_source(tmp_path / "src", config_of(model_type, **changes))
     with pytest.raises(ConversionRefused, match="final norm's bias, is not 0 and the head of arcee has no bias"):
-        write_native(tmp_path / "src", tmp_path / "dst")
+        to_native(tmp_path / "src", tmp_path / "dst")
     assert os.listdir(tmp_path) == ["src"]
 
 
@@ -174,7 +178,7 @@ def test_a_clip_that_may_be_reached_is_refused_with_the_bound(model_type, target
     changes = dict(clip_qkv=0.5) if model_type == "olmo" else dict(attn_config=dict(clip_qkv=0.5, rope_theta=1e4))
     write_source(tmp_path / "src", config_of(model_type, **changes))
     with pytest.raises(ConversionRefused, match=rf"does not become {target}: {model_type} clips .* at 0.5 .*may reach"):
-        plan_native(tmp_path / "src")
+        plan_conversion(tmp_path / "src", target="native")
 
 
 def test_the_bound_of_a_clip_holds_and_is_close():
@@ -182,8 +186,8 @@ def test_the_bound_of_a_clip_holds_and_is_close():
     layer = twin.model.model.layers[0].self_attn
     target = native_target(twin.config)
     weight = layer.q_proj.weight.detach()
-    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, native.Memory(
-        {**dict(twin.model.named_parameters()), "model.layers.0.self_attn.q_proj.weight": weight}, {}))  # fmt: skip
+    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, MemoryValues(
+        {**dict(twin.model.named_parameters()), "model.layers.0.self_attn.q_proj.weight": weight}))  # fmt: skip
     row = weight[weight.norm(dim=1).argmax()]
     worst = row / row.norm() * len(row) ** 0.5  # what a norm would have to put out
     assert bound * (1 - 1e-12) <= float((weight @ worst).abs().max()) <= bound * (1 + 1e-12)
@@ -209,7 +213,7 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
     (src / "pytorch_model.bin").write_bytes(b"old")
     before = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
     seen = []
-    done = write_native(src, tmp_path / "dst", max_shard_size=8000, verify=False, progress=lambda *a: seen.append(a))
+    done = to_native(src, tmp_path / "dst", max_shard_size=8000, verify=False, progress=lambda *a: seen.append(a))
     assert before == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
     index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(done.written.shards) > 2
@@ -225,7 +229,7 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
             assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
     card = (tmp_path / "dst" / "README.md").read_text()
-    assert card.startswith("# The model\n") and native.CARD_HEADING in card and str(done.planned.proof) in card
+    assert card.startswith("# The model\n") and native.CARD_HEADING in card and str(done.plan.proof) in card
     assert done.written.not_copied == ("pytorch_model.bin",) and not (tmp_path / "dst" / "pytorch_model.bin").exists()
     assert json.loads(json.dumps(done.to_dict()))["target_type"] == "ernie4_5_moe"
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
@@ -233,24 +237,24 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
 
 def test_verification_runs_both_and_publishes_only_what_passes(tmp_path, monkeypatch):
     src = write_source(tmp_path / "src", config_of("starcoder2"), torch.float32, zero_final_bias=True)
-    done = write_native(src, tmp_path / "good")
+    done = to_native(src, tmp_path / "good")
     assert done.verification.passed and done.verification.runs["result"]["greedy"] == "equal"
     assert done.written.unused == ("model.norm.bias",)
 
-    planned = plan_native(src)
+    planned = plan_conversion(src, target="native")
     broken = planned.target.tensors["model.layers.0.self_attn.o_proj.weight"]
-    monkeypatch.setattr(broken, "rows", lambda values, first, last: 2 * broken.of.rows(values, first, last))
+    monkeypatch.setattr(broken, "elements", lambda values, first, last: 2 * broken.of.elements(values, first, last))
     with pytest.raises(ConversionError, match="not published, the result fails verification"):
-        write_native(src, tmp_path / "bad", planned=planned)
+        to_native(src, tmp_path / "bad", planned=planned)
     assert not (tmp_path / "bad").exists()
     assert "FAIL" in (tmp_path / "bad.converting" / "report.txt").read_text()
 
 
 def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
     src = write_source(tmp_path / "src", config_of("olmo"), torch.bfloat16)
-    planned = plan_native(src)
+    planned = plan_conversion(src, target="native")
     how = dict(max_shard_size=5000, verify=False, planned=planned)
-    whole = write_native(src, tmp_path / "whole", **how)
+    whole = to_native(src, tmp_path / "whole", **how)
     assert len(whole.written.shards) > 4 and whole.written.resumed == 0
 
     class Stop(Exception):
@@ -261,33 +265,33 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        write_native(src, tmp_path / "again", progress=stop, **how)
+        to_native(src, tmp_path / "again", progress=stop, **how)
     assert not (tmp_path / "again").exists()
-    again = write_native(src, tmp_path / "again", **how)
+    again = to_native(src, tmp_path / "again", **how)
     assert again.written.resumed > 0 and again.written.shards == whole.written.shards
     for path in Path(tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
     with pytest.raises(ConversionError, match="exists already"):
-        write_native(src, tmp_path / "again", **how)
+        to_native(src, tmp_path / "again", **how)
 
 
 def test_memory_is_bounded_by_pieces_and_gives_the_same_tensors(tmp_path, monkeypatch):
     """Pieces of a few rows make the bytes that pieces of whole tensors make."""
     src = write_source(tmp_path / "src", config_of("dbrx"), torch.float32)
-    planned = plan_native(src)
-    whole = write_native(src, tmp_path / "whole", verify=False, planned=planned)
+    planned = plan_conversion(src, target="native")
+    whole = to_native(src, tmp_path / "whole", verify=False, planned=planned)
     largest = []
-    monkeypatch.setattr(native_tensors, "PIECE", 100)
-    rows = native_tensors.Stored.rows
+    monkeypatch.setattr(expressions, "PIECE", 100)
+    elements = expressions.Stored.elements
 
     def watched(self, values, first, last):
-        if len(values.shape(self.like)) == 2:
+        if len(values.stored(self.key).shape) == 2:
             largest.append(last - first)
-        return rows(self, values, first, last)
+        return elements(self, values, first, last)
 
-    monkeypatch.setattr(native_tensors.Stored, "rows", watched)
-    pieces = write_native(src, tmp_path / "pieces", verify=False, planned=plan_native(src))
-    assert max(largest) == 3  # of 32 channels
+    monkeypatch.setattr(expressions.Stored, "elements", watched)
+    pieces = to_native(src, tmp_path / "pieces", verify=False, planned=plan_conversion(src, target="native"))
+    assert max(largest) <= 100  # of 32 channels a row
     assert pieces.written.shards == whole.written.shards
 
 
@@ -299,10 +303,10 @@ def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
     key = "model.layers.1.mlp.up_proj.weight"
     save_file({k: t for k, t in tensors.items() if k != key}, src / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConversionError, match=f"no tensor {key}"):
-        write_native(src, tmp_path / "dst", verify=False)
+        to_native(src, tmp_path / "dst", verify=False)
     save_file({**tensors, key: tensors[key].to(torch.int8)}, src / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConversionError, match=f"{key} is I8: it is quantised"):
-        write_native(src, tmp_path / "dst", verify=False)
+        to_native(src, tmp_path / "dst", verify=False)
     assert os.listdir(tmp_path) == ["src"]
 
 

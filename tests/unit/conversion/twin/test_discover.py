@@ -9,7 +9,7 @@ from conversion_models import CONFIGS, carry_out, causal_lm, config_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hf_rmsnorm.conversion.plan import Centre, ConversionPlan, ConversionRefused
+from hf_rmsnorm.conversion.plan import Centre, CentringPlan, ConversionRefused
 from hf_rmsnorm.conversion.twin.discover import discover
 from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
 from hf_rmsnorm.conversion.twin.prove import prove
@@ -33,7 +33,7 @@ def test_every_norm_becomes_an_rmsnorm_and_the_outputs_stay(name):
     assert proof.stock <= 1e-12 and proof.rms <= 1e-12
     assert len(proof.means) == len(plan.norms) and max(proof.means.values()) < 1e-13
     assert plan.margins["gauge_max"] < 1e-12 < 1e-5 < plan.margins["nongauge_min"]
-    assert ConversionPlan.from_json(plan.to_json()) == plan
+    assert CentringPlan.from_json(plan.to_json()) == plan
 
 
 def test_a_checkpoint_on_disk_converts_and_loads_with_the_stock_class(tmp_path):

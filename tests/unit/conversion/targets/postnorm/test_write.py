@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertM
 
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.cli.main import main
-from hf_rmsnorm.conversion import ConversionRefused, VerificationFailed, convert_post_norm
+from hf_rmsnorm.conversion import ConversionRefused, VerificationFailed, convert_checkpoint, plan_conversion
 from hf_rmsnorm.conversion.targets.postnorm import write as postnorm_write
 from hf_rmsnorm.conversion.twin.twin import give_weights
 from hf_rmsnorm.demo import demo_path
@@ -78,10 +78,10 @@ def test_the_model_card_says_what_was_done(level, tmp_path, monkeypatch):
     monkeypatch.setattr(postnorm_write, "SENTENCES", 24)
     src, dst = save(tmp_path / "a model", "BertModel", max_shard_size="50KB"), tmp_path / "dst"
     (src / "README.md").write_bytes(b"# Mod\xe8le\r\n")
-    done = convert_post_norm(src, dst, level)
+    done = convert_checkpoint(src, dst, post_norm=level)
     card = (dst / "README.md").read_bytes().decode("latin-1")
     assert card.startswith("# Mod\xe8le\n") and ("**Approximate.**" in card) == (level == "fit")
-    assert str(done.report) in card and str(done.verification) in card
+    assert str(done.plan.report) in card and str(done.verification) in card
     assert "Made from `a model` with hf-rmsnorm" in card and f"PyTorch {torch.__version__}" in card
     report = json.loads((dst / "conversion_report.json").read_text())
     assert report["source"] == "a model" and report["verification"]["passed"]
@@ -90,21 +90,22 @@ def test_the_model_card_says_what_was_done(level, tmp_path, monkeypatch):
     shards = sorted(path.name for path in src.glob("*.safetensors"))
     assert len(shards) > 1 and set(index["weight_map"]) == set(load(dst)) == set(load(src))
     assert abs(len(set(index["weight_map"].values())) - len(shards)) <= 1  # two neurons may move a tensor
-    assert json.loads(index["metadata"]["hf_rmsnorm"])["source"] == "a model"
+    for path in dst.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert json.loads(file.metadata()["hf_rmsnorm"])["source"] == "a model"
 
 
 def test_a_result_that_fails_is_not_published(bert, tmp_path, monkeypatch, capsys):
     def damaged(*args, **kwargs):
-        planned = plan(*args, **kwargs)
+        planned = plan_conversion(*args, **kwargs)
         planned.conversion.tensors["encoder.layer.0.output.dense.bias"][3] += 0.1
         return planned
 
-    plan = postnorm_write.plan_post_norm
     with pytest.raises(VerificationFailed, match="as LayerNorm: verdict FAIL"):
-        convert_post_norm(bert, tmp_path / "out", "exact", planned=damaged(bert, "exact"))
+        convert_checkpoint(bert, tmp_path / "out", planned=damaged(bert, post_norm="exact"))
     assert not (tmp_path / "out").exists()
     assert "verdict FAIL" in (tmp_path / "out.converting" / "report.txt").read_text()
-    monkeypatch.setattr("hf_rmsnorm.conversion.plan_post_norm", damaged)
+    monkeypatch.setattr("hf_rmsnorm.conversion.plan_conversion", damaged)
     arguments = ["convert", str(bert), str(tmp_path / "out"), "--post-norm", "exact"]
     assert main([*arguments, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["published"] is False and not (tmp_path / "out").exists()
@@ -153,13 +154,13 @@ def test_exact_gives_equal_outputs_with_two_more_neurons(bert, tmp_path, capsys)
 
 def test_refusals_leave_nothing(bert, tmp_path, capsys):
     with pytest.raises(ConversionRefused, match="no tokenizer"):
-        convert_post_norm(bert, tmp_path / "out", "fit")
+        convert_checkpoint(bert, tmp_path / "out", post_norm="fit")
     checkpoint = BertModel.from_pretrained(bert, add_pooling_layer=False)
     checkpoint.save_pretrained(tmp_path / "src")
     with pytest.raises(ConversionRefused, match="has pooler.dense.* and the checkpoint has not"):
-        convert_post_norm(tmp_path / "src", tmp_path / "out", "exact")
+        convert_checkpoint(tmp_path / "src", tmp_path / "out", post_norm="exact")
     with pytest.raises(ConversionRefused, match="choose one of"):
-        convert_post_norm(bert, tmp_path / "out", "best")
+        convert_checkpoint(bert, tmp_path / "out", post_norm="best")
     assert main(["convert", str(bert), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "--post-norm exact" in error and "--post-norm fit" in error

@@ -1,0 +1,217 @@
+"""The way into conversion: `plan_conversion`, `convert_checkpoint` and, for adapters of PEFT, `convert_adapter`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint.values import open_values
+from .checkpoint.write import Written, write_checkpoint
+from .judge.folder import Verification
+from .judge.pair import Running
+from .judge.publish import VerificationFailed
+from .plan import ConversionRefused
+from .targets.adapter import plan_adapter
+from .targets.centred import plan_centring
+from .targets.fold import with_folds
+from .targets.native import plan_native
+from .targets.planned import PlannedConversion
+from .targets.postnorm.write import plan_post_norm
+from .twin.twin import make_twin
+
+TARGETS = ("same", "native")
+POST_NORM = ("exact", "fit")
+NOT_RUN = Verification(True, "verified by the run that wrote it")
+"""What stands where DST appeared in a run before this one, which was killed while it cleaned up."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did.
+
+    Args:
+        plan: what was planned and proven, as it was carried out.
+        written: the folder, and what is in it.
+        verification: source and result compared, before the folder appeared.
+    """
+
+    plan: PlannedConversion
+    written: Written
+    verification: Verification
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        return {**self.plan.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
+
+    def __str__(self) -> str:
+        return f"{self.written}\n{self.verification}"
+
+
+def plan_conversion(
+    src: str | os.PathLike,
+    *,
+    target: str = "same",
+    fold_affine: bool = False,
+    post_norm: str | None = None,
+    texts: list[str] | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    model_class: type | None = None,
+    inputs: Callable | None = None,
+) -> PlannedConversion:
+    """What converting `src` would do, and the proof that it is exact; nothing is written.
+
+    Args:
+        src: a model folder with safetensors, in one file or in shards; it is only read.
+        target: ``"same"``: the checkpoint's own architecture; all that writes to its residual stream is centred.
+            ``"native"``: an architecture that is RMSNorm by birth and computes the same, where there is one.
+        fold_affine: fold the norms' weights and biases into the linears that read them, where that is exact.
+        post_norm: for models like BERT, whose norms read the output of norms. ``"exact"``: two neurons more in every
+            FFN, so that its norm and the embeddings' become RMSNorm with equal outputs. ``"fit"``: all norms,
+            approximately, by least squares on text; the loss is measured and recorded. None: such models are refused.
+        texts: what ``post_norm="fit"`` fits and measures on; sentences of Python's help texts without it.
+        allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file, without running code in it.
+        trust_remote_code: run the model code that comes with the folder.
+        model_class: the class to load it with, instead of the one its config names.
+        inputs: makes keyword arguments of the forward for a model, where it takes other than token ids and pixels.
+
+    Raises:
+        ConversionRefused: it cannot be converted so; the message says why.
+        ConversionError: this is no whole checkpoint folder.
+    """
+    _check(target, fold_affine, post_norm, texts, model_class, inputs)
+    if post_norm is not None:
+        return plan_post_norm(
+            src, post_norm, texts=texts, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code,
+            model_class=model_class,
+        )  # fmt: skip
+    if target == "native":
+        return plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
+    twin = make_twin(src, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    planned = plan_centring(src, twin)
+    return with_folds(planned, twin) if fold_affine else planned
+
+
+def _check(target, fold_affine, post_norm, texts, model_class, inputs) -> None:
+    """Refuse options that do not go together."""
+    native = target == "native"
+    for name, value, choices in (("target", target, TARGETS), ("post_norm", post_norm, (*POST_NORM, None))):
+        if value not in choices:
+            raise ConversionRefused(f"{name}={value!r}: choose one of {', '.join(filter(None, choices))}")
+    if post_norm and (native or fold_affine):
+        raise ConversionRefused("--post-norm goes neither with --target native nor with --fold-affine: choose one")
+    if texts and post_norm != "fit":
+        raise ConversionRefused("--text is what --post-norm fit fits on: leave it out, or choose that")
+    if native and model_class:
+        raise ConversionRefused("model_class does not go with target='native', which converts causal language models")
+    if (native or post_norm) and inputs:
+        raise ConversionRefused("inputs goes with target='same' alone: pass texts or prompts")
+
+
+def convert_checkpoint(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    target: str = "same",
+    fold_affine: bool = False,
+    post_norm: str | None = None,
+    texts: list[str] | None = None,
+    prompts: list[str] | None = None,
+    verify: bool = True,
+    max_shard_size: int | str | None = None,
+    restart: bool = False,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    model_class: type | None = None,
+    inputs: Callable | None = None,
+    planned: PlannedConversion | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Conversion:
+    """Convert a LayerNorm checkpoint into one whose norms may be RMSNorms, with the same logits.
+
+    LayerNorm of a vector of zero mean is RMSNorm of it (Jiang et al. 2023), so everything that writes to the residual
+    stream is centred. The result loads without this package and computes the same; `patch_model` runs its norms as
+    RMSNorm, as its config.json records. The checkpoint streams through: tensors are computed in float64, in pieces, and
+    rounded once to their own dtype; what is not touched keeps its bytes.
+
+    Args:
+        src, target, fold_affine, post_norm, texts, allow_pickle, trust_remote_code, model_class, inputs: as in
+            `plan_conversion`.
+        dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
+        prompts: texts to verify on, where there is a tokenizer.
+        verify: run source and result after writing, and publish only what passes.
+        max_shard_size: bytes, or "5GB" and the like, where the shards are not those of the source.
+        restart: drop the unfinished conversion of something else into the same DST.
+        planned: what `plan_conversion` returned for the same arguments, if it has been called.
+        progress: called as ``progress(tensors, bytes, total_bytes)`` with what is done so far.
+
+    Raises:
+        ConversionRefused: the model cannot be converted so.
+        ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
+        VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
+    """
+    planned = planned or plan_conversion(
+        src, target=target, fold_affine=fold_affine, post_norm=post_norm, texts=texts, allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
+    )  # fmt: skip
+    how = Running(trust_remote_code, model_class, inputs, prompts, verify)
+    with open_values(src, allow_pickle=allow_pickle) as values:
+        return _carry_out(planned, values, dst, how, max_shard_size, restart, progress)
+
+
+def convert_adapter(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    base: str | os.PathLike,
+    converted: str | os.PathLike,
+    prompts: list[str] | None = None,
+    verify: bool = True,
+    restart: bool = False,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    model_class: type | None = None,
+    inputs: Callable | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Conversion:
+    """Convert a LoRA adapter of PEFT that was trained on a checkpoint which `convert_checkpoint` has converted.
+
+    LoRA adds ``B A x`` to what a linear computes. Where that writes to the residual stream, B is centred along its
+    output as the weight was; full tensors that the adapter brings are centred like those they stand in for. `converted`
+    with the result gives the logits of `base` with `src`, and `patch_model` runs both as RMSNorm.
+
+    Args:
+        src: a folder with adapter_config.json and adapter_model.safetensors; it is only read.
+        dst: the folder to make, as in `convert_checkpoint`. Its adapter_config.json names `converted` as base.
+        base: the folder of the model that the adapter was trained on.
+        converted: what `convert_checkpoint` made of `base`.
+        model_class: the class that the adapter was trained on, where it is not the one that the base's config names.
+        prompts, restart, allow_pickle, trust_remote_code, inputs, progress: as in `convert_checkpoint`.
+        verify: run both pairs through PEFT, where it is installed, and publish only what passes.
+
+    Raises:
+        ConversionRefused: the adapter cannot be converted exactly; the message says which tensor and why.
+        ConversionError, VerificationFailed: as in `convert_checkpoint`.
+    """
+    twin = make_twin(base, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    planned = plan_adapter(src, base, converted, twin, allow_pickle=allow_pickle)
+    how = Running(trust_remote_code, model_class, inputs, prompts, verify)
+    with open_values(src, allow_pickle=allow_pickle, adapter=True) as values:
+        return _carry_out(planned, values, dst, how, None, restart, progress)
+
+
+def _carry_out(planned: PlannedConversion, values, dst, how: Running, max_shard_size, restart, progress) -> Conversion:
+    verdict, src = NOT_RUN, values.checkpoint.folder
+
+    def check(folder: Path) -> None:
+        nonlocal planned, verdict
+        verdict, planned = planned.judge(src, folder, how)
+        if not verdict.passed:
+            raise VerificationFailed(f"{dst}: not published, the result fails verification\n{verdict}", verdict)
+        planned.describe(folder, verdict)
+
+    layout, config = planned.result(values, max_shard_size)
+    written = write_checkpoint(values, dst, layout, config, check=check, restart=restart, progress=progress)
+    return Conversion(planned, written, verdict)

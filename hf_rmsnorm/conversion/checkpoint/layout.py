@@ -1,0 +1,125 @@
+"""Which tensor of a result lies in which file: dtypes, shapes, headers and index, known before a byte is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from .expressions import Expression, Stored
+from .shard import ConversionError, StoredTensor, make_header
+from .source import INDEX
+from .values import FileValues
+
+MAX_SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The shards of a result.
+
+    Args:
+        tensors: all of them, by name.
+        shards: file name -> its tensors, in the order of their bytes.
+        headers: file name -> length and JSON.
+        index: bytes of ``model.safetensors.index.json``; None where there is one file.
+        changed: names of tensors of the source that get other values, where the shards are the source's.
+        added: names of tensors that the source does not have, where the shards are the source's.
+    """
+
+    tensors: dict[str, Expression] = field(repr=False)
+    shards: dict[str, list[StoredTensor]]
+    headers: dict[str, bytes] = field(repr=False)
+    index: bytes | None = field(repr=False)
+    changed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor."""
+        return {tensor.name: tensor.nbytes for held in self.shards.values() for tensor in held}
+
+
+def as_source(
+    tensors: dict[str, Expression], values: FileValues, metadata: Mapping[str, str] | None = None
+) -> ShardLayout:
+    """The shards of the source: their names, their order, their headers where nothing in them changes.
+
+    A new tensor follows the one that it is like, so that every tensor stays aligned to its element size.
+
+    Args:
+        metadata: strings to add to the ``__metadata__`` of every shard.
+    """
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConversionError(f"metadata {key!r}: safetensors keeps strings only: pass json.dumps of the value")
+    source = values.checkpoint
+    added: dict[str, list[str]] = {}
+    for name in tensors.keys() - source.tensors.keys():
+        added.setdefault(tensors[name].like, []).append(name)
+    shards, headers = {}, {}
+    for shard in source.shards:
+        names = [new for name in shard.tensors for new in (name, *sorted(added.get(name, ())))]
+        shards[shard.name] = _in_order(names, tensors, values)
+        kept = {**(shard.metadata or {}), **(metadata or {})}
+        same = shard.header and not metadata and len(names) == len(shard.tensors)
+        headers[shard.name] = shard.header if same else make_header(shards[shard.name], kept)
+    new = {name: like for like, names in added.items() for name in names}
+    index = None if source.index is None else _index_as_source(values, shards, new)
+    changed = tuple(name for name, made in tensors.items() if name not in new and not isinstance(made, Stored))
+    return ShardLayout(tensors, shards, headers, index, changed, tuple(sorted(new)))
+
+
+def split(
+    tensors: dict[str, Expression],
+    values: FileValues,
+    metadata: Mapping[str, str],
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> ShardLayout:
+    """Shards of a size at most, as `save_pretrained` makes them."""
+    parts = split_state_dict_into_shards_factory(
+        {name: made.nbytes(values) for name, made in tensors.items()},
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    ).filename_to_tensors
+    shards = {file: _in_order(names, tensors, values) for file, names in parts.items()}
+    headers = {file: make_header(held, dict(metadata)) for file, held in shards.items()}
+    return ShardLayout(tensors, shards, headers, _index(shards) if len(shards) > 1 else None)
+
+
+def _in_order(names: list[str], tensors: dict[str, Expression], values: FileValues) -> list[StoredTensor]:
+    """Tensors one behind another."""
+    placed, at = [], 0
+    for name in names:
+        made = tensors[name]
+        placed.append(StoredTensor(name, made.dtype(values), made.shape(values), at, at := at + made.nbytes(values)))
+    return placed
+
+
+def _index(shards: dict[str, list[StoredTensor]]) -> bytes:
+    held = [tensor for tensors in shards.values() for tensor in tensors]
+    sizes = {"total_size": sum(t.nbytes for t in held), "total_parameters": sum(prod(t.shape) for t in held)}
+    names = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
+    return _json({"metadata": sizes, "weight_map": dict(sorted(names.items()))})
+
+
+def _index_as_source(values: FileValues, shards: dict[str, list[StoredTensor]], added: dict[str, str]) -> bytes:
+    source = values.checkpoint
+    if source.index_name == INDEX and not added:
+        return (source.folder / INDEX).read_bytes()
+    shard_of = {shard.path.name: shard.name for shard in source.shards}
+    names = {key: shard_of[name] for key, name in source.index["weight_map"].items()}
+    names |= {key: source.tensors[old][0].name for key, old in added.items()}
+    metadata = dict(source.index.get("metadata") or {})
+    metadata["total_size"] = sum(tensor.nbytes for held in shards.values() for tensor in held)
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] += sum(prod(values.stored(old).shape) for old in added.values())
+    return _json({**source.index, "metadata": metadata, "weight_map": names})
+
+
+def _json(data: dict) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()
