@@ -72,9 +72,7 @@ class Checkpoint:
                 raise changed(self.folder / name)
 
 
-def open_checkpoint(
-    folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False
-) -> Checkpoint:
+def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False) -> Checkpoint:
     """Read the headers, the index and the config of a checkpoint folder and check that they fit together.
 
     Args:
@@ -185,5 +183,3 @@ def _shard_names(folder: Path, index_name: str, index: dict) -> list[str]:
         if not (folder / name).is_file():
             raise ConversionError(f"{where}: {key} is in {name}, which is missing: download that file")
     return sorted(set(names.values()))
-
-

@@ -138,9 +138,7 @@ class ModelPair:
 
 
 @contextmanager
-def side_by_side(
-    src, folder: Path, how: Running, given: list[Mapping] | None = None
-) -> Iterator[ModelPair]:
+def side_by_side(src, folder: Path, how: Running, given: list[Mapping] | None = None) -> Iterator[ModelPair]:
     """Load two checkpoints in their own dtype, module by module where memory does not hold both.
 
     Args:

@@ -104,9 +104,7 @@ def plan_adapter(src, base, converted, twin: Twin, *, allow_pickle: bool = False
     return PlannedAdapter(made, centring, Path(base), Path(converted), factors)
 
 
-def _plan(
-    own: FileValues, model: FileValues, converted, twin: Twin
-) -> tuple[CentringPlan, dict[str, torch.Tensor]]:
+def _plan(own: FileValues, model: FileValues, converted, twin: Twin) -> tuple[CentringPlan, dict[str, torch.Tensor]]:
     """What is done to the adapter's tensors, and the layer scales of the base that it takes."""
     source, src = own.checkpoint, own.checkpoint.folder
     if more := [name for name in source.others if os.path.basename(name) == ADAPTER_FILES[0]]:
