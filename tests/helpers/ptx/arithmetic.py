@@ -1,0 +1,170 @@
+"""What the arithmetic of PTX computes: by instruction, the kinds of its operands and a numpy function of all lanes.
+
+Registers are arrays of bits, one element a lane, or a scalar where all lanes hold the same. A kind is how an operand
+is looked at: w, d, h: unsigned of 32, 64, 16 bits; s, q: signed of 32 and 64; f, e: float32 and float16; p: predicate.
+bfloat16 has no dtype and is held as h.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+u16, u32, u64, i32, i64, f16, f32, f64 = (np.dtype(t) for t in ("u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8"))
+KINDS = dict(w=u32, d=u64, h=u16, s=i32, q=i64, f=f32, e=f16, p=np.dtype("?"))
+TYPES = dict(b32="w", u32="w", s32="w", f16x2="w", bf16x2="w", b64="d", u64="d", s64="d", b16="h", u16="h", bf16="h",
+             f32="f", f16="e", pred="p")  # fmt: skip
+SIGNED = TYPES | dict(s32="s", s64="q")
+
+
+def fma32(a, b, c):
+    """a * b + c rounded once: the product is exact in float64, and only a sum on a float32 midpoint can round twice."""
+    product = np.multiply(a, b, dtype=f64)
+    total = product + c
+    tie = (total.view(u64) & 0x1FFF_FFFF) == 0x1000_0000
+    if tie.any():
+        part = total - product
+        lost = (product - (total - part)) + (c - part)
+        total = np.where(tie & (lost != 0), np.nextafter(total, np.copysign(np.inf, lost)), total)
+    return total.astype(f32)
+
+
+def to_bf16(a):
+    bits = a.view(u32)
+    out = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(u16)
+    odd = np.isnan(a)
+    return np.where(odd, u16.type(0x7FFF), out) if odd.any() else out
+
+
+def of_bf16(a):
+    return (a.astype(u32) << 16).view(f32)
+
+
+def _narrow(total):
+    """float64 to bfloat16, by way of float32 rounded to odd, so that the second rounding is right."""
+    near = total.astype(f32)
+    other = np.nextafter(near, np.where(total > near, np.inf, -np.inf).astype(f32))
+    return to_bf16(np.where((near != total) & (near.view(u32) % 2 == 0) & np.isfinite(near), other, near))
+
+
+def _wide(a):
+    return of_bf16(a).astype(f64)
+
+
+HALVES = {  # by type: the kind of one half, and what is done to it
+    "bf16": ("h", {
+        "add": lambda a, b: _narrow(_wide(a) + _wide(b)), "sub": lambda a, b: _narrow(_wide(a) - _wide(b)),
+        "mul": lambda a, b: to_bf16(of_bf16(a) * of_bf16(b)), "neg": lambda a: a ^ 0x8000,
+        "fma": lambda a, b, c: _narrow(_wide(a) * _wide(b) + _wide(c))}),
+    "f16": ("e", {  # two float16 numbers have an exact product in float32, and any sum of it in float64 rounds once
+        "add": lambda a, b: (a.astype(f64) + b).astype(f16), "sub": lambda a, b: (a.astype(f64) - b).astype(f16),
+        "mul": lambda a, b: (a.astype(f32) * b.astype(f32)).astype(f16), "neg": lambda a: -a,
+        "fma": lambda a, b, c: (a.astype(f64) * b.astype(f64) + c).astype(f16)}),
+}  # fmt: skip
+
+
+def _pack(low, high):
+    return high.view(u16).astype(u32) << 16 | low.view(u16)
+
+
+def _unpack(pair):
+    return pair.astype(u16), (pair >> 16).astype(u16)
+
+
+def _in_halves(kind: str, function: Callable) -> Callable:
+    def both(*pairs):
+        lows, highs = zip(*map(_unpack, pairs), strict=True)
+        return _pack(*(function(*(h.view(KINDS[kind]) for h in halves)) for halves in (lows, highs)))
+
+    return both
+
+
+def _rsqrt(a):
+    return (1.0 / np.sqrt(a.astype(f64))).astype(f32)
+
+
+def _flushed(a):
+    return np.where(np.abs(a) < f32.type(2.0**-126), np.copysign(f32.type(0), a), a)
+
+
+FLOAT = {
+    "add": ("ff", np.add), "sub": ("ff", np.subtract), "mul": ("ff", np.multiply), "fma": ("fff", fma32),
+    "div": ("ff", np.divide), "sqrt": ("f", np.sqrt), "rsqrt": ("f", _rsqrt),
+    "rsqrt.ftz": ("f", lambda a: _rsqrt(_flushed(a))), "ex2": ("f", lambda a: np.exp2(a.astype(f64)).astype(f32)),
+    "neg": ("w", lambda a: a ^ 0x8000_0000), "min": ("ff", np.fmin), "max": ("ff", np.fmax),
+}  # fmt: skip
+ROUNDED = {"rn", "full", "approx"}  # those that are approximate are exact here unless they are to be blurred
+
+COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+           "ge": np.greater_equal}  # fmt: skip
+INTEGER = {  # x and y are the type as unsigned and as it is
+    "add": ("xx", np.add), "sub": ("xx", np.subtract), "mul.lo": ("xx", np.multiply), "and": ("xx", np.bitwise_and),
+    "or": ("xx", np.bitwise_or), "xor": ("xx", np.bitwise_xor), "not": ("x", np.invert),
+    "mad.lo": ("xxx", lambda a, b, c: a * b + c), "neg": ("x", lambda a: a.dtype.type(0) - a),
+    "min": ("yy", np.minimum), "max": ("yy", np.maximum),
+    "div": ("yy", lambda a, b: (a - np.fmod(a, b)) // b), "rem": ("yy", np.fmod),
+}  # fmt: skip
+EXACT = {
+    "mul.wide.s32": ("ss", lambda a, b: np.multiply(a, b, dtype=i64)),
+    "mul.wide.u32": ("ww", lambda a, b: np.multiply(a, b, dtype=u64)),
+    "mad.wide.s32": ("ssq", lambda a, b, c: np.multiply(a, b, dtype=i64) + c),
+    "mad.wide.u32": ("wwd", lambda a, b, c: np.multiply(a, b, dtype=u64) + c),
+    "mul.hi.s32": ("ss", lambda a, b: (np.multiply(a, b, dtype=i64) >> 32).astype(i32)),
+    "shl.b32": ("ww", np.left_shift), "shr.u32": ("ww", np.right_shift), "shr.s32": ("ss", np.right_shift),
+    "shl.b64": ("dw", np.left_shift), "shr.u64": ("dw", np.right_shift), "shr.s64": ("qs", np.right_shift),
+    "shl.b16": ("hw", lambda a, n: (a.astype(u32) << n).astype(u16)),
+    "bfe.u32": ("www", lambda a, at, n: (a >> at) & ((u64.type(1) << n) - 1).astype(u32)),
+    "bfe.s32": ("sss", lambda a, at, n: a << (32 - at - n) >> (32 - n)),
+    "cvt.f32.bf16": ("h", of_bf16), "cvt.f32.f16": ("e", lambda a: a.astype(f32)),
+    "cvt.rn.bf16.f32": ("f", to_bf16), "cvt.rn.f16.f32": ("f", lambda a: a.astype(f16)),
+    "cvt.rn.bf16x2.f32": ("ff", lambda high, low: _pack(to_bf16(low), to_bf16(high))),
+    "cvt.rn.f16x2.f32": ("ff", lambda high, low: _pack(low.astype(f16), high.astype(f16))),
+    "cvt.u64.u32": ("w", lambda a: a.astype(u64)), "cvt.s64.s32": ("s", lambda a: a.astype(i64)),
+    "cvt.u32.u64": ("d", lambda a: a.astype(u32)), "cvt.u32.u16": ("h", lambda a: a.astype(u32)),
+    "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "not.pred": ("p", np.logical_not),
+    "and.pred": ("pp", np.logical_and), "or.pred": ("pp", np.logical_or), "xor.pred": ("pp", np.logical_xor),
+}  # fmt: skip
+MOVES = {  # of a pair in braces, by whether that is the destination and by width
+    (True, "b32"): ("w", _unpack), (False, "b32"): ("hh", _pack),
+    (True, "b64"): ("d", lambda a: (a.astype(u32), (a >> 32).astype(u32))),
+    (False, "b64"): ("ww", lambda low, high: high.astype(u64) << 32 | low),
+}  # fmt: skip
+
+
+def operation(name: str) -> tuple[str, Callable] | None:
+    """(kinds of the sources, function) of an arithmetic instruction, None if this is none that is known."""
+    head, *modifiers, kind = name.split(".") if "." in name else (name, "")
+    if name in EXACT or kind not in TYPES:
+        return EXACT.get(name)
+    if head == "mov" and not modifiers:
+        return TYPES[kind], lambda a: a
+    if head == "selp" and not modifiers:
+        return 2 * TYPES[kind] + "p", lambda a, b, p: np.where(p, a, b)
+    if head == "setp" and len(modifiers) == 1 and (modifiers[0] != "ne" or kind != "f32"):
+        return COMPARE.get(modifiers[0]) and (2 * SIGNED[kind], COMPARE[modifiers[0]])
+    if kind == "f32" and set(modifiers) - {"ftz"} <= ROUNDED:
+        return FLOAT.get(head + ".ftz" * ("ftz" in modifiers))
+    if match := re.fullmatch(r"(b?f16)(x2)?", kind):
+        letter, table = HALVES[match[1]]
+        if head not in table or not set(modifiers) <= {"rn"}:
+            return None
+        count = {"fma": 3, "neg": 1}.get(head, 2)
+        return ("w" * count, _in_halves(letter, table[head])) if match[2] else (letter * count, table[head])
+    found = INTEGER.get(".".join([head, *modifiers])) if kind[0] in "bsu" else None
+    return found and (found[0].replace("x", TYPES[kind]).replace("y", SIGNED[kind]), found[1])
+
+
+def is_approximate(name: str) -> bool:
+    """Whether the hardware may be an ulp or two off."""
+    return ".approx" in name or name == "div.full.f32"
+
+
+def blurred(value):
+    """float32 values moved by -1, 0 or 1 ulp, by a hash of their bits."""
+    bits = value.view(u32)
+    exponent = bits & 0x7F80_0000
+    mixed = (bits ^ (bits >> 15)) * u32.type(0x9E37_79B1)
+    moved = bits + (mixed ^ (mixed >> 13)) % 3 - 1
+    return np.where((exponent == 0) | (exponent == 0x7F80_0000), bits, moved).view(f32)
