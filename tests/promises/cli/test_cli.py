@@ -285,6 +285,7 @@ def test_generate_shows_both_texts_and_both_speeds(capsys):
     assert ("say nothing about the kernels" in out) == (data["device"] == "cpu")
 
 
+@pytest.mark.full
 def test_generate_decodes_greedily_whatever_the_checkpoint_asks_for(capsys, tmp_path):
     shutil.copytree(demo_path("gpt2"), tmp_path, dirs_exist_ok=True)
     transformers.GenerationConfig(do_sample=True, temperature=9.0, num_beams=2).save_pretrained(tmp_path)

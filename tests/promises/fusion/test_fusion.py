@@ -119,6 +119,7 @@ def test_inference_mode_fuses_inside_the_layers_only(taken):
         assert torch.equal(model(IDS).logits, expected) and taken["taken"] == taken["left"] == 3
 
 
+@pytest.mark.full
 def test_compiled_without_a_graph_break():
     model = build("llama")
     with torch.no_grad():

@@ -63,6 +63,7 @@ def assert_same_run(folder, other):
     assert weights(folder) == weights(other)
 
 
+@pytest.mark.full
 def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_files(train, capsys):
     plain = train("plain", "--max-steps", 4, "--no-patch", "--save-every", 2)
     assert "RMSNorm(" not in capsys.readouterr().out
@@ -236,6 +237,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path,
         assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(adapter, train, capsys):
     flags = ["--lora"] if adapter else []
