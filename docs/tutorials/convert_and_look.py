@@ -39,12 +39,11 @@ print(f"\nevery LayerNorm swapped for an RMSNorm: perplexity {before.naive.perpl
 
 # 3. The plan: which tensors write to the residual stream, found by arithmetic and proven in float64. No weight is read.
 planned = plan_conversion(demo_path("gpt2"))
-becoming = [norm.becomes_rms for norm in planned.plan.norms]
-print(f"\nplan: {len(planned.plan.centre)} tensors to centre, {sum(becoming)} of {len(becoming)} norms become RMSNorm")
+print(f"\n{str(planned).splitlines()[0]}")  # print(planned) lists every tensor and norm
 
 # 4. The conversion, verified before its folder appears. The source is only read.
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp()) / "gpt2-rms"
-done = convert_checkpoint(demo_path("gpt2"), folder)
+done = convert_checkpoint(demo_path("gpt2"), folder, planned=planned)
 print(f"converted: {'PASS' if done.verification.passed else 'FAIL'}")
 
 # 5. The result is a plain GPT-2 checkpoint. Its norms' inputs have no mean, and it says the same.

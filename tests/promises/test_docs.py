@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import re
@@ -208,3 +209,13 @@ def test_a_tutorial_runs_and_prints_what_its_page_shows(name, tmp_path):
 
     assert words(done.stdout) == words(shown)
     assert f'--8<-- "tutorials/{name}.py"' in pages.PAGES[f"docs/tutorials/{name}.md"]
+
+
+def test_the_function_takes_what_the_command_takes():
+    (subcommands,) = [action for action in build_parser()._actions if action.choices]
+    options = {o for action in subcommands.choices["convert"]._actions for o in action.option_strings}
+    rows = re.findall(r"^\| `(--[\w-]+)[^|]*\| `(\w+)=", pages.section("docs/conversion.md", ""), re.MULTILINE)
+    arguments = set(inspect.signature(hf_rmsnorm.convert_checkpoint).parameters) - {"src", "dst", "planned"}
+    for_itself = {"-h", "--help", "--json", "--traceback", "--plan", "--base"}  # a function each, or of the terminal
+    assert {option for option, _ in rows} == options - for_itself
+    assert {argument for _, argument in rows} == arguments - {"model_class", "inputs", "progress"}
