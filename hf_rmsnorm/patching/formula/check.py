@@ -11,9 +11,15 @@ import torch
 
 from ...fused.recipe import Recipe
 from ...reference import reference_norm
-from .closeness import close
-from .inputs import NotInFamily, Trial
+from .closeness import close, same_bits
+from .gradients import check_gradients
+from .inputs import FEW, NotInFamily, Trial
 from .probe import Unusable
+from .questions import check_questions
+
+LONG, WIDE = 1100, 20_000  # a sequence that is long, a row that is longer than one tile of a kernel
+MAX_ELEMENTS = 2**17  # of a long input
+MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 
 
 def prove(trial: Trial, recipe: Recipe, exact: bool) -> Recipe:
@@ -25,20 +31,63 @@ def prove(trial: Trial, recipe: Recipe, exact: bool) -> Recipe:
     Raises:
         NotInFamily: module and formula differ.
     """
-    for dtype in (torch.float32,) if recipe.only_float32 else (torch.float32, torch.bfloat16):
-        trial.randomise()
-        rows = trial.rows(half=dtype == torch.bfloat16)
-        three, four = rows[3:9].view(2, 3, -1), rows.view(3, 2, 2, -1).transpose(1, 2)
-        for x in (rows[:5], rows[None, :1], three, four):
-            if not trial.agrees(recipe, x, dtype, dtype, exact):
-                raise NotInFamily(f"on {x.dim()}-dimensional input its result is not that of {recipe.spec}")
-        if not _same_under_autocast(trial, recipe, three, dtype, exact):
+    dtypes = (torch.float32,) if recipe.only_float32 else (torch.float32, torch.bfloat16, torch.float16)
+    for dtype in dtypes:
+        if dtype != torch.float16:  # the rows of one half do for the other
+            rows, uneven = trial.rows(half=dtype != torch.float32), trial.uneven(half=dtype != torch.float32)
+        three, four = rows[3:9].view(2, 3, -1), rows[3:11].view(2, 2, 2, -1).transpose(1, 2)
+        trial.spread(recipe, dtype)
+        for x in (rows[:5], uneven) if dtype == torch.float16 else (rows[:5], rows[None, :1], three, four, uneven):
+            if trial.size < FEW:  # too few elements for every kind of weight
+                trial.spread(recipe, dtype)
+            _must_agree(trial, recipe, x, dtype, dtype, exact)
+        if recipe.gate_optional:
+            ungated = replace(recipe, spec=replace(recipe.spec, gate=None), gate=None)
+            _must_agree(trial, ungated, three, dtype, dtype, exact)
+        if dtype != torch.float16 and not _same_under_autocast(trial, recipe, three, dtype, exact):
             recipe = replace(recipe, not_under_autocast=True)
+    one_dtype = recipe.weight is None or (recipe.spec.functional and recipe.spec.rounding == "once")
+    for x_dtype, weight_dtype in () if one_dtype or recipe.only_float32 else MIXED_DTYPES:
+        trial.spread(recipe)
+        _must_agree(trial, recipe, rows[:5], x_dtype, weight_dtype, exact)
+    _check_sizes(trial, recipe, exact)
+    trial.randomise()
     if not _keeps_strides(trial, recipe):
         recipe = replace(recipe, row_major=True)
-    _check_strange_input(trial, recipe)
-    _check_gradients(trial, recipe)
+    for dtype in dtypes:
+        _check_strange_values(trial, recipe, dtype, exact)
+    _check_dimensions(trial, recipe)
+    check_gradients(trial, recipe)
+    check_questions(trial, recipe)
     return recipe
+
+
+def _must_agree(trial: Trial, recipe: Recipe, x, x_dtype: torch.dtype, weight_dtype: torch.dtype, exact: bool) -> None:
+    if trial.agrees(recipe, x, x_dtype, weight_dtype, exact):
+        return
+    trial.randomise()
+    if trial.agrees(recipe, x, x_dtype, weight_dtype, exact):
+        where = "where its weight is zero, negative, tiny or large"
+    elif x_dtype != weight_dtype:
+        where = "where weight and input are of two dtypes"
+    else:
+        where = f"on {x.dim()}-dimensional input"
+    raise NotInFamily(f"{where} its result is not that of {recipe.spec}")
+
+
+def _check_sizes(trial: Trial, recipe: Recipe, exact: bool) -> None:
+    """Long sequences, many of them, and rows of other sizes, as far as they are affordable."""
+    if recipe.weight is None and recipe.hidden_size is None:
+        for size in (trial.size + 8, 3 * trial.size + 40, WIDE):
+            x = trial.normal(2, 3, size)
+            if not trial.agrees(recipe, x, torch.float32, torch.float32, exact):
+                raise NotInFamily(f"on rows of {size} elements its result is not that of {recipe.spec}")
+    leading = ((1, LONG), (LONG, 1)) if recipe.dims is None else ((2, LONG // 2),)
+    with trial.narrowed(recipe, exact) as size:
+        for rows in leading if size * LONG <= MAX_ELEMENTS else ():
+            x = trial.normal(*rows, size)
+            if not trial.agrees(recipe, x, torch.float32, torch.float32, exact):
+                raise NotInFamily(f"on input of {LONG} rows its result is not that of {recipe.spec}")
 
 
 def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
@@ -71,32 +120,50 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
     return False
 
 
-def _check_strange_input(trial: Trial, recipe: Recipe) -> None:
+def _check_strange_values(trial: Trial, recipe: Recipe, dtype: torch.dtype, exact: bool) -> None:
+    """NaN, infinity and the largest numbers, in the input and in the weight."""
+    tensors = {name: tensor.to(dtype) for name, tensor in trial.tensors.items()}
+    x = trial.rows(half=True)[:6]
+    x[1, 0], x[2, -1], x[5, 0] = math.nan, math.inf, 6e4
+    if exact:  # their squares are infinite; another way to the same root need not pass through them
+        x[3] = x[0] * (6e4 if dtype == torch.float16 else 1e25)
+    x = x.to(dtype)
+    for place, value in ((0, None), (0, math.nan), (-1, math.inf)):
+        for name in {recipe.weight, recipe.bias} - {None} if value is not None else ():
+            tensors[name] = tensors[name].clone()
+            tensors[name][place] = value
+        trial.probe.set(**tensors)
+        gate = trial.gate_for(x, recipe)
+        y = trial.probe.run(x, gate)
+        expected = reference_norm(x, tensors.get(recipe.weight), tensors.get(recipe.bias), recipe.spec, gate)
+        if not (same_bits(y, expected) if exact else torch.equal(y.isnan(), expected.isnan())):
+            raise NotInFamily("it treats NaN, infinity or very large numbers in a way of its own")
+    trial.probe.set(**trial.tensors)
+
+
+def _check_dimensions(trial: Trial, recipe: Recipe) -> None:
     values = [trial.tensors.get(recipe.weight), trial.tensors.get(recipe.bias), recipe.spec]
-    x = trial.rows()
-    x[1, 0], x[2, -1] = math.nan, math.inf
-    gate = trial.gate_for(x, recipe)
-    if not torch.equal(trial.probe.run(x, gate).isnan(), reference_norm(x, *values, gate).isnan()):
-        raise NotInFamily("it treats NaN and infinity in a way of its own")
-    five = trial.rows().view(3, 2, 2, 1, -1)
-    gate = trial.gate_for(five, recipe)
-    try:
-        y = trial.probe.run(five, gate)
-    except Unusable:  # such input never reaches a forward that refuses it
-        return
-    if not close(y.nan_to_num(), reference_norm(five, *values, gate).nan_to_num(), 1e-3):
-        raise NotInFamily(f"on 5-dimensional input its result is not that of {recipe.spec}")
+    for leading in ((), (1, 2, 2, 1), (1, 2, 1, 2, 1), (2, 1, 1, 2, 1, 1)):
+        x = trial.normal(*leading, trial.size)
+        gate = trial.gate_for(x, recipe)
+        try:
+            y = trial.probe.run(x, gate)
+        except Unusable:  # such input never reaches a forward that refuses it
+            continue
+        if not close(y, reference_norm(x, *values, gate), 1e-3):
+            raise NotInFamily(f"on {x.dim()}-dimensional input its result is not that of {recipe.spec}")
 
 
 def _same_under_autocast(trial: Trial, recipe: Recipe, x: torch.Tensor, dtype: torch.dtype, exact: bool) -> bool:
     def watched():
         trial.probe.set(**{name: tensor.to(dtype) for name, tensor in trial.tensors.items()})
-        return trial.probe.run_watched(x.to(dtype), trial.gate_for(x.to(dtype), recipe))[1]
+        return trial.probe.torch_norm(x.to(dtype), trial.gate_for(x.to(dtype), recipe))
 
+    others = [("cpu", torch.bfloat16), ("cuda", torch.float16), ("cpu", torch.float16), ("cuda", torch.bfloat16)]
     seen = {watched()}
     try:
-        for device_type in ("cpu", "cuda"):
-            with _autocast(device_type):
+        for device_type, autocast_dtype in others if dtype == torch.float32 else others[2:]:
+            with _autocast(device_type, autocast_dtype):
                 seen.add(watched())
                 if not trial.agrees(recipe, x, dtype, dtype, exact):
                     return False
@@ -105,36 +172,12 @@ def _same_under_autocast(trial: Trial, recipe: Recipe, x: torch.Tensor, dtype: t
     return len(seen) == 1
 
 
-def _check_gradients(trial: Trial, recipe: Recipe) -> None:
-    names = [name for name in (recipe.weight, recipe.bias) if name]
-    x = trial.normal(3, trial.size)
-    x = (x + 0.5 * x.sign()).requires_grad_()
-    gate = trial.gate_for(x, recipe)
-    given = [x] if gate is None else [x, gate.requires_grad_()]
-    dy = trial.normal(3, trial.size)
-    leaves = {name: trial.tensors[name].clone().requires_grad_() for name in names}
-    with torch.enable_grad():
-        y = reference_norm(x, leaves.get(recipe.weight), leaves.get(recipe.bias), recipe.spec, gate)
-        expected = torch.autograd.grad(y, [*given, *leaves.values()], dy)
-        trial.probe.set(**leaves)
-        y = trial.probe.run(x, gate)
-        inputs = [*given, *(getattr(trial.probe.module, name) for name in names)]
-        try:
-            got = torch.autograd.grad(y, inputs, dy)
-        except RuntimeError as error:
-            raise NotInFamily("its output is cut off from the gradient") from error
-    trial.probe.set(**trial.tensors)
-    for name, a, b in zip(["input", "gate"][: len(given)] + names, got, expected, strict=True):
-        if not close(a.view(b.shape), b, 1e-4, floor=1.0):
-            raise NotInFamily(f"its gradient with respect to its {name} is not that of {recipe.spec}")
-
-
 @contextlib.contextmanager
-def _autocast(device_type: str) -> Iterator[None]:
+def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
     """What code that asks whether autocast is on would find, on a machine without that device too."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, torch.bfloat16)
+    torch.set_autocast_dtype(device_type, dtype)
     try:
         yield
     finally:

@@ -12,16 +12,21 @@ import torch
 from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
 from ...ops.backend import TILE_MAX
-from .check import prove
+from .check import MIXED_DTYPES, prove
 from .closeness import close, same_bits
-from .inputs import NotInFamily, Trial
+from .effects import otherwise
+from .inputs import FEW, NotInFamily, Trial
 from .lookalikes import describe
-from .probe import Unusable, own_tensors, plain_attributes
+from .probe import Unusable, is_plain, own_tensors, plain_attributes
 
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back from an output.
 EPS_READING = 2e-6
 SAME_DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
-MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
+# (train mode, whether the input needs gradients, whether the weights do, inference mode)
+MODES = (
+    *((False, False, False, False), (True, False, False, False), (False, True, True, False), (True, True, True, False)),
+    *((True, True, False, False), (True, False, True, False), (False, False, False, True)),
+)
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
@@ -34,6 +39,7 @@ class Fit(Trial):
 
     def recipe(self) -> Recipe:
         self.find_input()
+        self.probe.faults.extend(self.probe.code.faults())
         try:
             recipe = None if self.probe.faults else self._find_formula()
         except Unusable as error:  # it normalises, so it is a norm, if one that fails on some inputs
@@ -99,7 +105,7 @@ class Fit(Trial):
     def _find_functional(self) -> str | None:
         """What torch's own operator does of it; asked in bfloat16, where a cast to float32 around it shows."""
         self.probe.set(**{name: tensor.bfloat16() for name, tensor in self.tensors.items()})
-        _, functional = self.probe.run_watched(self.normal(2, self.size).bfloat16())
+        functional = self.probe.torch_norm(self.normal(2, self.size).bfloat16())
         self.probe.set(**self.tensors)
         return functional
 
@@ -173,7 +179,8 @@ class Fit(Trial):
             reading = self._read_eps(recipe)
             if not reading > 0.0 or abs(self._read_eps(recipe, 0.5 * reading) - reading) > 1e-3 * reading:
                 raise NotInFamily("its eps is neither inside the root nor beside it")
-        for name, value in self.probe.numbers.items():
+        finite = {name: value for name, value in self.probe.numbers.items() if math.isfinite(value)}
+        for name, value in finite.items():
             if _reads_as(reading, value) and self._drives_eps(recipe, name, 2.0 * value + 1e-3):
                 return replace(recipe, spec=recipe.spec.with_eps(float(value)), eps=name, eps_value=value)
         for value in (float(f"{reading:.3g}"), *MACHINE_EPS):
@@ -264,23 +271,32 @@ class Fit(Trial):
 
     def _check_other_attributes(self, recipe: Recipe) -> Recipe:
         """Nothing else may matter: no mode, no gradients, no other tensor, and no attribute that is not watched."""
-        x = self.rows()
+        x = self.rows()[[0, 2, 4, 6, 7, 10]]
         gate = self.gate_for(x, recipe)
-        y = self.probe.run(x, gate)
-        if not self._same_in_every_mode(x, gate, y):
-            raise NotInFamily("it computes something else in train mode or with gradients")
+        self.spread(recipe)
+        y = self._in_every_mode(x, gate)
+        if self.size < FEW:  # too few elements to show what else matters beside weights of every kind
+            self.randomise()
+            y = self._in_every_mode(x, gate)
         others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
         others |= {name: 2.0 * t.flatten() + 0.125 for name, t in own_tensors(self.probe.module)}
         for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
             if self._matters(name, others[name], x, gate, y):
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
+        for name in sorted(self.probe.code.names):
+            value = getattr(self.probe.module, name, None)
+            if is_plain(value) or (other := otherwise(value)) is None:
+                continue
+            if self._matters(name, other, x, gate, y):
+                raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
         settings, fixed = [], recipe.hidden_size
         own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
         for name, value in plain_attributes(self.probe.module).items():
-            if name in (recipe.eps, "training") or isinstance(value, tuple):
+            of_shape = isinstance(value, tuple) and (not value or value[-1] in (self.size, self.probe.head_dim))
+            if name in (recipe.eps, "training") or of_shape:
                 continue
-            another = {bool: lambda v: not v, int: lambda v: v + 1, str: lambda v: "another " + v}.get(type(value))
-            matters = another is not None and self._matters(name, another(value), x, gate, y)
+            other = None if isinstance(value, float) else _another(value)
+            matters = other is not None and self._matters(name, other, x, gate, y)
             # What others set on every module begins with an underscore; the rest is the module's own to read, if its
             # forward is not torch's.
             if matters or (name in own and not name.startswith("_")):
@@ -294,30 +310,46 @@ class Fit(Trial):
         before = getattr(self.probe.module, name)
         self.probe.set(**{name: value})
         try:
-            return not self._same_in_every_mode(x, gate, y)
+            return self._other_mode(x, gate, y, MODES[:4]) is not None
         except Unusable:
             return True
         finally:
             self.probe.set(**{name: before})
 
-    def _same_in_every_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
-        """Whether x gives y in train mode or not, with gradients or not."""
+    def _in_every_mode(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        y = self.probe.run(x, gate)
+        mode = self._other_mode(x, gate, y, MODES)
+        if mode is not None:
+            raise NotInFamily(f"it computes something else {mode}")
+        return y
+
+    def _other_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor, modes: tuple) -> str | None:
+        """In which mode x does not give y, in words, or None."""
         try:
-            for training, gradients in itertools.product((False, True), repeat=2):
+            for training, of_x, of_weights, inference in modes:
                 self.probe.module.training = training
                 for parameter in self.probe.module._parameters.values():
                     if parameter is not None and parameter.is_floating_point():
-                        parameter.requires_grad_(gradients)
-                with torch.set_grad_enabled(gradients):
-                    given = x.clone().requires_grad_(gradients)
-                    if not same_bits(self.probe.run_watched(given, gate)[0].detach(), y):
-                        return False
-            return True
+                        parameter.requires_grad_(of_weights)
+                with torch.inference_mode(inference), torch.set_grad_enabled(of_x or of_weights):
+                    given = x.clone().requires_grad_(of_x)
+                    if not same_bits(self.probe.run_watched(given, gate).detach(), y):
+                        words = [("in train mode", training), ("with gradients", of_x or of_weights)]
+                        words += [("in inference mode", inference)]
+                        return " ".join(word for word, is_so in words if is_so) or "when it is called again"
+            return None
         finally:
             self.probe.module.training = False
             for parameter in self.probe.module._parameters.values():
                 if parameter is not None:
                     parameter.requires_grad_(False)
+
+
+def _another(value):
+    """Another value of an attribute, of the same kind; None if there is none."""
+    if isinstance(value, str):
+        return "another " + value
+    return value + 1 if type(value) is int else otherwise(value)
 
 
 def _reads_as(reading: float, value: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -12,9 +13,10 @@ from ...ops.backend import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly, same_bits
 from .lookalikes import describe
-from .probe import DrawsRandom, Probe, Unusable
+from .probe import DrawsRandom, Probe, Unusable, plain_attributes
 
 # How rows may be put to a module, and in how many dimensions it is first asked; None: any.
+FEW = 16  # elements of a row, where there are to be many rows
 LAYOUTS = (("last", None), ("channels_first", (4,)), ("channels_first", (3,)), ("heads", (4,)))
 
 
@@ -58,12 +60,71 @@ class Trial:
 
     def gate_for(self, x: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Gates from closed to wide open, in x's dtype if no other is named; None where the recipe has none."""
-        return None if recipe.gate is None else (3.0 * self.normal(*x.shape)).to(dtype or x.dtype)
+        if recipe.gate is None:
+            return None
+        gate = 3.0 * self.normal(*x.shape)
+        return torch.where(self.normal(*x.shape) > 1.5, 20.0 * gate, gate).to(dtype or x.dtype)
 
     def randomise(self) -> None:
         for name, size in self.probe.sizes.items():
             self.tensors[name] = 0.7 + 0.4 * self.normal(size or self.size)
         self.probe.set(**self.tensors)
+
+    def spread(self, recipe: Recipe, dtype: torch.dtype = torch.float32, share: float = 0.5) -> None:
+        """Draw tensors of which a share of the weight, and half as much of the bias, is of any magnitude and sign.
+
+        So what a module does to its weight, or to results that are large, shows in the elements where it does it.
+        """
+        self.randomise()
+        least, most = (-7.5, 2.5) if dtype == torch.float16 else (-15.0, 15.0)
+        if recipe.spec.weight_first:  # what is normalised is squared
+            least, most = (-3.0, 1.5) if dtype == torch.float16 else (-6.0, 6.0)
+        for name, part in ((recipe.weight, share), (recipe.bias, share / 2)):
+            if name is not None:
+                tensor = self.tensors[name]
+                wide = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float32) * (most - least) + least
+                wide = torch.pow(10.0, wide) * self.normal(*tensor.shape).sign()
+                chance = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float32) / part
+                wide[chance < 0.25], wide[chance < 0.125] = 0.0, -recipe.spec.weight_offset
+                self.tensors[name] = torch.where(chance < 1, wide, tensor)
+        self.probe.set(**self.tensors)
+
+    def uneven(self, half: bool = False) -> torch.Tensor:
+        """(4, hidden_size) rows whose elements differ by many orders of magnitude, among them the most uneven ones."""
+        size = self.size
+        exponents = torch.rand(4, size, generator=self.generator, dtype=torch.float32)
+        x = torch.pow(10.0, exponents * 9.0 - (6.0 if half else 7.0)) * self.normal(4, size).sign()
+        x[1:3] = 0.0
+        x[1, size // 3], x[2, size // 2] = 1e3, -1e-2
+        x[3], x[3, ::2] = 1e-6, -1e-6
+        return x
+
+    @contextlib.contextmanager
+    def narrowed(self, recipe: Recipe, exact: bool) -> Iterator[int]:
+        """Rows of a few elements, for input of many rows, where the forward takes them; gives the length of a row."""
+        size, tensors = self.size, self.tensors
+        sizes = {n: v for n, v in plain_attributes(self.probe.module).items() if v in (size, (size,))}
+        plain = self.group == size and self.probe.head_dim is None and recipe.layout == "last"
+        try:
+            if size > FEW and plain:
+                self.size = self.group = FEW
+                self.tensors = {name: t[:FEW] if len(t) == size else t for name, t in tensors.items()}
+                self.probe.set(**self.tensors, **{n: FEW if v == size else (FEW,) for n, v in sizes.items()})
+                try:
+                    plain = self.agrees(recipe, self.normal(2, FEW), torch.float32, torch.float32, exact)
+                except Unusable:
+                    plain = False
+                if not plain:
+                    self._widen(size, tensors, sizes)
+            yield self.size
+        finally:
+            self._widen(size, tensors, sizes)
+
+    def _widen(self, size: int, tensors: dict[str, torch.Tensor], sizes: dict) -> None:
+        if self.size != size:
+            self.size = self.group = size
+        self.tensors = tensors
+        self.probe.set(**tensors, **sizes)
 
     def find_input(self) -> None:
         """Settle how rows are put to the module and how long they are: the first way in which it normalises them.
@@ -118,7 +179,7 @@ class Trial:
         self.probe.faults.clear()
         self.randomise()
         x = self.normal(2, 3, self.size)
-        y, _ = self.probe.run_watched(x)
+        y = self.probe.run_watched(x)
         if not same_bits(y, self.probe.run(x)):
             self.probe.faults.append("two calls on the same input differ")
         self._check_normalises()

@@ -7,21 +7,19 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .closeness import same_bits
+from .effects import Code, contents, is_container
+from .watch import Watch, autocast_state
 
 # What nn.Module keeps on every instance: parameters, hooks and the like. The copy starts with fresh ones.
 MODULE_STATE = frozenset(torch.nn.Module().__dict__) | {"_compiled_call_impl"}
 # A forward set on the instance, by accelerate's hooks or another patcher. The copy runs the class's own forward.
 INSTANCE_FORWARDS = frozenset({"forward", "_old_forward", "_hf_hook"})
-TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -50,6 +48,7 @@ class Probe:
         gate: name of the forward's second input, or None; gate_required: whether it must be given.
         neutral: (gate, factor of x, factor of the output) for runs that name no gate.
         faults: what the runs so far did that no norm formula does, in words.
+        code: the forward's code and that of its helpers.
 
     Raises:
         Unusable: the module cannot be copied.
@@ -61,6 +60,8 @@ class Probe:
         forward = type(module).forward
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+        self.code = Code(forward, type(module))
+        self._containers = {id(value): value for value in self.code.containers() if is_container(value)}
         self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
         self.sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self.head_dim = next((shape[1] for shape in self._shapes.values() if len(shape) == 2), None)
@@ -82,8 +83,9 @@ class Probe:
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and len(self._shapes.get(name, ())) == 2:
-                value = value.view(self._shapes[name])
+            if isinstance(value, torch.Tensor):  # a copy, for forwards that write to their weight
+                value = value.detach().clone().requires_grad_(value.requires_grad)
+                value = value.view(self._shapes[name]) if len(self._shapes.get(name, ())) == 2 else value
             if name in self.module._parameters:
                 self.module._parameters[name] = Parameter(value, requires_grad=value.requires_grad)
             elif name in self.module._buffers:
@@ -99,32 +101,41 @@ class Probe:
         """
         given = x.clone()
         y = self._call(given, gate)
-        if not same_bits(given, x):
-            self._blame("it writes into its input")
+        self._check_unwritten(given, x)
         return y
 
-    def run_watched(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> tuple[torch.Tensor, str | None]:
-        """`run`, and what torch's own F.layer_norm or F.rms_norm does in it: ``"all"``, ``"hat"`` or None.
+    def run_watched(self, x: torch.Tensor, gate: torch.Tensor | None = None, random: bool = False) -> torch.Tensor:
+        """`run`, noting among the faults where the forward changes anything that outlives the call.
 
-        ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. A call for
-        which the forward switched autocast on or off does not count: autocast changes what they return.
+        Args:
+            random: whether the forward may draw random numbers, since it was seen that it does not.
 
         Raises:
             DrawsRandom: its forward would draw random numbers.
             Unusable: as `run`.
         """
-        attributes, tensors = self._attributes(), {name: t.clone() for name, t in own_tensors(self.module)}
-        given, autocast = x.clone(), _autocast_state()
-        with _NormCalls() as calls, _RefuseRandom():
+        state, tensors = self._state(), {name: t.clone() for name, t in own_tensors(self.module, floating=False)}
+        with contextlib.nullcontext() if random else _RefuseRandom():
+            y = self.run(x, gate)
+        after = dict(own_tensors(self.module, floating=False))
+        same = after.keys() == tensors.keys() and all(same_bits(t, after[name]) for name, t in tensors.items())
+        if not same or self._state() != state:
+            self._blame("its forward changes the module's own state, or what it shares with others")
+        return y
+
+    def torch_norm(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
+        """What torch's own F.layer_norm or F.rms_norm does of a run: ``"all"``, ``"hat"`` or None.
+
+        ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. A call for
+        which the forward switched autocast on or off does not count: autocast changes what they return.
+        """
+        given, autocast = x.clone(), autocast_state()
+        with Watch(devices=False) as watch:
             y = self._call(given, gate)
-        after = dict(own_tensors(self.module))
-        same = after.keys() == tensors.keys() and all(torch.equal(t, after[name]) for name, t in tensors.items())
-        if not same or self._attributes() != attributes:
-            self._blame("its forward changes the module's own state")
-        made = [call for call in calls.made if call.autocast == autocast and _same_memory(call.x, given)]
+        made = [call for call in watch.norms if call.autocast == autocast and _same_memory(call.x, given)]
         if any(_same_memory(call.y, y) for call in made):
-            return y, "all"
-        return y, "hat" if any(call.plain for call in made) else None
+            return "all"
+        return "hat" if any(call.plain for call in made) else None
 
     def run_as_given(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """The module's own output for an input of the shape and strides that it is given."""
@@ -139,8 +150,8 @@ class Probe:
             if gate is None:
                 value, before, factor = self.neutral
                 gate, given = torch.full_like(x, value), x if before == 1.0 else x * before
-            extra[self.gate] = self._present(gate)
-        given = self._present(given)
+            extra[self.gate] = self.present(gate)
+        given = self.present(given)
         try:
             y = self._forward(self.module, given, **extra)
         except Unusable:
@@ -158,7 +169,7 @@ class Probe:
         y = y.reshape(x.shape)
         return y if factor == 1.0 else y * factor
 
-    def _present(self, x: torch.Tensor) -> torch.Tensor:
+    def present(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as the module takes them."""
         row = x.shape[-1:]
         if self.head_dim is not None and (self.layout == "heads" or self.layout == "last"):
@@ -175,12 +186,14 @@ class Probe:
         if fault not in self.faults:
             self.faults.append(fault)
 
-    def _attributes(self) -> list:
-        return [
-            (name, len(value) if isinstance(value, (list, dict, set)) else value if is_plain(value) else id(value))
-            for name, value in self.module.__dict__.items()
-            if name not in MODULE_STATE
-        ]
+    def _check_unwritten(self, given: torch.Tensor, x: torch.Tensor) -> None:
+        if not given.is_inference() and (given._version or not same_bits(given.detach(), x.detach())):
+            self._blame("it writes into its input")
+
+    def _state(self) -> list:
+        own = [(n, contents(value)) for n, value in self.module.__dict__.items() if n not in MODULE_STATE]
+        held = [t._version for _, t in own_tensors(self.module, floating=False) if not t.is_inference()]
+        return [own, held, *(contents(value) for value in self._containers.values())]
 
 
 class _RefuseRandom(TorchDispatchMode):
@@ -190,55 +203,30 @@ class _RefuseRandom(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NormCall(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
-    plain: bool
-    autocast: list[bool]
-
-
-class _NormCalls(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.made: list[_NormCall] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func in TORCH_NORMS:
-            given = [*args, *kwargs.values()]
-            plain = sum(isinstance(value, torch.Tensor) for value in given) == 1
-            x = args[0] if args else kwargs.get("input")
-            self.made.append(_NormCall(x, result, plain, _autocast_state()))
-        return result
-
-
 def _same_memory(a, b: torch.Tensor) -> bool:
     return isinstance(a, torch.Tensor) and (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)
-
-
-def _autocast_state() -> list[bool]:
-    return [torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")]
 
 
 @contextlib.contextmanager
 def neutral_modes() -> Iterator[None]:
     """Whatever context the caller is in (inference mode, autocast, fake tensors), probe in a plain one."""
+    # A default device is a mode through which every operator goes in Python: none is set where there is none to hide.
+    hidden = torch.device("cpu") if torch._C._len_torch_function_stack() else contextlib.nullcontext()
     with (
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
+        hidden,
     ):
         yield
 
 
-def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own floating tensors, its children's left out: parameters, buffers, plain attributes."""
+def own_tensors(module: torch.nn.Module, floating: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's own tensors, floating ones or all: parameters, buffers, plain attributes; none of its children's."""
     for store in (module._parameters, module._buffers, module.__dict__):
         for name, tensor in store.items():
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or not floating):
                 yield name, tensor
 
 

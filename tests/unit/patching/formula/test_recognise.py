@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from reports import formula_of, report_on
+from reports import calls_of, formula_of, report_on
 from torch import nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -196,16 +196,14 @@ def test_recognition_works_under_another_default_dtype():
 
 
 def test_modules_of_one_kind_are_examined_once():
-    calls = []
-
     class Spied(LlamaRMSNorm):
         def forward(self, hidden_states):
-            calls.append(1)
             return super().forward(hidden_states)
 
-    report_on(nn.Sequential(Spied(20)))
-    once = len(calls)
-    report = report_on(nn.Sequential(*(Spied(20) for _ in range(30))))
+    with calls_of(Spied.forward) as calls:
+        report_on(nn.Sequential(Spied(20)))
+        once = len(calls)
+        report = report_on(nn.Sequential(*(Spied(20) for _ in range(30))))
     assert len(report.swapped) == 30
     assert len(calls) == once > 0
 

@@ -1,0 +1,185 @@
+"""What a forward does besides computing its result, as far as its code and what that code can reach tell."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import random
+import time
+import types
+from collections.abc import Iterator
+
+import torch
+
+MAX_ITEMS = 1000  # a longer list or table is data, and costs more to compare than it tells
+_CONTAINERS = (list, dict, set, bytearray)
+# What these say may differ from one call to the next, and nothing about the input or the module tells.
+_PROCESS = {
+    "is_compiling": "whether it is compiled",
+    "is_dynamo_compiling": "whether it is compiled",
+    "is_exporting": "whether it is exported",
+    "is_in_onnx_export": "whether it is exported",
+    "is_tracing": "whether it is traced",
+    "get_default_dtype": "the default dtype",
+    "get_num_threads": "the number of threads",
+    "are_deterministic_algorithms_enabled": "whether algorithms are deterministic",
+    "get_rank": "its rank",
+    "get_world_size": "the number of processes",
+    "all_reduce": "what other processes hold",
+    "all_gather": "what other processes hold",
+    "getenv": "the environment",
+    "environ": "the environment",
+}
+_STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
+_DEEDS = {
+    **dict.fromkeys(("register_hook", "register_prehook"), "puts a hook on a gradient"),
+    "register_post_accumulate_grad_hook": "puts a hook on a gradient",
+    **dict.fromkeys(("retain_grad", "requires_grad_"), "changes which tensors keep gradients"),
+    **dict.fromkeys(("grad", "backward", "set_grad_enabled"), "reads or steers gradients"),
+    "print": "prints",
+}
+
+
+class Code:
+    """A forward with the methods and functions of its own module that it calls.
+
+    Attributes:
+        functions: all of them, the forward first.
+        names: every name that they use.
+    """
+
+    def __init__(self, forward, cls: type):
+        self.functions: list[types.FunctionType] = []
+        self._cls, self._modules = cls, {c.__module__ for c in cls.__mro__ if c not in torch.nn.Module.__mro__}
+        self._modules.add(getattr(forward, "__module__", None))
+        self._add(forward)
+        self.names = {name for f in self.functions for code in _codes(f.__code__) for name in code.co_names}
+        self.scripted = [s for f in self.functions for s in _reached(f) if isinstance(s, torch.jit.ScriptFunction)]
+
+    def _add(self, function, wherever: bool = True) -> None:
+        function = getattr(function, "_torchdynamo_orig_callable", function)
+        function = getattr(function, "__func__", function)
+        if isinstance(function, property):
+            function = function.fget
+        if not isinstance(function, types.FunctionType) or function in self.functions or len(self.functions) > 50:
+            return
+        module = str(function.__module__)
+        if module not in self._modules and (not wherever or module.partition(".")[0] == "torch"):
+            return
+        self.functions.append(function)
+        self._add(getattr(function, "__wrapped__", None))
+        for cell in _cells(function):
+            self._add(cell)
+        for value in _reached(function):
+            self._add(value, wherever=False)
+        for name in {name for code in _codes(function.__code__) for name in code.co_names}:
+            for cls in self._cls.__mro__:
+                if cls not in torch.nn.Module.__mro__:
+                    self._add(vars(cls).get(name), wherever=False)
+
+    def faults(self) -> list[str]:
+        """What this code does, or asks, that a fused forward would not, in words."""
+        found = []
+        for function in self.functions:
+            stored = _stores(function)
+            found += [f"its forward changes the module's own state or another object's: it sets {n!r}" for n in stored]
+        found += [f"its forward asks for {_PROCESS[name]}" for name in sorted(self.names & _PROCESS.keys())]
+        found += [f"its forward {_DEEDS[name]}" for name in sorted(self.names & _DEEDS.keys())]
+        if any(value is random or value is time for function in self.functions for value in _reached(function)):
+            found.append("its forward asks for the clock, or for Python's random numbers")
+        if any("prim::If" in str(function.graph) for function in self.scripted):
+            found.append("a scripted function that it calls decides something, which cannot be watched")
+        return list(dict.fromkeys(found))
+
+    def containers(self) -> Iterator[object]:
+        """Lists, tables and sets that outlive a call: globals, defaults, what a closure holds, the class's own."""
+        for function in self.functions:
+            yield from function.__defaults__ or ()
+            yield from (function.__kwdefaults__ or {}).values()
+            yield from _reached(function)
+        for cls in self._cls.__mro__:
+            if cls not in torch.nn.Module.__mro__:
+                yield from (vars(cls).get(name) for name in self.names)
+
+
+def contents(value, depth: int = 3):
+    """A value to compare later: of lists, tables, sets and iterators what they hold, of anything else which it is."""
+    if depth and isinstance(value, (list, tuple)) and len(value) <= MAX_ITEMS:
+        return [contents(v, depth - 1) for v in value]
+    if depth and isinstance(value, dict) and len(value) <= MAX_ITEMS:
+        return [(k if isinstance(k, str) else id(k), contents(v, depth - 1)) for k, v in value.items()]
+    if isinstance(value, (set, frozenset, bytearray, list, dict)):
+        return len(value)
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return repr(value)
+    if type(value).__module__ == "itertools":
+        return repr(value)
+    return id(value)
+
+
+def is_container(value) -> bool:
+    """Whether a call may leave a trace in a value that is no attribute of the module."""
+    return type(value).__module__ == "itertools" or (isinstance(value, _CONTAINERS) and len(value) <= MAX_ITEMS)
+
+
+def otherwise(value, depth: int = 3):
+    """A copy of a list, table or object whose numbers and flags are others; None where it holds none."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return 2 * value + 1
+    if not depth:
+        return None
+    if isinstance(value, (list, tuple)):
+        other = [otherwise(v, depth - 1) for v in value]
+        return None if all(v is None for v in other) else type(value)(_filled(other, value))
+    if isinstance(value, dict):
+        other = {k: otherwise(v, depth - 1) for k, v in value.items()}
+        if all(v is None for v in other.values()):
+            return None
+        changed = copy.copy(value)
+        changed.update({k: v for k, v in other.items() if v is not None})
+        return changed
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    other = otherwise(dict(vars(value)), depth)
+    if other is None:
+        return None
+    changed = copy.copy(value)
+    vars(changed).update(other)
+    return changed
+
+
+def _filled(other: list, value) -> list:
+    return [b if a is None else a for a, b in zip(other, value, strict=True)]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _cells(function: types.FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+
+
+def _reached(function: types.FunctionType) -> Iterator[object]:
+    """What a function may use that it was not given: what its closure holds, and globals."""
+    yield from _cells(function)
+    for code in _codes(function.__code__):
+        yield from (function.__globals__.get(name) for name in code.co_names)
+
+
+def _stores(function: types.FunctionType) -> list[str]:
+    """Names that a function, or one inside it, gives to something that outlives the call."""
+    outer = set(function.__code__.co_freevars)
+    steps = [step for code in _codes(function.__code__) for step in dis.get_instructions(code)]
+    return [i.argval for i in steps if i.opname in _STORES or (i.opname == "STORE_DEREF" and i.argval in outer)]

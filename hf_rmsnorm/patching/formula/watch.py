@@ -1,0 +1,272 @@
+"""What a forward asks while it runs, the sizes, strides, device and values of tensors, with each answer turned round.
+
+A forward that does one thing for short sequences and another for long ones computes one formula on every input that a
+probe can afford. But it asks: `Watch` sees each comparison, and `deciding` runs the forward again with its answer
+turned round. Where that gives other bits, a branch that nobody has proven decides the result.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from .closeness import same_bits
+
+TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+MAX_RUNS = 24  # with answers turned round; most norms ask nothing
+SIZE, STRIDES, DEVICE, VALUES = "size", "strides", "device", "values"
+LENGTH = "length"  # a size that Python makes a plain number of: whether it is compared, nobody sees
+OTHER_LENGTH = 2**21 + 1
+MAX_TIMES = 4  # how often one place may ask before its answers are taken together
+# Methods and properties of a tensor, by what is learnt of it.
+_ASKS = {
+    **dict.fromkeys(("shape", "size", "numel", "nelement", "nbytes"), SIZE),
+    "__len__": LENGTH,
+    **dict.fromkeys(("stride", "storage_offset", "data_ptr", "is_contiguous"), STRIDES),
+    **dict.fromkeys(("device", "get_device", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "type"), DEVICE),
+    **dict.fromkeys(("item", "tolist", "__bool__", "is_nonzero", "equal", "allclose", "__float__", "__int__"), VALUES),
+}
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_SHIMS = ("torch.overrides", "torch._tensor")  # through which some methods of a tensor come to a mode
+
+
+class NormCall(NamedTuple):
+    """A call of one of torch's own norms: whether with the input alone, and under which autocast."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    plain: bool
+    autocast: list[bool]
+
+
+class Watch(TorchFunctionMode):
+    """Watches what runs under it.
+
+    Args:
+        fixed: sizes that belong to the module and not to one input.
+        turned: places in the code whose answers are turned round.
+        devices: whether to watch who asks for a device; what stands in for one is not taken by all of torch.
+
+    Attributes:
+        norms: the calls of torch's own norms.
+        asked: what was asked of a tensor, by the place in the code that compares the answer.
+        tables: code that looked something up by the size of a tensor.
+        hooks: whether a hook was put on a gradient.
+    """
+
+    def __init__(self, fixed: tuple[int, ...] = (), turned: frozenset = frozenset(), devices: bool = True):
+        super().__init__()
+        self.fixed, self.turned, self.devices = fixed, turned, devices
+        self.norms: list[NormCall] = []
+        self.asked: dict[tuple, str] = {}
+        self._times: Counter[tuple] = Counter()
+        self.tables: set = set()
+        self.hooks = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+        if func in TORCH_NORMS:
+            given = [*args, *kwargs.values()]
+            plain = sum(isinstance(value, torch.Tensor) for value in given) == 1
+            self.norms.append(NormCall(args[0] if args else kwargs.get("input"), result, plain, autocast_state()))
+        elif name in _ASKS and not isinstance(result, torch.Tensor):
+            return self._answer(name, result)
+        elif name in _HOOKS:
+            self.hooks = True
+        return result
+
+    def _answer(self, name: str, result):
+        about, place = _ASKS[name], _place(sys._getframe(2))
+        if place is None:
+            return result
+        if name in ("__len__", "__float__", "__int__"):
+            return OTHER_LENGTH if self._is_turned(place, about) and about == LENGTH else result
+        if isinstance(result, bool):
+            return result != self._is_turned(place, about)
+        return _watched(result, self, about)
+
+    def decide(self, about: str, answer, other=None):
+        """The answer to a comparison; `other`, or its opposite, if it is to be turned round."""
+        place = _place(sys._getframe(2))
+        if place is None or not self._is_turned(place, about):
+            return answer
+        return not answer if other is None else other
+
+    def _is_turned(self, place: tuple, about: str) -> bool:
+        self._times[place] += 1
+        place = *place, min(self._times[place], MAX_TIMES)
+        self.asked[place] = about
+        return place in self.turned
+
+
+def deciding(run: Callable[[Watch], list[torch.Tensor | None]], **watching) -> tuple[str | None, Watch]:
+    """What decides the result of a forward that no probe can try out, or None; and the watch of its plain run.
+
+    Args:
+        run: runs the forward under the watch it is given.
+        watching: arguments of `Watch`.
+    """
+    watch = Watch(**watching)
+    expected = run(watch)
+    if VALUES in watch.asked.values():  # what it does with NaN or with 1e30 may differ, and nobody has all values
+        return VALUES, watch
+    seen, todo = set(watch.asked), [(frozenset([place]), about) for place, about in watch.asked.items()]
+    for _ in range(MAX_RUNS):
+        if not todo:
+            return None, watch
+        turned, about = todo.pop()
+        other = Watch(**watching, turned=turned)
+        try:
+            got = run(other)
+        except Exception as error:  # a branch that nobody has ever taken may fail in any way
+            # One that raises guards against input that the fused forward hands over too.
+            if about == LENGTH or _is_raised(error.__cause__ or error):
+                continue
+            return about, watch
+        if not all(map(_same, got, expected)):
+            return about, watch
+        todo += [(turned | {place}, other.asked[place]) for place in other.asked.keys() - seen]
+        seen |= other.asked.keys()
+    return (SIZE if todo else None), watch
+
+
+def autocast_state() -> list[bool]:
+    """Whether autocast is on, on each kind of device that matters here."""
+    return [torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")]
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else a.shape == b.shape and same_bits(a, b)
+
+
+def _place(frame) -> tuple | None:
+    """Where in the code outside of torch an answer is asked for, from here or through a shim; torch asks for itself."""
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, *_SHIMS):
+        frame = frame.f_back
+    return None if frame is None or _of_torch(frame) else (frame.f_code, frame.f_lasti)
+
+
+def _of_torch(frame) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether an error comes from a `raise` or `assert` in Python outside of torch."""
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    if _of_torch(trace.tb_frame):
+        return False
+    raising = {i.offset for i in dis.get_instructions(trace.tb_frame.f_code) if i.opname == "RAISE_VARARGS"}
+    return trace.tb_lasti in raising
+
+
+def _watched(value, watch: Watch, about: str):
+    """A value whose comparisons `watch` sees, and what is computed from it; any other type as it is."""
+    if isinstance(value, torch.Size):
+        return torch.Size([_watched(v, watch, about) for v in value])
+    if isinstance(value, (tuple, list)):
+        return type(value)([_watched(v, watch, about) for v in value])
+    if isinstance(value, torch.device):
+        return _Device(value, watch) if watch.devices else value
+    kind = _KINDS.get(type(value))
+    if kind is None or (about == SIZE and value in watch.fixed):
+        return value
+    made = kind(value)
+    made.watch, made.about = watch, about
+    return made
+
+
+def _comparison(base: type, name: str):
+    compare = getattr(base, name)
+
+    def method(self, *others):
+        answer = compare(self, *others)
+        return answer if answer is NotImplemented else self.watch.decide(self.about, answer)
+
+    return method
+
+
+def _looked_up(base: type):
+    def method(self):
+        self.watch.tables.add(sys._getframe(1).f_code)
+        return base.__hash__(self)
+
+    return method
+
+
+def _conversion(base: type):
+    def method(self):
+        value = getattr(base, f"__{base.__name__}__")(self)
+        return self.watch.decide(LENGTH, value, OTHER_LENGTH) if self.about == SIZE else value
+
+    return method
+
+
+def _arithmetic(name: str):
+    compute = getattr(operator, name.strip("_").removeprefix("r"), None) if name.startswith("__r") else None
+    forward = compute or getattr(operator, name)
+
+    def method(self, *others):
+        if not all(isinstance(other, (int, float)) for other in others):
+            return NotImplemented
+        operands = [_bare(self), *map(_bare, others)]
+        return _watched(forward(*(operands[::-1] if compute else operands)), self.watch, self.about)
+
+    return method
+
+
+def _bare(value):
+    return int.__int__(value) if isinstance(value, int) else float.__float__(value)
+
+
+_COMPARE = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+_COMPUTE = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
+
+
+def _kind(base: type, computes: bool = True) -> type:
+    members = {name: _comparison(base, name) for name in _COMPARE}
+    members["__hash__"] = _looked_up(base)
+    if computes:
+        members["__bool__"] = _comparison(base, "__bool__")
+        members[f"__{base.__name__}__"] = _conversion(base)
+        for name in _COMPUTE:
+            members[f"__{name}__"], members[f"__r{name}__"] = _arithmetic(f"__{name}__"), _arithmetic(f"__r{name}__")
+        members["__neg__"], members["__abs__"] = _arithmetic("__neg__"), _arithmetic("__abs__")
+    return type(base.__name__, (base,), members)
+
+
+_KINDS = {int: _kind(int), float: _kind(float), str: _kind(str, computes=False)}
+
+
+class _Device:
+    """Stands in for a torch.device."""
+
+    __class__ = property(lambda self: torch.device)
+
+    def __init__(self, device: torch.device, watch: Watch):
+        self._device, self._watch = device, watch
+
+    type = property(lambda self: _watched(self._device.type, self._watch, DEVICE))
+    index = property(lambda self: self._device.index)
+
+    def __eq__(self, other):
+        return self._watch.decide(DEVICE, self._device == getattr(other, "_device", other))
+
+    def __hash__(self):
+        return hash(self._device)
+
+    def __str__(self):
+        return str(self._device)
