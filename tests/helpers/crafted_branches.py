@@ -246,7 +246,7 @@ def between(self, x):
 
 
 def configured(self, x):
-    return self.weight * rms(x, self.config.eps)
+    return self.weight * rms(x, self.config.eps) * self.config.scale
 
 
 def scaled(self, x):
@@ -260,8 +260,8 @@ ATTRIBUTE = [
          change=lambda m: m.scales.insert(0, 2.0)),
     Case("a table of the class", lambda s, x: plain(s, x) * s.shared["scale"], "'shared'",
          members={"shared": {"scale": 1.0}}, effect=True),
-    Case("a config", configured, "'config'", own={"config": types.SimpleNamespace(eps=1e-6)},
-         change=lambda m: setattr(m.config, "eps", 0.5)),
+    Case("a config", configured, "'config'", own={"config": types.SimpleNamespace(eps=1e-6, scale=1.0)},
+         change=lambda m: setattr(m.config, "scale", 0.5)),
     Case("a limit of its own", limited, "'limit'", "wide", own={"limit": 100.0}),
     Case("a scale of no dimension", scaled, "'scale'", own={"scale": torch.ones(())},
          change=lambda m: setattr(m, "scale", torch.tensor(3.0))),

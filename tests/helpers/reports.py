@@ -29,12 +29,12 @@ def reason_for(module):
 
 @contextlib.contextmanager
 def calls_of(function):
-    """Count how often a function is called, without a trace in it: a list that grows by one for each call."""
+    """The first argument of each call of a function; nothing in the function itself tells that it is watched."""
     calls, code = [], function.__code__
 
     def profile(frame, event, _):
         if event == "call" and frame.f_code is code:
-            calls.append(1)
+            calls.append(frame.f_locals[code.co_varnames[0]])
 
     before = sys.getprofile()
     sys.setprofile(profile)

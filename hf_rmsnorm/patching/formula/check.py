@@ -137,7 +137,7 @@ def _check_strange_values(trial: Trial, recipe: Recipe, dtype: torch.dtype, exac
         y = trial.probe.run(x, gate)
         expected = reference_norm(x, tensors.get(recipe.weight), tensors.get(recipe.bias), recipe.spec, gate)
         if not (same_bits(y, expected) if exact else torch.equal(y.isnan(), expected.isnan())):
-            raise NotInFamily("it treats NaN, infinity or very large numbers in a way of its own")
+            raise NotInFamily("it treats NaN and infinity, or very large numbers, in a way of its own")
     trial.probe.set(**trial.tensors)
 
 

@@ -287,7 +287,7 @@ class Fit(Trial):
             value = getattr(self.probe.module, name, None)
             if is_plain(value) or (other := otherwise(value)) is None:
                 continue
-            if self._matters(name, other, x, gate, y):
+            if self._matters(name, other, x, gate, y) and not self._is_eps_alone(name, other, gate):
                 raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
         settings, fixed = [], recipe.hidden_size
         own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
@@ -316,6 +316,11 @@ class Fit(Trial):
         finally:
             self.probe.set(**{name: before})
 
+    def _is_eps_alone(self, name: str, value, gate: torch.Tensor | None) -> bool:
+        """Whether what an attribute holds matters for eps alone, which is read when a module is patched."""
+        x = 1e8 * (1.0 + self.normal(6, self.size))
+        return not self._matters(name, value, x, gate, self.probe.run(x, gate))
+
     def _in_every_mode(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         y = self.probe.run(x, gate)
         mode = self._other_mode(x, gate, y, MODES)
@@ -333,7 +338,8 @@ class Fit(Trial):
                         parameter.requires_grad_(of_weights)
                 with torch.inference_mode(inference), torch.set_grad_enabled(of_x or of_weights):
                     given = x.clone().requires_grad_(of_x)
-                    if not same_bits(self.probe.run_watched(given, gate).detach(), y):
+                    # In inference mode dropout shows itself as one operator, drawn from or not.
+                    if not same_bits(self.probe.run_watched(given, gate, random=inference).detach(), y):
                         words = [("in train mode", training), ("with gradients", of_x or of_weights)]
                         words += [("in inference mode", inference)]
                         return " ".join(word for word, is_so in words if is_so) or "when it is called again"

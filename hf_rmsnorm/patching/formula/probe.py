@@ -108,7 +108,7 @@ class Probe:
         """`run`, noting among the faults where the forward changes anything that outlives the call.
 
         Args:
-            random: whether the forward may draw random numbers, since it was seen that it does not.
+            random: whether to let the forward draw random numbers.
 
         Raises:
             DrawsRandom: its forward would draw random numbers.

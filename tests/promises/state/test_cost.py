@@ -51,9 +51,9 @@ def test_an_80_layer_model_is_examined_as_often_as_a_2_layer_one(base):
         model = layered(layers, type(base.__name__, (base,), {"forward": forward}))
         with calls_of(forward) as calls:
             assert len(patch_model(model, strict=True).swapped) == 2 * layers + 1
-        return calls
+        return len(calls)
 
-    assert examinations(80) == examinations(2) != []
+    assert examinations(80) == examinations(2) > 0
 
 
 @pytest.mark.parametrize("base", [LlamaRMSNorm, nn.LayerNorm])
