@@ -141,11 +141,11 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))
     gate = None if spec.gate is None else tensor((rows, hidden_size), variant.x)
     residual, dh = (tensor((rows, hidden_size), variant.x) if variant.added else None for _ in range(2))
-    _, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, True, False, gate, residual)
+    _, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, True, gate, residual)
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, spec.gate is not None)
     x = x if h is None else h
-    launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False, gate, dh, variant.output)
+    launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, variant.output)
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:
@@ -154,7 +154,7 @@ def run_heads(variant: Variant, head_dim: int, tensor) -> None:
     dq, dk = (tensor(t.shape, variant.x) for t in (q, k))
     weights = [tensor((head_dim,), variant.weight) for _ in range(2)]
     tables = [tensor((2, 5, head_dim), variant.x) if variant.heads == "turned" else None for _ in range(2)]
-    *_, rstd, mean = launch_qk.qk_norm_forward(q, k, *weights, *tables, variant.spec, True, False)
+    *_, rstd, mean = launch_qk.qk_norm_forward(q, k, *weights, *tables, variant.spec, True)
     launch_qk.qk_norm_backward(dq, dk, q, k, *weights, *tables, rstd, mean, variant.spec, (True,) * 4)
 
 

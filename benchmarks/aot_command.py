@@ -57,7 +57,7 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
         CliError: it names a target or variant that is none, or a size that is no number.
     """
     from benchmarks.aot import CHIPS, SIZES, VARIANTS
-    from hf_rmsnorm.ops.qk import MAX_HEAD_DIM
+    from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
 
     def choose(part: str, known) -> list[str]:
         chosen = part.split(",") if part else list(known)

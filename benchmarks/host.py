@@ -19,6 +19,7 @@ from benchmarks.peers import EAGER, EPS, OURS, Case, Implementation, calls_of, i
 from benchmarks.peers import other_libraries as find_libraries
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm.ops import backend, rms_norm
+from hf_rmsnorm.ops.direct import LaunchCache
 
 FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
 MODES = ("inference", "forward", "forward+backward")
@@ -81,10 +82,10 @@ def launches_left_out() -> Iterator[None]:
         stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
         stack.enter_context(mock.patch.object(launch, "device_limits", lambda *_: (132, 232_448)))
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", initialise_once))
-        backend.Plans.forget()
+        LaunchCache.forget()
         for kernel in (*launch.KERNELS, *launch_qk.KERNELS):
             stack.enter_context(mock.patch.object(kernel, "_compiled", {}))
-        stack.callback(backend.Plans.forget)
+        stack.callback(LaunchCache.forget)
         stack.callback(setattr, driver, "_active", driver._active)  # asking for `active` would look for a GPU
         driver.set_active(StubDriver(GPUTarget("cuda", 90, 32), 232_448))
         yield

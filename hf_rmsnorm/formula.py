@@ -71,6 +71,13 @@ class NormSpec:
         group_size: each run of so many elements is normalised by itself, with a weight for every element of the row
             (`MambaRMSNormGated`); None for the whole row.
 
+    Attributes:
+        axes: what sets this formula apart from a plain RMSNorm, eps and an absent weight aside: the names of the fields
+            that are not as there, those of words with their value (``"rounding=rstd"``). A kernel states which it
+            computes (`kernels.serves`).
+        but_eps: the values of all fields but eps.
+        ungrouped: the formula of one group, where there is a `group_size`.
+
     Raises:
         ValueError: eps is negative, NaN or infinite; rounding or gate is unknown; an offset without a weight.
     """
@@ -103,14 +110,25 @@ class NormSpec:
             raise ValueError("weight_first is for an RMSNorm with a weight, no gate, and one rounding at its end")
         if not self.has_weight and (self.weight_offset or self.rounding in ("before_weight", "weight_dtype")):
             raise ValueError("a norm without weight has no weight_offset, and no rounding that speaks of a weight")
+        # Set here and no cached properties, which Dynamo does not trace.
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain = {name: field.default for name, field in self.__dataclass_fields__.items()} | {"centered": False}
+        unlike = {name: v for name, v in values.items() if v != plain[name] and name not in ("eps", "has_weight")}
+        axes = frozenset(f"{name}={v}" if isinstance(v, str) else name for name, v in unlike.items())
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "but_eps", tuple(v for name, v in values.items() if name != "eps"))
         if self.group_size is not None:
-            # The formula of one group, as of a whole row. Not a cached property, which Dynamo does not trace.
             object.__setattr__(self, "ungrouped", replace(self, group_size=None))
 
     @property
     def kind(self) -> str:
         """``"LayerNorm"`` if centered, else ``"RMSNorm"``."""
         return "LayerNorm" if self.centered else "RMSNorm"
+
+    @property
+    def row_major(self) -> bool:
+        """Whether the result is contiguous: torch's own norms make it so, pointwise arithmetic keeps x's order."""
+        return self.functional
 
     def with_eps(self, eps: float) -> NormSpec:
         """The same formula with another eps."""

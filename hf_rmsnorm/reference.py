@@ -189,3 +189,43 @@ def input_of_output(
 def _sum_rows(t: torch.Tensor, columns: int) -> torch.Tensor:
     # Not by flattening first: that has no batching rule under `is_grads_batched`.
     return t.sum(list(range(t.dim() - columns))) if t.dim() > columns else t
+
+
+def reference_qk_norm(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None):
+    """`fused_qk_norm` in the operators of Hugging Face's attention layers, bit-equal to them on the same device."""
+    normed = (reference_norm(q, q_weight, None, spec), reference_norm(k, k_weight, None, spec))
+    return normed if cos is None else tuple(rotated(y, cos, sin) for y in normed)
+
+
+def rotated(y, cos, sin, back: bool = False):
+    """`apply_rotary_pos_emb` of one tensor, or (`back`) the gradient in front of it.
+
+    Args:
+        y: (batch, heads, length, head_dim).
+        cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
+    """
+    columns = cos.shape[-1]
+    if columns != y.shape[-1]:
+        return torch.cat([rotated(y[..., :columns], cos, sin, back), y[..., columns:]], dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    # rotate_half transposed is its negative.
+    return y * cos - _rotate_half(y * sin) if back else y * cos + _rotate_half(y) * sin
+
+
+def _rotate_half(y):
+    half = y.shape[-1] // 2
+    return torch.cat((-y[..., half:], y[..., :half]), dim=-1)
+
+
+def reference_qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec: NormSpec, need):
+    """The closed-form gradients (dq, dk, dq_weight, dk_weight), None where `need` is False."""
+
+    def side(dy, x, weight, need_x, need_weight):
+        if dy is None or not (need_x or need_weight):
+            return None, None
+        dy = dy if cos is None else rotated(dy, cos, sin, back=True)
+        return reference_backward(dy, x, weight, None, spec, (need_x, need_weight, False))[:2]
+
+    dxq, dwq = side(dq, q, q_weight, need[0], need[2])
+    dxk, dwk = side(dk, k, k_weight, need[1], need[3])
+    return dxq, dxk, dwq, dwk

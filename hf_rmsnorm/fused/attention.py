@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
-from ..ops.backend import likeness
-from ..ops.qk import qk_likeness, qk_plan_of
+from ..ops.direct import launch_key
+from ..ops.qk import qk_launch_key, qk_plan_of
 from .layer import untouched
 from .observe import observers, tell
 from .recipe import operands
@@ -37,12 +37,12 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     if found is None or (found[0] is not None and found[0].dim() != 1):
         return norm(x)
     weight, bias, spec = found
-    like, plans = likeness(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
-    if plans.get(("put off", like)) is None:
+    key, plans = launch_key(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
+    if plans.get(("put off", key)) is None:
         if resolve_backend(x, weight, bias, spec) == "original" or not recipe.fits(x, weight, bias):
             return norm(x)
-        if like is not None:
-            plans.keep(("put off", like), True)
+        if key is not None:
+            plans.keep(("put off", key), True)
     held[name] = found
     return x
 
@@ -63,12 +63,12 @@ def norm_and_rotate(
         (q_weight, _, spec), (k_weight, _, _) = found
         if rotate is None or is_rotary(rotate):
             plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
-            like = qk_likeness(q, k, q_weight, k_weight, spec, *tables)
-            plan, backend = plans.get(like), "triton"
+            key = qk_launch_key(q, k, q_weight, k_weight, spec, *tables)
+            plan, backend = plans.get(key), "triton"
             if plan is None:
                 backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
-                if like is not None and backend == "triton":
-                    plan = plans.keep(like, qk_plan_of(q, k, q_weight, spec, *tables[:1]))
+                if key is not None and backend == "triton":
+                    plan = plans.keep(key, qk_plan_of(q, k, q_weight, spec, *tables[:1]))
             if backend != "original":
                 return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
     q, k = (x if f is None else attention._modules[n](x) for n, f, x in zip(names, found, (q, k), strict=True))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
-from ..ops.backend import likeness, transformed
+from ..ops.direct import launch_key, under_transform
 from ..ops.norm import plan_of
 from .handover import hand_over
 from .observe import observers, tell
@@ -87,17 +87,17 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     if found is None:
         return left + right
     weight, bias, spec = found
-    like = likeness(right, weight, bias, spec.functional)
-    if like is not None:
-        like += ((left.shape, left.stride(), left.dtype, left.device),)
+    key = launch_key(right, weight, bias, spec.functional)
+    if key is not None:
+        key += ((left.shape, left.stride(), left.dtype, left.device),)
     plans = type(norm)._hf_rmsnorm_plans
-    plan, backend = plans.get(like), "triton"
+    plan, backend = plans.get(key), "triton"
     if plan is None:
         backend = add_norm_backend(right, left, weight, bias, spec)
         if backend == "original" or not recipe.fits(left, weight, bias):
             return left + right
-        if like is not None and backend == "triton":
-            plan = plans.keep(like, plan_of(right, weight, bias, spec, left))
+        if key is not None and backend == "triton":
+            plan = plans.keep(key, plan_of(right, weight, bias, spec, left))
     if not seen or backend != "triton":
         if seen and torch.is_grad_enabled():
             return left + right
@@ -124,7 +124,7 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
         or (layer.training and getattr(layer, "gradient_checkpointing", False))
         # Non-reentrant checkpoints and offloading of activations: what one region makes no other may use.
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or transformed()
+        or under_transform()
     ):
         return None
     norm = owner._modules.get(name)

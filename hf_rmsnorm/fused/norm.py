@@ -15,7 +15,7 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
-from ..ops.backend import Plans, likeness
+from ..ops.direct import LaunchCache, launch_key
 from ..ops.norm import launched_norm, plan_of
 from .handover import handed_over
 from .recipe import Recipe, one_dtype, shapes_fit, tensor_of
@@ -42,7 +42,7 @@ def fused_class(base: type, recipe: Recipe) -> type:
     key = (base, base.forward, recipe)
     with _classes_lock:
         if key not in _classes:
-            plans = Plans()
+            plans = LaunchCache()
             marks = {
                 "_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward,
                 "_hf_rmsnorm_code": getattr(base.forward, "__code__", None), "_hf_rmsnorm_plans": plans,
@@ -58,10 +58,10 @@ def fused_forward(base: type, recipe: Recipe):
 
 @cache
 def _forward_for_any(base: type, _, recipe: Recipe):
-    return _make_forward(base, recipe, Plans(), any_class=True)
+    return _make_forward(base, recipe, LaunchCache(), any_class=True)
 
 
-def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = False):
+def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: bool = False):
     base_forward = base.forward
     code = getattr(base_forward, "__code__", None)
     signature = inspect.signature(base_forward)
@@ -92,8 +92,8 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
         spec = recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
-        like = likeness(x, weight, bias, functional) if is_simple and spec is not None else None
-        plan = None if like is None else plans.get(like)  # Dynamo guards on a dictionary that it sees
+        key = launch_key(x, weight, bias, functional) if is_simple and spec is not None else None
+        plan = None if key is None else plans.get(key)  # Dynamo guards on a dictionary that it sees
         if plan is None:
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
@@ -110,17 +110,17 @@ def _make_forward(base: type, recipe: Recipe, plans: Plans, any_class: bool = Fa
             backend = resolve_backend(rows, weight, bias, spec, gate)
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
-            if like is not None and backend == "triton":
-                plan = plans.keep(like, plan_of(x, weight, bias, spec))
+            if key is not None and backend == "triton":
+                plan = plans.keep(key, plan_of(x, weight, bias, spec))
         else:
             backend = "triton"
-        known = handed_over(self, x, weight, bias, spec, backend) if is_simple and not _is_compiling() else None
-        if isinstance(known, torch.Tensor):
-            return known
+        precomputed = handed_over(self, x, weight, bias, spec, backend) if is_simple and not _is_compiling() else None
+        if isinstance(precomputed, torch.Tensor):
+            return precomputed
         keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)
         if plan is not None:
-            return launched_norm(x, weight, bias, None, spec, plan, known, keep_output)
-        y = fused_norm(rows, weight, bias, spec, backend, gate, known, keep_output)
+            return launched_norm(x, weight, bias, None, spec, plan, precomputed, keep_output)
+        y = fused_norm(rows, weight, bias, spec, backend, gate, precomputed, keep_output)
         if channels_first:
             y = y.movedim(-1, 1)
         return y.contiguous() if row_major else y

@@ -9,8 +9,8 @@ Parameter gradients are summed in float32, in a fixed order and without atomics:
 keeps one partial row in registers, and `reduce_partials` adds the rows. What nobody asked for (a None pointer) is not
 computed.
 
-FROM_OUTPUT: X is the norm's output y, and xhat = (y - bias) / (weight_offset + weight). Then a MEAN only says that the
-norm is centered. Not with a gate, a weight before the norm, or an eps outside the root.
+FROM_OUTPUT: X is the norm's output y, and xhat = (y - bias) / (weight_offset + weight); MEAN is not read. Not with a
+gate, a weight before the norm, or an eps outside the root.
 """
 
 import triton
@@ -32,7 +32,7 @@ def norm_backward(
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
     STAGES: tl.constexpr, RELOAD_W: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,8 @@ def norm_backward(
         G, DH: rows of the gate, and of what is added to dx before that is rounded, or None. Their address is other_*:
             nothing has both.
         W: (HEADS, N) or None. B: the same, and given only where a gate's gradient or FROM_OUTPUT needs it.
-        RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None for RMSNorm.
+        RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None where nothing reads it: not CENTERED, or
+            FROM_OUTPUT.
         DX, DG: (rows_total, N), contiguous, or None.
         DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
@@ -102,9 +103,9 @@ def norm_backward(
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N)
                 scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
-            xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N)
+            xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N, CENTERED)
         else:
-            if MEAN is not None:
+            if CENTERED:
                 x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
                 if BLOCK != N:
                     x = tl.where(col_mask, x, 0.0)
@@ -138,11 +139,11 @@ def norm_backward(
             if EPS_OUTSIDE:
                 along = along * eps_outside_factor(tl.sum(x * x, axis=1) * (1.0 / N), eps)
             # By way of x fewer values are live across the sum.
-            if (RELOAD_W or MEAN is not None) and not FROM_OUTPUT:  # noqa: SIM108
+            if (RELOAD_W or CENTERED) and not FROM_OUTPUT:  # noqa: SIM108
                 dx = g - x * (along * rstd)[:, None]
             else:
                 dx = g - xhat * along[:, None]
-            if MEAN is not None:
+            if CENTERED:
                 dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
             dx = dx * rstd[:, None]
             if EARLY_DH:

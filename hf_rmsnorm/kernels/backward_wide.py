@@ -20,7 +20,7 @@ def hat_and_gradient(
         scale = scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
         g = g * scale
     if FROM_OUTPUT:  # noqa: SIM108
-        xhat = hat_of_output(x, scale, B, cols, col_mask, DENSE)
+        xhat = hat_of_output(x, scale, B, cols, col_mask, DENSE, False)
     else:
         xhat = (x - mean) * rstd
     return xhat, g
@@ -31,8 +31,8 @@ def norm_backward_loop(
     DY, X, W, B, DH, RSTD, MEAN, DX,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr, FROM_OUTPUT: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr,
+    ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """dx of one row of any width in two passes; arguments as in `norm_backward`."""
     row = tl.program_id(0)
@@ -41,7 +41,7 @@ def norm_backward_loop(
     DENSE: tl.constexpr = N % BLOCK == 0
     rstd = tl.load(RSTD + row)
     mean = 0.0
-    if MEAN is not None and not FROM_OUTPUT:
+    if CENTERED and not FROM_OUTPUT:
         mean = tl.load(MEAN + row)
     along = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -49,13 +49,24 @@ def norm_backward_loop(
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
-        xhat, g = hat_and_gradient(
-            x_row, dy_row, W, B, mean, rstd, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, FROM_OUTPUT
-        )
-        along += g * xhat
+        if FROM_OUTPUT:  # g * xhat without the scale that the one has and the other is divided by
+            g = load(dy_row + cols, col_mask, DENSE).to(tl.float32)
+            if W is not None:
+                scale = scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
+                g = tl.where(scale == 0.0, 0.0, g)
+            along += g * load(x_row + cols, col_mask, DENSE).to(tl.float32)
+            if B is not None:
+                along -= g * load(B + cols, col_mask, DENSE).to(tl.float32)
+            if W is not None:
+                g = g * scale
+        else:
+            xhat, g = hat_and_gradient(
+                x_row, dy_row, W, B, mean, rstd, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, FROM_OUTPUT
+            )
+            along += g * xhat
         if EPS_OUTSIDE:
             squares += xhat * xhat
-        if MEAN is not None:
+        if CENTERED:
             total += g
     mean_along = tl.sum(along, axis=0) * (1.0 / N)
     mean_g = tl.sum(total, axis=0) * (1.0 / N)
@@ -68,7 +79,7 @@ def norm_backward_loop(
             x_row, dy_row, W, B, mean, rstd, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, FROM_OUTPUT
         )
         dx = g - xhat * mean_along
-        if MEAN is not None:
+        if CENTERED:
             dx = dx - mean_g
         dx = dx * rstd
         if DH is not None:
@@ -82,7 +93,8 @@ def norm_backward_columns(
     DY, X, W, B, RSTD, MEAN, DW, DB, rows_total, rows_per_program,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, FROM_OUTPUT: tl.constexpr,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of dweight and dbias for wide rows: program (c, p) adds `rows_per_program` rows of BLOCK columns.
 
@@ -108,9 +120,9 @@ def norm_backward_columns(
                 scale = None
                 if W is not None:
                     scale = scale_of(load(W + cols[None, :], col_mask, False), W, OFFSET, ROUND_OFFSET)
-                xhat = hat_of_output(xhat, scale, B, cols[None, :], col_mask, False)
+                xhat = hat_of_output(xhat, scale, B, cols[None, :], col_mask, False, True)
             else:
-                if MEAN is not None:
+                if CENTERED:
                     xhat = xhat - tl.load(MEAN + rows, mask=row_mask, other=0.0)[:, None]
                 xhat = xhat * tl.load(RSTD + rows, mask=row_mask, other=0.0)[:, None]
             dw += g * round_hat(xhat, X, W, ROUNDING)

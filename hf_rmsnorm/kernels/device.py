@@ -106,15 +106,19 @@ def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
+def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr, EARLY: tl.constexpr):
     """xhat from the norm's output y, in float32: (y - bias) / scale, zero in masked columns; scale None: no weight.
 
-    Where the scale is zero, y has lost xhat: a weight that became so since the forward gives zero, not NaN.
+    Where the scale is zero, y has lost xhat: a weight that became so since the forward gives zero, not NaN. EARLY says
+    which of two ways there takes fewer registers.
     """
     if B is not None:
         y = y - load(B + cols, col_mask, DENSE).to(tl.float32)
     if scale is not None:
-        y = tl.where(scale == 0.0, 0.0, y / scale)
+        if EARLY:  # noqa: SIM108
+            y = y / tl.where(scale == 0.0, float("inf"), scale)
+        else:
+            y = tl.where(scale == 0.0, 0.0, y / scale)
     if not DENSE:
         y = tl.where(col_mask, y, 0.0)
     return y

@@ -34,7 +34,7 @@ def affine(
 
 @triton.jit
 def norm_forward(
-    X, W, B, G, RES, H, Y, RSTD, MEAN, rows_total, inner, x_outer: tl.int64, x_inner: tl.int64,
+    X, W, B, G, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
@@ -43,11 +43,11 @@ def norm_forward(
     """One program normalises ROWS whole rows of N elements held in registers.
 
     Args:
-        X: rows of unit stride, row r at (r // inner) * x_outer * UNIT + (r % inner) * x_inner * UNIT.
+        X: rows of unit stride, row r at (r // x_len) * x_outer * UNIT + (r % x_len) * x_inner * UNIT.
         W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1) says which rows those are.
         G: rows of the gate, or None.
         RES: rows of the residual, or None; where given, it is H = residual + x, in x's dtype, that is normalised.
-        other_len, other_outer, other_inner: address of G or RES (nothing has both), as inner, x_outer, x_inner of X.
+        other_len, other_outer, other_inner: address of G or RES (nothing has both), as x_len, x_outer, x_inner of X.
         H: (rows_total, N), contiguous, in x's dtype; None without RES.
         Y: (rows_total, N), contiguous.
         RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also where not CENTERED).
@@ -66,7 +66,7 @@ def norm_forward(
     # A one-row tile never hangs over the last row: the grid is exact.
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     mask = row_mask[:, None] & col_mask[None, :]
-    x_at = row_offsets(rows, inner, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
+    x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
     y_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
     x = load(X + x_at, mask, DENSE).to(tl.float32)
     if RES is not None:
@@ -117,7 +117,7 @@ def norm_forward(
 
 @triton.jit
 def norm_forward_loop(
-    X, W, B, RES, H, Y, RSTD, MEAN, rows_total, inner, x_outer: tl.int64, x_inner: tl.int64,
+    X, W, B, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
@@ -130,7 +130,7 @@ def norm_forward_loop(
     mean costs no accuracy.
     """
     row = tl.program_id(0)
-    x_row = X + row_offsets(row, inner, x_outer, x_inner, UNIT)
+    x_row = X + row_offsets(row, x_len, x_outer, x_inner, UNIT)
     y_row = Y + tl.cast(row, tl.int64) * N
     other_at = row_offsets(row, other_len, other_outer, other_inner, UNIT)
     DENSE: tl.constexpr = N % BLOCK == 0

@@ -1,157 +1,49 @@
-"""From tensors to kernel launches: outputs, addresses, launch shapes and the cache of compiled kernels."""
+"""From tensors to kernel launches: outputs, copies where rows cannot be read in place, and the launches themselves."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
-
 import torch
-import triton
-from torch.utils._python_dispatch import _disable_current_modes
 
-from . import backward, backward_wide, counting, forward
-from .interpreter import faithful_interpreter
-from .plan import VECTOR, BackwardPlan, ForwardPlan, backward_plan, code_of, forward_plan
-from .sizes import COLUMNS, REDUCE
-
-INTERPRETED = not isinstance(forward.norm_forward, triton.runtime.JITFunction)
-HIP = torch.version.hip is not None
-INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
-INTERPRETER_SHARED = 232_448
-_interpreter_lock = threading.RLock()  # Triton's interpreter keeps its program index in a global
-
-
-class Kernel:
-    """One Triton function in its two variants, and what has been compiled of them.
-
-    The aligned variant may assume that every pointer is a multiple of 16 bytes; the other assumes nothing. No integer
-    is specialised on its value, so these two are all there is per set of compile-time constants and dtypes.
-    """
-
-    def __init__(self, function):
-        self.name = function.__name__
-        self._compiled: dict = {}
-        if not INTERPRETED:
-            names = [p.name for p in function.params if not p.is_constexpr]
-            integers = [name for name in names if not name.isupper()]
-            self._variants = {
-                True: triton.jit(function.fn, do_not_specialize=integers),
-                False: triton.jit(function.fn, do_not_specialize=names),
-            }
-        else:
-            self._variants = {True: function, False: function}
-
-    def __call__(self, device: torch.device, grid: tuple, args: tuple, code: int, aligned: bool, num_warps: int):
-        """Launch on `device`; `code`, of `plan.code_of`, stands for all that the compiled code depends on."""
-        index = device.index
-        if index is not None and not INTERPRETED and index != current_device(device.type)():
-            with torch.get_device_module(device.type).device(device):
-                self(device, grid, args, code, aligned, num_warps)
-            return
-        if counting.active:
-            counting.record_launch(self.name)
-        if INTERPRETED:
-            with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
-                self._variants[aligned][grid](*args)
-            return
-        code = 2 * code + aligned
-        if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
-            code = (code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor)))
-        compiled = self._compiled.get(code)
-        if compiled is None:
-            # FP fusion is asked for by name: its default differs between versions of Triton.
-            kernel = self._variants[aligned][grid](*args, num_warps=num_warps, enable_fp_fusion=True)
-            self._compiled[code] = Compiled.of(kernel)
-            return
-        # Quicker than kernel[grid](*args), which makes a closure, finds out the device and builds what Triton's launch
-        # hooks are told, each time.
-        kernel, run, function, metadata, stream_of, index = compiled
-        before, after = _hooks.launch_enter_hook, _hooks.launch_exit_hook
-        if getattr(before, "calls", before) or getattr(after, "calls", after):
-            kernel[grid](*args)
-        else:
-            run(*grid, stream_of(index), function, metadata, None, None, None, *args)
-
-
-_hooks = triton.knobs.runtime
-
-
-class Compiled(NamedTuple):
-    """A compiled kernel and what a launch on the device that it was compiled for needs of it."""
-
-    kernel: triton.compiler.CompiledKernel
-    run: Callable
-    function: object
-    metadata: tuple
-    stream_of: Callable[[int], int]
-    index: int
-
-    @classmethod
-    def of(cls, kernel) -> Compiled:
-        active = triton.runtime.driver.active
-        described = kernel.run, kernel.function, kernel.packed_metadata
-        return cls(kernel, *described, active.get_current_stream, active.get_current_device())
-
-
-@cache
-def current_device(device_type: str) -> Callable[[], int]:
-    """What tells the index of the current device, without torch's checks: a tensor there has initialised it."""
-    known = {"cuda": "_cuda_getDevice", "xpu": "_xpu_getDevice"}.get(device_type, "")
-    return getattr(torch._C, known, None) or torch.get_device_module(device_type).current_device
-
-
-NORM_FORWARD = Kernel(forward.norm_forward)
-NORM_FORWARD_LOOP = Kernel(forward.norm_forward_loop)
-NORM_BACKWARD = Kernel(backward.norm_backward)
-NORM_BACKWARD_LOOP = Kernel(backward_wide.norm_backward_loop)
-NORM_BACKWARD_COLUMNS = Kernel(backward_wide.norm_backward_columns)
-REDUCE_PARTIALS = Kernel(backward.reduce_partials)
-KERNELS = (
-    NORM_FORWARD, NORM_FORWARD_LOOP, NORM_BACKWARD, NORM_BACKWARD_LOOP, NORM_BACKWARD_COLUMNS, REDUCE_PARTIALS
+from .compiled import INTERPRETED, BoundKernel, Kernel, aligned_pointers, device_limits
+from .plan import (
+    KERNELS,
+    NORM_FORWARD,
+    NORM_FORWARD_LOOP,
+    REDUCE_PARTIALS,
+    BackwardPlan,
+    ForwardPlan,
+    backward_plan,
+    forward_plan,
 )  # fmt: skip
 
-
-@cache
-def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
-    """(multiprocessors, bytes of shared memory one program may use) of a device."""
-    if INTERPRETED:
-        return INTERPRETER_SMS, INTERPRETER_SHARED
-    properties = torch.get_device_module(device_type).get_device_properties(index)
-    sms = getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_subslice_count", 64)
-    shared = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536
-    return sms, shared
-
-
-def aligned_pointers(*tensors: torch.Tensor | None) -> bool:
-    pointers = 0
-    for t in tensors:
-        if t is not None:
-            pointers |= t.data_ptr()
-    return pointers % 16 == 0
+__all__ = [
+    "INTERPRETED", "KERNELS", "Kernel", "backward_plan", "device_limits", "forward_plan", "norm_backward",
+    "norm_forward", "run_backward", "run_forward",
+]  # fmt: skip
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     return t if order is None else t.permute(*order, -1)
 
 
-def norm_forward(x, weight, bias, spec, stats: bool, contiguous_output: bool, gate=None, residual=None):
+def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None):
     """Launch the forward of `spec`; see `hf_rmsnorm.ops` for the public function.
 
     Args:
         x: (..., hidden_size) of any strides, on a device that Triton serves.
         weight, bias: contiguous, (hidden_size,), or (heads, hidden_size) for x of (..., heads, hidden_size); or None.
         stats: also return what the backward needs.
-        contiguous_output: give y in row-major order (as `F.layer_norm`) instead of x's own order (as pointwise ops).
         gate: x's shape, any strides, where the spec has one.
         residual: x's shape and dtype, any strides: then h = residual + x is what is normalised. Not with a gate, and
             not where a parameter has heads.
 
     Returns:
         (y, rstd, mean, h): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm, h without a residual.
+
+    Raises:
+        NotImplementedError: no kernel computes this formula.
     """
-    plan = forward_plan(x, weight, bias, gate, spec, contiguous_output, residual)
+    plan = forward_plan(x, weight, bias, gate, spec, residual)
     return run_forward(plan, x, weight, bias, gate, residual, spec.eps, stats)
 
 
@@ -177,11 +69,13 @@ def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, 
             gate, residual = (None if t is None else _in_order(t, plan.order).contiguous() for t in (gate, residual))
         out = y if plan.flat_output else _flat_like(y, plan.order)
         out_h = h if h is None or plan.flat_sum else _flat_like(h, plan.order)
-    aligned = plan.vectorised and aligned_pointers(x, weight, bias, gate, residual)
-    rest = (residual, out_h, out, rstd, mean, *plan.arguments[aligned], eps, *plan.constants[aligned])
-    args = (x, weight, bias, *rest) if plan.config.loop else (x, weight, bias, gate, *rest)
-    kernel = NORM_FORWARD_LOOP if plan.config.loop else NORM_FORWARD
-    kernel(device, plan.grid, args, plan.codes[aligned][stats], aligned, plan.config.num_warps)
+    launch, kernel = plan.launch, NORM_FORWARD_LOOP if plan.loop else NORM_FORWARD
+    aligned = launch.vectorised and aligned_pointers(x, weight, bias, gate, residual)
+    args = launch.pack(
+        launch.values[aligned], X=x, W=weight, B=bias, G=gate, RES=residual, H=out_h, Y=out, RSTD=rstd, MEAN=mean,
+        eps=eps,
+    )  # fmt: skip
+    kernel(device, launch, args, aligned, stats)
     if out is not y:
         _in_order(y, plan.order).copy_(out)
     if out_h is not h:
@@ -190,9 +84,8 @@ def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, 
 
 
 def norm_backward(
-    dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], contiguous_output: bool, gate=None, dh=None,
-    from_output: bool = False,
-):  # fmt: skip
+    dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], gate=None, dh=None, from_output: bool = False
+):
     """Launch the backward of `spec`.
 
     Args:
@@ -205,10 +98,13 @@ def norm_backward(
 
     Returns:
         (dx, dweight, dbias, dgate), None where not wanted; parameter gradients are deterministic, summed in float32.
+
+    Raises:
+        NotImplementedError: no kernel computes this formula.
     """
     device = x.device
     limits = device_limits(device.type, device.index)
-    plan = backward_plan(dy, x, weight, bias, gate, spec, need, contiguous_output, limits, dh, from_output)
+    plan = backward_plan(dy, x, weight, bias, gate, spec, need, limits, dh, from_output)
     return run_backward(plan, dy, x, weight, bias, rstd, mean, spec.eps, need, gate, dh)
 
 
@@ -228,49 +124,31 @@ def run_backward(plan: BackwardPlan, dy, x, weight, bias, rstd, mean, eps: float
         if not plan.flat_output:
             out, out_gate = (t if t is None else _flat_like(t, plan.order) for t in (dx, dg))
     shift = bias if plan.reads_bias else None
-    mean = mean if plan.reads_mean else rstd  # not read, but there
-    aligned = plan.vectorised and aligned_pointers(x, dy, weight, shift, gate, dh)
-    config, addresses, constants = plan.config, plan.arguments[aligned], plan.constants[aligned]
-    partials = plan.parts, plan.heads * x.shape[-1]
-    dw = torch.empty(partials, dtype=torch.float32, device=device) if need_dw else None
-    db = torch.empty(partials, dtype=torch.float32, device=device) if need_db else None
-    code, warps = plan.codes[aligned], config.num_warps
-    if not config.loop:
-        args = (dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, plan.rows, *addresses, eps)
-        NORM_BACKWARD(device, (plan.parts, plan.heads, 1), (*args, *constants), code, aligned, warps)
-    else:
-        if need_dx:
-            args = (dy, x, weight, shift, dh, rstd, mean, out, *addresses, eps, *constants)
-            NORM_BACKWARD_LOOP(device, (plan.rows, 1, 1), args, code, aligned, warps)
-        if need_dw or need_db:
-            grid = (-(-x.shape[-1] // COLUMNS.block), plan.parts, 1)
-            args = (dy, x, weight, shift, rstd, mean, dw, db, plan.rows, -(-plan.rows // plan.parts), *addresses[:6])
-            args += plan.columns_constants[aligned]
-            NORM_BACKWARD_COLUMNS(device, grid, args, plan.columns_codes[aligned], aligned, COLUMNS.num_warps)
+    pointers = aligned_pointers(x, dy, weight, shift, gate, dh)
+    dw = torch.empty(plan.partials, dtype=torch.float32, device=device) if need_dw else None
+    db = torch.empty(plan.partials, dtype=torch.float32, device=device) if need_db else None
+    for kernel, launch in plan.launches:
+        aligned = launch.vectorised and pointers
+        args = launch.pack(
+            launch.values[aligned], DY=dy, X=x, W=weight, B=shift, G=gate, DH=dh, RSTD=rstd, MEAN=mean, DX=out, DW=dw,
+            DB=db, DG=out_gate, eps=eps,
+        )  # fmt: skip
+        kernel(device, launch, args, aligned)
     if out is not dx:
         _in_order(dx, plan.order).copy_(out)
     if out_gate is not dg:
         _in_order(dg, plan.order).copy_(out_gate)
     if need_dw:
-        dw = _reduced(dw, weight)
+        dw = _summed(plan.sums[0], dw, weight)
     if need_db:
-        db = _reduced(db, bias)
+        db = _summed(plan.sums[1], db, bias)
     return dx, dw, db, dg
 
 
-@cache
-def _reduction(device: torch.device, dtype: torch.dtype, hidden_size: int) -> tuple[tuple, tuple, int]:
-    constants = (hidden_size, REDUCE.block, REDUCE.rows)
-    return (-(-hidden_size // REDUCE.block), 1, 1), constants, code_of(device, dtype, constants)
-
-
-def _reduced(partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    parts, hidden_size = partials.shape
-    device = parameter.device
-    grid, constants, code = _reduction(device, parameter.dtype, hidden_size)
-    total = torch.empty_like(parameter)
-    args = (partials, total, parts, *constants)
-    REDUCE_PARTIALS(device, grid, args, code, hidden_size % VECTOR == 0, REDUCE.num_warps)
+def _summed(launch: BoundKernel, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    total, aligned = torch.empty_like(parameter), launch.vectorised
+    args = launch.pack(launch.values[aligned], PARTIALS=partials, OUT=total)
+    REDUCE_PARTIALS(parameter.device, launch, args, aligned)
     return total
 
 

@@ -9,39 +9,42 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from . import launch, qk
-from .plan import VECTOR, code_of, formula_key, kernel_rounding, remember
+from .compiled import BoundKernel, Kernel, aligned_pointers
+from .plan import formula_constants, remember
+from .serves import require
 from .sizes import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
 
-QK_NORM_FORWARD = launch.Kernel(qk.qk_norm_forward)
-QK_NORM_BACKWARD = launch.Kernel(qk.qk_norm_backward)
-QK_REDUCE_PARTIALS = launch.Kernel(qk.qk_reduce_partials)
-PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
+QK_NORM_FORWARD = Kernel(
+    qk.qk_norm_forward, ("Q", "K", "WQ", "WK", "COS", "SIN", "YQ", "YK", "RSTD", "MEAN", "eps")
+)
+QK_NORM_BACKWARD = Kernel(
+    qk.qk_norm_backward,
+    ("DYQ", "DYK", "Q", "K", "WQ", "WK", "COS", "SIN", "RSTD", "MEAN", "DXQ", "DXK", "DW", "eps"),
+)
+QK_REDUCE_PARTIALS = Kernel(qk.qk_reduce_partials, ("PARTIALS", "DWQ", "DWK"))
 KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
+PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One launch: `parts` programs for q and for k, outputs of `strides`; pairs are (unaligned, aligned) variants.
+class QKPlan:
+    """One launch, with outputs of `strides`; a forward has a code without statistics and one with.
 
-    `codes` are of a launch without statistics and with.
+    A backward has the shape of its partial sums of the weights' gradients, and `sum`, which adds them up.
     """
 
-    config: ForwardConfig | BackwardConfig
+    launch: BoundKernel
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     rows: int
-    parts: tuple[int, int]
-    grid: tuple[int, int, int]
-    vectorised: bool
-    arguments: tuple[tuple, tuple]
-    constants: tuple[tuple, tuple]
-    codes: tuple[tuple[int, int], tuple[int, int]]
     centered: bool
+    partials: tuple[int, int] = (0, 0)
+    sum: BoundKernel | None = None
 
 
-def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, contiguous: bool) -> tuple[int, ...]:
+def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, row_major: bool) -> tuple[int, ...]:
     """The strides that eager's operators give a (batch, heads, length, head_dim) result."""
     with _disable_current_modes():
-        memory_format = torch.contiguous_format if contiguous else torch.preserve_format
+        memory_format = torch.contiguous_format if row_major else torch.preserve_format
         y = torch.empty_like(x, device="meta", memory_format=memory_format)
         if cos is not None:  # rotate_half ends in a concatenation, and so does a rotary embedding of fewer columns
             joined = torch.empty(x.shape, device="meta", dtype=x.dtype)
@@ -50,85 +53,99 @@ def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, contiguous: bool)
         return y.stride()
 
 
-def _plan(config, operands, outputs, cos, spec: NormSpec, weight, parts, dtypes) -> Plan:
-    """Addresses of `operands`, (q, k) or (dq, dk, q, k), then of outputs of the strides `outputs`."""
-    q, k = operands[-2:]
+def _named(q, k, weight, cos, spec: NormSpec, config: ForwardConfig | BackwardConfig, addresses: dict):
+    """What forward and backward bind alike; addresses: strides of (batch, heads, length, head_dim) tensors, or None."""
     batch, q_heads, length, head_dim = q.shape
-    heads = (q_heads, k.shape[1])
-    numbers: list[int] = []
-    for i, strides in enumerate((*(t.stride() for t in operands), *outputs)):
-        of_batch, of_head, of_position, _ = strides
+    named = {
+        "tokens": batch * length, "length": length, "q_heads": q_heads, "k_heads": k.shape[1],
+        "N": head_dim, "BLOCK": config.block, "ROWS": config.rows, "R": 0 if cos is None else cos.shape[-1],
+        "rotary_batch": cos.stride(0) if cos is not None and cos.shape[0] > 1 else 0,
+        "rotary_position": cos.stride(1) if cos is not None and length > 1 else 0,
+        **formula_constants(spec, weight),
+    }  # fmt: skip
+    for name, strides in addresses.items():
+        of_batch, of_head, of_position, _ = strides or (0, 0, 0, 0)
         # Where there is one of a kind its stride is anybody's choice, and need not be a multiple of anything.
-        used = (batch > 1, length > 1, heads[i % 2] > 1)
-        numbers += [s if u else 0 for s, u in zip((of_batch, of_position, of_head), used, strict=True)]
-    numbers += (0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1) if length > 1 else 0)
-    formula = (spec.weight_offset, spec.rounds_offset, kernel_rounding(spec, weight), spec.eps_outside)
-    turned = 0 if cos is None else cos.shape[-1]
-
-    def constants(unit):
-        shape = (head_dim, config.block, config.rows, unit, turned)
-        if isinstance(config, ForwardConfig):
-            return *shape, spec.centered, *formula
-        return *shape, *formula, config.stages
-
-    def arguments(unit):
-        return batch * length, length, *heads, *(n // unit for n in numbers)
-
-    pair = (constants(1), constants(VECTOR))
-    return Plan(
-        config=config,
-        strides=outputs,
-        rows=batch * length * sum(heads),
-        parts=parts,
-        grid=(sum(parts), 1, 1),
-        vectorised=head_dim % VECTOR == 0 and all(n % VECTOR == 0 for n in numbers),
-        arguments=(arguments(1), arguments(VECTOR)),
-        constants=pair,
-        codes=tuple(tuple(code_of(q.device, dtypes, stats, c) for stats in (False, True)) for c in pair),
-        centered=spec.centered,
-    )
+        named[f"{name}_batch"] = of_batch if batch > 1 else 0
+        named[f"{name}_position"] = of_position if length > 1 else 0
+        named[f"{name}_head"] = of_head if (k if "k" in name else q).shape[1] > 1 else 0
+    return named
 
 
-def forward_plan(q, k, weight, cos, spec: NormSpec, contiguous: bool) -> Plan:
-    """The launch on tensors like these; none of their values is read."""
-    dtypes = (q.dtype, weight is None)
+def _rows(x: torch.Tensor) -> int:
+    return x.shape[0] * x.shape[1] * x.shape[2]
+
+
+def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
+    """The launch on tensors like these; none of their values is read.
+
+    Raises:
+        NotImplementedError: the kernels do not compute this formula.
+    """
+    dtypes = (q.device, q.dtype, weight is None, cos is None)
     table = None if cos is None else (cos.shape, cos.stride())
-    like = q.device, q.shape, q.stride(), k.shape, k.stride(), table
-    key = ("qk forward", like, dtypes, formula_key(spec), contiguous)
+    like = q.shape, q.stride(), k.shape, k.stride(), table
 
-    def make() -> Plan:
+    def make() -> QKPlan:
+        require(spec, "queries and keys")
         config = forward_config(q.shape[-1])
-        outputs = tuple(_output_strides(t, cos, contiguous) for t in (q, k))
-        parts = tuple(-(-(t.shape[0] * t.shape[1] * t.shape[2]) // config.rows) for t in (q, k))
-        return _plan(config, (q, k), outputs, cos, spec, weight, parts, dtypes)
+        outputs = tuple(_output_strides(t, cos, spec.row_major) for t in (q, k))
+        grid = (sum(-(-_rows(t) // config.rows) for t in (q, k)), 1, 1)
+        addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}
+        named = _named(q, k, weight, cos, spec, config, addresses)
+        return QKPlan(
+            launch=QK_NORM_FORWARD.bind(grid, config.num_warps, named, (*dtypes, False), (*dtypes, True)),
+            strides=outputs,
+            rows=_rows(q) + _rows(k),
+            centered=spec.centered,
+        )
 
-    return remember(key, make)
+    return remember(("qk forward", like, dtypes, spec.but_eps), make)
 
 
-def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> Plan:
-    dtypes = (q.dtype, weight is None, spec.centered, need[0] or need[1], need[2], need[3])
+def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> QKPlan:
+    """As `forward_plan`, of what a backward is given; dq or dk may be None. limits: as `plan.backward_plan`."""
+    given = dq is not None, dk is not None
+    dtypes = (q.device, q.dtype, weight is None, cos is None, given, need[0] or need[1], need[2] or need[3])
     table = None if cos is None else (cos.shape, cos.stride())
-    strides = dq.stride(), dk.stride(), q.stride(), k.stride()
-    key = ("qk backward", q.device, q.shape, k.shape, strides, table, dtypes, formula_key(spec), limits)
+    dy_strides = tuple(None if d is None else d.stride() for d in (dq, dk))
+    like = q.shape, q.stride(), k.shape, k.stride(), dy_strides, table
 
-    def make() -> Plan:
+    def make() -> QKPlan:
+        require(spec, "queries and keys")
         sms, shared = limits
-        config = qk_backward_config(q.shape[-1], spec.centered, q.element_size(), shared, cos is not None)
+        head_dim = q.shape[-1]
+        config = qk_backward_config(head_dim, spec.centered, q.element_size(), shared, cos is not None)
         outputs = tuple(_output_strides(t, None, False) for t in (q, k))
-        tiles = [-(-(t.shape[0] * t.shape[1] * t.shape[2]) // config.rows) for t in (q, k)]
-        parts = _share(tiles, sms * config.programs_per_sm)
-        return _plan(config, (dq, dk, q, k), outputs, cos, spec, weight, parts, dtypes)
+        tiles = [-(-_rows(t) // config.rows) for t in (q, k)]
+        shares = _share(tiles, sms * config.programs_per_sm)
+        q_parts, k_parts = (share * there for share, there in zip(shares, given, strict=True))
+        parts = q_parts + k_parts
+        addresses = {"q": q.stride(), "k": k.stride(), "dxq": outputs[0], "dxk": outputs[1]}
+        addresses |= {"dyq": dy_strides[0], "dyk": dy_strides[1]}
+        named = _named(q, k, weight, cos, spec, config, addresses) | {"q_parts": q_parts, "STAGES": config.stages}
+        of_sum = {"q_parts": q_parts, "parts": parts, "N": head_dim, "BLOCK": REDUCE.block, "ROWS": REDUCE.rows}
+        return QKPlan(
+            launch=QK_NORM_BACKWARD.bind((parts, 1, 1), config.num_warps, named, dtypes),
+            strides=outputs,
+            rows=_rows(q) + _rows(k),
+            centered=spec.centered,
+            partials=(parts, head_dim),
+            sum=QK_REDUCE_PARTIALS.bind(
+                (-(-head_dim // REDUCE.block), 2, 1), REDUCE.num_warps, of_sum, (q.device, q.dtype, need[2:])
+            ),
+        )
 
-    return remember(key, make)
+    return remember(("qk backward", like, dtypes, need, spec.but_eps, limits), make)
 
 
-def qk_backward_config(head_dim: int, centered: bool, itemsize: int, shared: int, turned: bool) -> BackwardConfig:
-    """The shape for rows of `head_dim`: five operands pass through shared memory if they are `turned`, else two.
+def qk_backward_config(head_dim: int, centered: bool, itemsize: int, shared: int, rotary: bool) -> BackwardConfig:
+    """The shape for rows of `head_dim`: five operands pass through shared memory if `rotary`, else two.
 
     Arguments as in `backward_config`. There are as many stages as let `PROGRAMS_PER_SM` programs fit at once.
     """
     config = backward_config(head_dim, centered, itemsize, shared)
-    buffer = (5 if turned else 2) * config.rows * config.block * itemsize
+    buffer = (5 if rotary else 2) * config.rows * config.block * itemsize
     stages = 1 + (shared // PROGRAMS_PER_SM - 1_024) // buffer
     return replace(config, stages=min(3, stages), programs_per_sm=PROGRAMS_PER_SM)
 
@@ -141,7 +158,7 @@ def _share(tiles: list[int], programs: int) -> tuple[int, int]:
     return q_parts, programs - q_parts
 
 
-def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: bool, contiguous: bool):
+def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: bool):
     """Launch the norms of q and k, and their rotary embedding; see `hf_rmsnorm.ops` for the public function.
 
     Args:
@@ -149,17 +166,16 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
         q_weight, k_weight: (head_dim,), or both None.
         cos, sin: (batch or 1, length, turned columns), of the same strides, or both None.
         stats: also return what the backward needs.
-        contiguous: the norm gives row-major tensors (as `F.rms_norm`), not tensors of its input's own order.
 
     Returns:
         (q', k', rstd, mean): rstd and mean are float32, one for each row of q and then of k, or None; mean is None
         for RMSNorm.
     """
-    plan = forward_plan(q, k, q_weight, cos, spec, contiguous)
+    plan = forward_plan(q, k, q_weight, cos, spec)
     return run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
 
 
-def run_forward(plan: Plan, q, k, q_weight, k_weight, cos, sin, eps: float, stats: bool):
+def run_forward(plan: QKPlan, q, k, q_weight, k_weight, cos, sin, eps: float, stats: bool):
     """`qk_norm_forward` of tensors like those that the plan was made for."""
     device, dtype = q.device, q.dtype
     q_strides, k_strides = plan.strides
@@ -168,10 +184,13 @@ def run_forward(plan: Plan, q, k, q_weight, k_weight, cos, sin, eps: float, stat
     rstd = torch.empty(plan.rows, dtype=torch.float32, device=device) if stats else None
     mean = torch.empty_like(rstd) if stats and plan.centered else None
     if plan.rows:
-        aligned = plan.vectorised and launch.aligned_pointers(q, k, q_weight, k_weight, cos, sin)
-        tensors = (q, k, q_weight, k_weight, cos, sin, yq, yk, rstd, mean)
-        args = (*tensors, *plan.arguments[aligned], eps, *plan.constants[aligned])
-        QK_NORM_FORWARD(device, plan.grid, args, plan.codes[aligned][stats], aligned, plan.config.num_warps)
+        bound = plan.launch
+        aligned = bound.vectorised and aligned_pointers(q, k, q_weight, k_weight, cos, sin)
+        args = bound.pack(
+            bound.values[aligned], Q=q, K=k, WQ=q_weight, WK=k_weight, COS=cos, SIN=sin, YQ=yq, YK=yk, RSTD=rstd,
+            MEAN=mean, eps=eps,
+        )  # fmt: skip
+        QK_NORM_FORWARD(device, bound, args, aligned, stats)
     return yq, yk, rstd, mean
 
 
@@ -189,9 +208,7 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
     """
     device = q.device
     need = tuple(n and d is not None for n, d in zip(need, (dq, dk, dq, dk), strict=True))
-    given = [d is not None for d in (dq, dk)]
     dq, dk = (d if d is None or d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
-    dq, dk = (q if dq is None else dq), (k if dk is None else dk)  # stand-ins that no program reads
     plan = backward_plan(dq, dk, q, k, q_weight, cos, spec, need, launch.device_limits(device.type, device.index))
     dxq, dxk = (
         torch.empty_strided(t.shape, strides, dtype=q.dtype, device=device) if need[0] or need[1] else None
@@ -199,19 +216,18 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
     )
     dwq, dwk = (torch.empty_like(w) if n else None for w, n in zip((q_weight, k_weight), need[2:], strict=True))
     if plan.rows:
-        q_parts, k_parts = plan.parts[0] * given[0], plan.parts[1] * given[1]
-        parts, head_dim = q_parts + k_parts, q.shape[-1]
-        partials = torch.empty((parts, head_dim), dtype=torch.float32, device=device) if need[2] or need[3] else None
-        aligned = plan.vectorised and launch.aligned_pointers(dq, dk, q, k, q_weight, k_weight, cos, sin)
-        tensors = (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, dxq, dxk, partials)
-        args = (*tensors, q_parts, *plan.arguments[aligned], spec.eps, *plan.constants[aligned])
-        QK_NORM_BACKWARD(device, (parts, 1, 1), args, plan.codes[aligned][True], aligned, plan.config.num_warps)
+        partials = torch.empty(plan.partials, dtype=torch.float32, device=device) if need[2] or need[3] else None
+        bound = plan.launch
+        aligned = bound.vectorised and aligned_pointers(dq, dk, q, k, q_weight, k_weight, cos, sin)
+        args = bound.pack(
+            bound.values[aligned], DYQ=dq, DYK=dk, Q=q, K=k, WQ=q_weight, WK=k_weight, COS=cos, SIN=sin, RSTD=rstd,
+            MEAN=mean, DXQ=dxq, DXK=dxk, DW=partials, eps=spec.eps,
+        )  # fmt: skip
+        QK_NORM_BACKWARD(device, bound, args, aligned)
         if partials is not None:
-            constants = (head_dim, REDUCE.block, REDUCE.rows)
-            QK_REDUCE_PARTIALS(
-                device, (-(-head_dim // REDUCE.block), 2, 1), (partials, dwq, dwk, q_parts, parts, *constants),
-                code_of(device, q.dtype, need[2:], constants), head_dim % VECTOR == 0, REDUCE.num_warps,
-            )  # fmt: skip
+            bound, aligned = plan.sum, plan.sum.vectorised
+            args = bound.pack(bound.values[aligned], PARTIALS=partials, DWQ=dwq, DWK=dwk)
+            QK_REDUCE_PARTIALS(device, bound, args, aligned)
     else:
         dwq, dwk = (None if t is None else t.zero_() for t in (dwq, dwk))
     return (dxq if need[0] else None), (dxk if need[1] else None), dwq, dwk

@@ -47,7 +47,7 @@ def opposite(cols, R: tl.constexpr):
 
 
 @triton.jit
-def turned(value, other, cos, sin, cols, X, R: tl.constexpr):
+def rotated(value, other, cos, sin, cols, X, R: tl.constexpr):
     """value * cos + rotate_half(value) * sin, every operator rounded to x's dtype; columns from R on pass through.
 
     `other` holds the value at the opposite column. With `sin` negative and taken at the opposite column this is the
@@ -61,7 +61,7 @@ def turned(value, other, cos, sin, cols, X, R: tl.constexpr):
 @triton.jit
 def rows_forward(
     X, W, COS, SIN, Y, RSTD, MEAN, tile, stats_at, rows_total, length, heads,
-    x_batch, x_position, x_head, y_batch, y_position, y_head, turn_batch, turn_position, eps,
+    x_batch, x_position, x_head, y_batch, y_position, y_head, rotary_batch, rotary_position, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr,
@@ -104,11 +104,11 @@ def rows_forward(
     if COS is not None:
         other = normalised(other, divisor, rstd, X, ROUNDING)
         other = affine(other, X, W, None, across, col_mask, BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING)
-        turn_at = offsets(batch, position, head, turn_batch, turn_position, 0, UNIT) + cols
-        turn_mask = mask & (cols < R)
-        cos = load(COS + turn_at, turn_mask, False).to(tl.float32)
-        sin = load(SIN + turn_at, turn_mask, False).to(tl.float32)
-        y = turned(rounded(y, X), rounded(other, X), cos, sin, cols, X, R)
+        rotary_at = offsets(batch, position, head, rotary_batch, rotary_position, 0, UNIT) + cols
+        rotary_mask = mask & (cols < R)
+        cos = load(COS + rotary_at, rotary_mask, False).to(tl.float32)
+        sin = load(SIN + rotary_at, rotary_mask, False).to(tl.float32)
+        y = rotated(rounded(y, X), rounded(other, X), cos, sin, cols, X, R)
     y_at = offsets(batch, position, head, y_batch, y_position, y_head, UNIT)
     tl.store(Y + y_at + cols, y.to(Y.dtype.element_ty), mask=mask)
 
@@ -120,17 +120,17 @@ def qk_norm_forward(
     k_batch: tl.int64, k_position: tl.int64, k_head: tl.int64,
     yq_batch: tl.int64, yq_position: tl.int64, yq_head: tl.int64,
     yk_batch: tl.int64, yk_position: tl.int64, yk_head: tl.int64,
-    turn_batch: tl.int64, turn_position: tl.int64, eps,
+    rotary_batch: tl.int64, rotary_position: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises, and turns where there is a rotary embedding, ROWS rows of q or of k.
+    """One program normalises, and rotates where there is a rotary embedding, ROWS rows of q or of k.
 
     Args:
         Q, K, YQ, YK: (batch, heads, length, N), columns of unit stride.
         WQ, WK: (N,), or None.
-        COS, SIN: (batch, length, R), both of the same strides, or None; only the first R columns turn.
+        COS, SIN: (batch, length, R), both of the same strides, or None; only the first R columns rotate.
         RSTD, MEAN: (rows of q + rows of k,) float32, or None where no backward follows (MEAN also where not CENTERED).
         tokens: batch * length.
     """
@@ -140,13 +140,13 @@ def qk_norm_forward(
     if tile < q_tiles:
         rows_forward(
             Q, WQ, COS, SIN, YQ, RSTD, MEAN, tile, 0, q_rows, length, q_heads, q_batch, q_position, q_head,
-            yq_batch, yq_position, yq_head, turn_batch, turn_position, eps,
+            yq_batch, yq_position, yq_head, rotary_batch, rotary_position, eps,
             N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE,
         )  # fmt: skip
     else:
         rows_forward(
             K, WK, COS, SIN, YK, RSTD, MEAN, tile - q_tiles, q_rows, tokens * k_heads, length, k_heads,
-            k_batch, k_position, k_head, yk_batch, yk_position, yk_head, turn_batch, turn_position, eps,
+            k_batch, k_position, k_head, yk_batch, yk_position, yk_head, rotary_batch, rotary_position, eps,
             N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE,
         )  # fmt: skip
 
@@ -155,10 +155,10 @@ def qk_norm_forward(
 def rows_backward(
     DY, X, W, COS, SIN, RSTD, MEAN, DX, DW, part, parts, stats_at, rows_total, length, heads,
     dy_batch, dy_position, dy_head, x_batch, x_position, x_head, dx_batch, dx_position, dx_head,
-    turn_batch, turn_position, eps,
+    rotary_batch, rotary_position, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    STAGES: tl.constexpr,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every `parts`-th tile of one side from `part` on; DW is where this program's partial sum goes."""
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
@@ -177,15 +177,15 @@ def rows_backward(
         g = load(DY + dy_at + cols, mask, False).to(tl.float32)
         if COS is not None:
             across = opposite(cols, R)
-            turn_at = offsets(batch, position, head, turn_batch, turn_position, 0, UNIT)
-            turn_mask = mask & (cols < R)
+            rotary_at = offsets(batch, position, head, rotary_batch, rotary_position, 0, UNIT)
+            rotary_mask = mask & (cols < R)
             other = load(DY + dy_at + across, mask, False).to(tl.float32)
-            cos = load(COS + turn_at + cols, turn_mask, False).to(tl.float32)
-            sin = load(SIN + turn_at + across, turn_mask, False).to(tl.float32)
-            g = turned(g, other, cos, -sin, cols, X, R)
+            cos = load(COS + rotary_at + cols, rotary_mask, False).to(tl.float32)
+            sin = load(SIN + rotary_at + across, rotary_mask, False).to(tl.float32)
+            g = rotated(g, other, cos, -sin, cols, X, R)
         rstd = load(RSTD + stats_at + rows, row_mask, False)
         x = x.to(tl.float32)
-        if MEAN is not None:
+        if CENTERED:
             x = x - load(MEAN + stats_at + rows, row_mask, False)[:, None]
             x = tl.where(col_mask, x, 0.0)
         xhat = x * rstd[:, None]
@@ -197,7 +197,7 @@ def rows_backward(
             along = tl.sum(g * xhat, axis=1) * (1.0 / N)
             if EPS_OUTSIDE:
                 along = along * eps_outside_factor(tl.sum(x * x, axis=1) * (1.0 / N), eps)
-            if MEAN is not None:
+            if CENTERED:
                 dx = g - x * (along * rstd)[:, None] - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
             else:
                 dx = g - xhat * along[:, None]
@@ -217,34 +217,35 @@ def qk_norm_backward(
     k_batch: tl.int64, k_position: tl.int64, k_head: tl.int64,
     dxq_batch: tl.int64, dxq_position: tl.int64, dxq_head: tl.int64,
     dxk_batch: tl.int64, dxk_position: tl.int64, dxk_head: tl.int64,
-    turn_batch: tl.int64, turn_position: tl.int64, eps,
+    rotary_batch: tl.int64, rotary_position: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    STAGES: tl.constexpr,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs: the first `q_parts` walk the rows of q, the others those of k.
 
-    Arguments as in `qk_norm_forward`; DXQ and DXK are None where no gradient of q or k is wanted, and DW, the
-    (num_programs, N) float32 partial sums of both weights, where none of a weight is.
+    Arguments as in `qk_norm_forward`; DYQ or DYK is None where no gradient arrives, DXQ and DXK where none of q or k is
+    wanted, and DW, the (num_programs, N) float32 partial sums of both weights, where none of a weight is.
     """
     part = tl.program_id(0)
     if DW is not None:
         DW += tl.cast(part, tl.int64) * N
     q_rows = tokens * q_heads
     if part < q_parts:
-        rows_backward(
-            DYQ, Q, WQ, COS, SIN, RSTD, MEAN, DXQ, DW, part, q_parts, 0, q_rows, length, q_heads,
-            dyq_batch, dyq_position, dyq_head, q_batch, q_position, q_head, dxq_batch, dxq_position, dxq_head,
-            turn_batch, turn_position, eps,
-            N, BLOCK, ROWS, UNIT, R, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
-        )  # fmt: skip
-    else:
+        if DYQ is not None:
+            rows_backward(
+                DYQ, Q, WQ, COS, SIN, RSTD, MEAN, DXQ, DW, part, q_parts, 0, q_rows, length, q_heads,
+                dyq_batch, dyq_position, dyq_head, q_batch, q_position, q_head, dxq_batch, dxq_position, dxq_head,
+                rotary_batch, rotary_position, eps,
+                N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
+            )  # fmt: skip
+    elif DYK is not None:
         rows_backward(
             DYK, K, WK, COS, SIN, RSTD, MEAN, DXK, DW, part - q_parts, tl.num_programs(0) - q_parts,
             q_rows, tokens * k_heads, length, k_heads,
             dyk_batch, dyk_position, dyk_head, k_batch, k_position, k_head, dxk_batch, dxk_position, dxk_head,
-            turn_batch, turn_position, eps,
-            N, BLOCK, ROWS, UNIT, R, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
+            rotary_batch, rotary_position, eps,
+            N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
         )  # fmt: skip
 
 

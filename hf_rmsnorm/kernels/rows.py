@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 
 class RowAddress(NamedTuple):
@@ -54,3 +58,42 @@ def flat_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[
             return False
         expected *= shape[d]
     return True
+
+
+@dataclass(frozen=True)
+class OperandRows:
+    """How one operand's rows are read: in place at `address`, or from a copy made first."""
+
+    address: RowAddress = RowAddress(1, 0, 0)
+    copy: bool = False
+
+    @classmethod
+    def of(cls, t: torch.Tensor | None, order: tuple[int, ...] | None) -> OperandRows:
+        """The rows of t taken in `order`; no row where there is no t."""
+        if t is None:
+            return cls()
+        address = row_address(t.shape, t.stride(), order)
+        if address is not None:
+            return cls(address)
+        return cls(RowAddress(max(1, math.prod(t.shape[:-1])), 0, t.shape[-1]), True)
+
+    def arguments(self, name: str) -> dict[str, int]:
+        """The address as the kernels' parameters."""
+        length, outer, inner = self.address
+        return {f"{name}_len": length, f"{name}_outer": outer, f"{name}_inner": inner}
+
+
+def row_order(x: torch.Tensor, row_major: bool, heads: int) -> tuple[int, ...] | None:
+    """The leading dimensions of x in the order in which the kernels number its rows, or None where that is their own.
+
+    Rows keep their own where the output is row-major, and where each head has a weight of its own: the kernel tells the
+    head by the row's number.
+    """
+    if row_major or heads > 1 or x.is_contiguous():
+        return None
+    return memory_order(tuple(x.shape), x.stride())
+
+
+def heads_of(*parameters: torch.Tensor | None) -> int:
+    """How many rows of parameters there are: each row of x takes the next."""
+    return next((p.shape[0] for p in parameters if p is not None and p.dim() == 2), 1)

@@ -15,6 +15,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def forward_loops(hidden_size: int) -> bool:
+    """Whether rows are too wide for one tile in the forward."""
+    return hidden_size > TILE_MAX
+
+
+def backward_loops(hidden_size: int, centered: bool, single_pass: bool) -> bool:
+    """The same for the backward, whose loop knows neither gates nor heads: their rows stay in registers, and spill."""
+    return hidden_size > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX)
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """Shape of one forward launch: `block` columns by `rows` rows a program; `loop` picks the two-pass kernel."""
@@ -54,7 +64,7 @@ REDUCE = ColumnsConfig(block=64, rows=32, num_warps=4)
 @cache
 def forward_config(hidden_size: int) -> ForwardConfig:
     block = next_power_of_2(hidden_size)
-    if block > TILE_MAX:
+    if forward_loops(hidden_size):
         return ForwardConfig(8_192, 1, 16, loop=True)
     if block <= 2_048:  # several short rows share a program, so that every thread still has 16 elements
         return ForwardConfig(block, TILE_ELEMENTS // block, 4)
@@ -79,9 +89,7 @@ def backward_config(
         added: whether the gradient of a residual stream is added to dx.
     """
     block = next_power_of_2(hidden_size)
-    # The loop knows neither gates nor heads; their rows stay in registers, if at the price of spills.
-    single_pass = gated or heads > 1
-    if block > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX):
+    if backward_loops(hidden_size, centered, gated or heads > 1):
         return BackwardConfig(8_192, 1, 16, 1, False, 1, loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block

@@ -1,10 +1,11 @@
 """Public operators and the choice of backend."""
 
 from .add_norm import add_norm_backend, fused_add_norm, sum_ahead_of_norm
-from .backend import chosen_backend, describe_backend, resolve_backend, use_backend
+from .backend import describe_backend, resolve_backend
 from .from_output import formula_refusal, keeps_output, parameters_refusal
 from .norm import fused_norm, layer_norm, rms_norm
 from .qk import fused_qk_norm, qk_norm_backend
+from .settings import chosen_backend, use_backend
 
 __all__ = [
     "add_norm_backend",

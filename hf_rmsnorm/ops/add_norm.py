@@ -6,11 +6,15 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..formula import NormSpec
+from ..kernels.serves import unserved
 from ..reference import reference_norm
-from .backend import PLAIN_TYPES, kernels, plain, resolve_backend
+from .backend import resolve_backend
+from .direct import DIRECT_TYPES, is_direct, under_transform
 from .from_output import serves_as_input
-from .norm import autocast_to_float32, autocasts_functional, fused_norm, norm_gradients, plan_of, transformed
-from .operators import add_norm_forward_op, is_dtensor, spec_args, teach_dtensor
+from .gradients import norm_gradients
+from .loading import is_dtensor, kernels, load_sharding_rules
+from .norm import autocast_to_float32, autocasts_functional, fused_norm, plan_of
+from .operators import add_norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -44,9 +48,10 @@ class _Sum(torch.autograd.Function):
     """``residual + x``, whose launch computes the norm of the sum too and puts it, in no graph, into a list."""
 
     @staticmethod
-    def forward(ctx, x, residual, operands, known):  # in a tuple the parameters are no inputs, so not in this graph
+    def forward(ctx, x, residual, operands, precomputed):
+        # In a tuple the parameters are no inputs, so not in this graph.
         h, *norm = _launch(x, residual, *operands, True)
-        known.extend(norm)
+        precomputed.extend(norm)
         return h
 
     @staticmethod
@@ -55,7 +60,7 @@ class _Sum(torch.autograd.Function):
 
 
 def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch.Tensor, tuple]:
-    """(``residual + x``, what `fused_norm` may be told that it `known`s of the sum), in one launch.
+    """(``residual + x``, what `fused_norm` takes as `precomputed` of the sum), in one launch.
 
     The norm is in no graph yet: whoever calls it puts it there, as a function of the very sum that arrives. So hooks,
     gradients and checkpoints see the two as they are without fusion, where the sum is seen in between.
@@ -70,20 +75,20 @@ def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch
             weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
     operands = weight, bias, spec, plan
     if not torch.is_grad_enabled():
-        h, *known = _launch(x, residual, *operands, False)
+        h, *precomputed = _launch(x, residual, *operands, False)
     elif x.requires_grad or residual.requires_grad:
-        known: list = []
-        h = _Sum.apply(x, residual, operands, known)
+        precomputed: list = []
+        h = _Sum.apply(x, residual, operands, precomputed)
     else:
         with torch.no_grad():
-            h, *known = _launch(x, residual, *operands, True)
-    return h, tuple(known)
+            h, *precomputed = _launch(x, residual, *operands, True)
+    return h, tuple(precomputed)
 
 
 def _launch(x, residual, weight, bias, spec, plan, stats):
     if plan is None:
-        if _is_compiling() or not plain(x, residual, weight, bias):
-            teach_dtensor()
+        if _is_compiling() or not is_direct(x, residual, weight, bias):
+            load_sharding_rules()
             return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)
         plan = plan_of(x, weight, bias, spec, residual)
     y, rstd, mean, h = kernels().run_forward(plan, x, weight, bias, None, residual, spec.eps, stats)
@@ -99,22 +104,22 @@ def add_norm_backend(
 ) -> str:
     """What `fused_add_norm` makes of a call: ``"triton"`` (one launch), ``"reference"``, or ``"original"``.
 
-    ``"original"`` is the answer where x and residual differ in shape, dtype or device; where the spec has a gate or
-    groups, or a parameter heads; for wrappers of tensors other than DTensors; where autocast gives the norm another
-    dtype than the sum; and where `resolve_backend` says so of the norm.
+    ``"original"`` is the answer where x and residual differ in shape, dtype or device; where no kernel computes the
+    formula behind a sum (a gate, groups), or a parameter has heads; for wrappers of tensors other than DTensors; where
+    autocast gives the norm another dtype than the sum; and where `resolve_backend` says so of the norm.
 
     Raises:
         RuntimeError: as `resolve_backend`.
     """
+    if unserved(spec, "residual sum") is not None:
+        return "original"
     backend = resolve_backend(x, weight, bias, spec)
     if backend != "triton":
         return backend
     if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
         return "original"
-    if spec.gate is not None or spec.group_size is not None:
-        return "original"
     for t in (x, residual, weight, bias):
-        if t is not None and type(t) not in PLAIN_TYPES and is_traceable_wrapper_subclass(t) and not is_dtensor(t):
+        if t is not None and type(t) not in DIRECT_TYPES and is_traceable_wrapper_subclass(t) and not is_dtensor(t):
             return "original"
     if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
         return "original"
@@ -155,7 +160,7 @@ def fused_add_norm(
         return _fused(x, residual, weight, bias, spec, plan, keep_output)
     if backend is None:
         backend = add_norm_backend(x, residual, weight, bias, spec)
-    if backend != "triton" or (not _is_compiling() and transformed()):
+    if backend != "triton" or (not _is_compiling() and under_transform()):
         h = residual + x
         return h, reference_norm(h, weight, bias, spec) if backend != "original" else fused_norm(h, weight, bias, spec)
     if spec.functional:

@@ -3,83 +3,25 @@
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from functools import cache
 from importlib.util import find_spec
 
 import torch
-from torch.autograd import forward_ad
-from torch.nn import Parameter
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formula import NormSpec
+from ..kernels.serves import of_rows, unserved
 from ..kernels.sizes import MAX_HIDDEN_SIZE, TILE_MAX
-from .recompute import same_as_forward
-from .settings import settings
+from .direct import DIRECT_TYPES
+from .loading import is_dtensor
+from .settings import chosen, settings
 
-BACKENDS = ("auto", "triton", "reference")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach past the last row
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
-PLAIN_TYPES = (torch.Tensor, Parameter)
+MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 
 _is_compiling = torch.compiler.is_compiling
-_functorch_active = torch._C._are_functorch_transforms_active
-_is_tracing = torch._C._is_tracing
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_count_modes = torch._C._len_torch_dispatch_stack
-
-
-class _Choice(threading.local):
-    name = "auto"
-
-
-_choice = _Choice()
-_used = False  # whether `use_backend` ever chose another: before that no two calls can differ
-
-
-class use_backend:
-    """Choose, in this thread and inside the ``with``, what computes the norms.
-
-    Args:
-        name: ``"auto"`` launches Triton on devices it serves (and anywhere under ``TRITON_INTERPRET=1``); elsewhere
-            a patched module runs its own original forward. ``"triton"`` insists on the kernels and raises where they
-            cannot run. ``"reference"`` computes the plain-torch formula everywhere.
-
-    Raises:
-        ValueError: the name is none of these.
-
-    A backward uses the backend that its forward used. A recompute under activation checkpointing must run under the
-    same one, and raises otherwise: keep ``loss.backward()`` inside the ``with``.
-
-    Example:
-        >>> import torch
-        >>> from hf_rmsnorm import rms_norm, use_backend
-        >>> with use_backend("reference"):
-        ...     rms_norm(torch.tensor([1.0, 2.0, 3.0, 4.0]), eps=0.0)
-        tensor([0.3651, 0.7303, 1.0954, 1.4606])
-    """
-
-    def __init__(self, name: str):
-        if name not in BACKENDS:
-            raise ValueError(f"use_backend({name!r}): no such backend, choose one of {', '.join(BACKENDS)}")
-        self.name = name
-        self._previous = []
-
-    def __enter__(self):
-        global _used
-        _used = _used or self.name != "auto"
-        self._previous.append(_choice.name)
-        _choice.name = self.name
-        return self
-
-    def __exit__(self, *exc):
-        _choice.name = self._previous.pop()
-
-
-def chosen_backend() -> str:
-    """What `use_backend` has chosen in this thread; ``"auto"`` outside of one."""
-    return _choice.name
 
 
 @cache
@@ -97,14 +39,6 @@ def _device_refusal(device_type: str, index: int | None) -> str | None:
     if device_type == "xpu":
         return None
     return f"Triton has no backend for {device_type} tensors"
-
-
-@cache
-def kernels():
-    """The launch code, which needs triton."""
-    from ..kernels import launch
-
-    return launch
 
 
 @torch.compiler.assume_constant_result
@@ -133,14 +67,19 @@ def refusal(
 ) -> str | None:
     """Why the kernels do not serve this call, or None where they do."""
     dtype, shape, device, group_size = x.dtype, x.shape, x.device, spec.group_size
+    of_heads = any(p is not None and p.dim() == 2 for p in (weight, bias))
     if dtype not in KERNEL_DTYPES:
         return f"x is {dtype}; the kernels serve float32, float16 and bfloat16"
     if not shape or not 1 <= shape[-1] <= MAX_HIDDEN_SIZE:
         return f"the last dimension of x, shape {tuple(shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
     if group_size is not None and (shape[-1] % group_size or group_size > TILE_MAX):
         return f"groups of {group_size} do not divide rows of {shape[-1]}, or hold more than {TILE_MAX}"
-    if spec.weight_first and (group_size or shape[-1]) > TILE_MAX:
-        return f"x has {shape[-1]} columns; norms whose weight comes first are served up to {TILE_MAX}"
+    formula, columns = (spec, shape[-1]) if group_size is None else (spec.ungrouped, group_size)
+    missing = unserved(formula, *of_rows(formula, columns, of_heads))
+    if missing is not None:
+        return f"{missing}, which the kernels for rows of {columns} do not compute"
+    if (gate is None) != (spec.gate is None):
+        return "its formula has a gate and the call has none, or the other way round"
     for parameter in (weight, bias):
         if parameter is None:
             continue
@@ -156,15 +95,12 @@ def refusal(
                 return "weight and bias differ in shape"
         if parameter.device != device:
             return f"{name} is on {parameter.device} and x on {device}: move one of them"
-    if gate is not None:
-        if gate.dtype not in KERNEL_DTYPES or gate.shape != shape or gate.device != device:
-            return f"gate is {gate.dtype} of shape {tuple(gate.shape)} on {gate.device}, x {tuple(shape)} on {device}"
-        if (group_size or shape[-1]) > TILE_MAX:
-            return f"x has {shape[-1]} columns; gated norms are served up to {TILE_MAX}"
+    if gate is not None and (gate.dtype not in KERNEL_DTYPES or gate.shape != shape or gate.device != device):
+        return f"gate is {gate.dtype} of shape {tuple(gate.shape)} on {gate.device}, x {tuple(shape)} on {device}"
     # Heads multiply the rows that the last tile may reach past the end.
-    most = MAX_ROWS if group_size is None and (weight is None or weight.dim() == 1) else MAX_ROWS // 2
+    most = MAX_ROWS // 2 if of_heads or group_size is not None else MAX_ROWS
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    if not _is_compiling() and x.numel() > most and x.numel() // (group_size or shape[-1]) > most:
+    if not _is_compiling() and x.numel() > most and x.numel() // columns > most:
         return f"x has more than {most} rows"
     return device_refusal(device.type, device.index)
 
@@ -179,97 +115,52 @@ def resolve_backend(
     """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call to the layer's own forward.
 
     Raises:
-        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve the call; or this is the
-            recompute of a checkpointed forward that ran under another backend.
+        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve the call.
     """
-    choice = _choice.name
-    if choice == "reference":
-        backend = "reference"
-    elif choice == "auto" and settings.while_compiling == "formula" and _is_compiling():
-        backend = "original"
-    else:
-        reason = refusal(x, weight, bias, spec, gate)
-        if reason is None:
-            backend = "triton"
-        elif choice == "triton":
-            raise RuntimeError(f"use_backend('triton'): {reason}")
-        else:
-            backend = "original"
-    if _used and not _is_compiling():
-
-        def automatic() -> str:
-            return "triton" if refusal(x, weight, bias, spec, gate) is None else "original"
-
-        backend = same_as_forward(backend, choice != "auto", automatic, weight)
-    return backend
+    if chosen.backend == "reference":
+        return "reference"
+    if chosen.backend == "auto" and settings.while_compiling == "formula" and _is_compiling():
+        return "original"
+    reason = refusal(x, weight, bias, spec, gate)
+    if reason is None:
+        return "triton"
+    if chosen.backend == "triton":
+        raise RuntimeError(f"use_backend('triton'): {reason}")
+    return "original"
 
 
-def plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether a kernel may read these tensors' memory directly: no subclass, and nobody tracing the operators."""
-    for t in tensors:
-        if t is not None and type(t) not in PLAIN_TYPES:
+def qk_fits(q, k, q_weight, k_weight, spec: NormSpec, cos, sin) -> bool:
+    """Whether one launch can norm and rotate q and k: their types, shapes, dtypes and strides, and the formula."""
+    if unserved(spec, "queries and keys") is not None:
+        return False
+    if (q_weight is None) == spec.has_weight or (k_weight is None) == spec.has_weight or (cos is None) != (sin is None):
+        return False
+    dtype, device = q.dtype, q.device
+    for t in (q, k, q_weight, k_weight, cos, sin):
+        if t is not None:
+            if type(t) not in DIRECT_TYPES and not isinstance(t, FakeTensor) and not is_dtensor(t):
+                return False
+            if t.dtype != dtype or t.device != device:
+                return False
+    if q.dim() != 4 or k.dim() != 4:
+        return False
+    batch, _, length, head_dim = q.shape
+    k_batch, _, k_length, k_dim = k.shape
+    if k_batch != batch or k_length != length or k_dim != head_dim or not 1 <= head_dim <= MAX_HEAD_DIM:
+        return False
+    if q.stride(3) != 1 or k.stride(3) != 1:
+        return False
+    if q_weight is not None:
+        shape = (head_dim,)
+        if q_weight.shape != shape or k_weight.shape != shape:
             return False
-    return not (_count_modes() and _traced())
-
-
-def _traced() -> bool:
-    """Whether a mode that records or fakes operators is active; one that merely watches them does not count."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
-
-
-def transformed() -> bool:
-    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
-    return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
-
-
-class Plans(dict):
-    """Launches of calls that the kernels serve, by the likeness of their operands: the next such call skips the checks.
-
-    Each is for one formula (whose eps may differ) that has a weight and a bias, or has not, in all calls.
-    """
-
-    _all: weakref.WeakSet = weakref.WeakSet()
-    MOST = 8_192  # generation with a growing prompt makes one per length
-
-    __hash__ = object.__hash__
-
-    def __init__(self):
-        self._all.add(self)
-
-    def keep(self, like: tuple, plan):
-        if len(self) >= self.MOST:
-            self.clear()
-        self[like] = plan
-        return plan
-
-    @classmethod
-    def forget(cls) -> None:
-        """Drop them all, where what serves a device has changed."""
-        for plans in list(cls._all):
-            plans.clear()
-
-
-def likeness(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, functional: bool) -> tuple | None:
-    """What decides how operands like these are served; None where that is to be found out anew each time."""
-    if (
-        _used
-        or _is_compiling()
-        or type(x) not in PLAIN_TYPES
-        or _count_modes()
-        or transformed()
-        or _is_wrapped(x)  # what functorch has left behind, which autograd.Function unwraps
-        or (functional and torch.is_autocast_enabled(x.device.type))
-    ):
-        return None
-    if weight is None:
-        like = x.shape, x.stride(), x.dtype, x.device, None
-    elif type(weight) in PLAIN_TYPES and weight.is_contiguous():
-        like = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.dtype, weight.device
-    else:
-        return None
-    if bias is not None:
-        if type(bias) not in PLAIN_TYPES or not bias.is_contiguous():
-            return None
-        like += (bias.shape, bias.dtype, bias.device)
-    return like
+        if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
+            return False
+    if cos is not None:
+        if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
+            return False
+        tables, positions, columns = cos.shape
+        if positions != length or (tables != 1 and tables != batch) or columns > head_dim or columns % 2 or not columns:
+            return False
+    # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
+    return _is_compiling() or q.numel() + k.numel() <= MAX_ROWS * head_dim

@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
-from .backend import PLAIN_TYPES, plain
+from ..kernels.serves import unserved
+from .direct import DIRECT_TYPES, is_direct
 
 LEAST_SCALE = 1e-3  # of the largest
 SMALLEST_SCALE = 2.0**-14  # below it float16 keeps fewer bits of y than of xhat
@@ -23,17 +24,7 @@ MOST_BIAS = 4.0  # times the scale: as large as the largest elements of a row, w
 
 def formula_refusal(spec: NormSpec) -> str | None:
     """Why norms of this formula keep their input, or None where they need not."""
-    if spec.gate is not None:
-        return "it is gated"
-    if spec.weight_first:
-        return "its weight comes first"
-    if spec.eps_outside:
-        return "its eps is outside the root"
-    if spec.group_size is not None:
-        return "it is in groups"
-    if spec.rounding in ("rstd", "every_step"):
-        return "its steps are rounded"
-    return None
+    return unserved(spec, "from the output")
 
 
 class _Seen(NamedTuple):
@@ -77,7 +68,7 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
     if weight is None:
         return None if bias is None else "it has a bias alone"
     for t in (weight, bias):
-        if t is not None and (type(t) not in PLAIN_TYPES or t.is_meta or t.is_inference()):
+        if t is not None and (type(t) not in DIRECT_TYPES or t.is_meta or t.is_inference()):
             return "its parameters are not here as plain tensors"
         if t is not None and (hasattr(t, "ds_id") or not t.numel()):
             return "DeepSpeed gathers its parameters anew for each call"
@@ -158,5 +149,5 @@ def serves_as_input(y: torch.Tensor, x: torch.Tensor, weight, bias, spec: NormSp
         y.dtype == x.dtype
         and (spec.functional or y.stride() == x.stride())
         and y.shape[-1] >= LEAST_COLUMNS
-        and plain(x, weight, bias)
+        and is_direct(x, weight, bias)
     )

@@ -7,10 +7,13 @@ from functools import lru_cache
 import torch
 
 from ..formula import NormSpec, Rounding
-from ..reference import in_groups, input_of_output, reference_backward, reference_norm
-from .backend import Plans, kernels, likeness, plain, resolve_backend, transformed
-from .from_output import note_backward, serves_as_input
-from .operators import as_saved, contiguous_output, norm_backward_op, norm_forward_op, spec_args, teach_dtensor
+from ..reference import in_groups, reference_norm
+from .backend import resolve_backend
+from .direct import LaunchCache, is_direct, launch_key, under_transform
+from .from_output import serves_as_input
+from .gradients import norm_gradients
+from .loading import kernels, load_sharding_rules
+from .operators import norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -19,8 +22,8 @@ class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
     def forward(ctx, x, weight, bias, gate, call):
-        spec, plan, known, keep_output = call
-        y, rstd, mean = known or _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
+        spec, plan, precomputed, keep_output = call
+        y, rstd, mean = precomputed or _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
         keep_output = keep_output and serves_as_input(y, x, weight, bias, spec)
         kept, mean = (y, None) if keep_output else (x, mean)
         ctx.save_for_backward(kept, weight, bias, gate, rstd, mean)
@@ -37,80 +40,13 @@ class _FusedNorm(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _FusedNorm).apply
 
 
-def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, plan, strides, need, dh=None):
-    """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs; `dh`, another gradient of x, is in dx.
-
-    Under `from_output` x is what the norm returned. `plan` is that of the forward, if one was made, and `strides` are
-    those that x had there.
-    """
-    dh = dh if need[0] else None
-    x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
-    compiling = _is_compiling()
-    watched = not compiling and (torch.is_grad_enabled() or transformed() or _batched(dy) or _batched(dh))
-    if from_output:
-        note_backward()
-    if not (compiling or watched) and plain(dy, x, weight, bias, gate, dh):
-        return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need)
-    if from_output:
-        return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
-    if watched:
-        if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
-            grads = _differentiable_backward(dy, x, weight, bias, gate, spec, need)
-        else:
-            grads = reference_backward(dy, x, weight, bias, spec, need, gate)
-        return grads if dh is None else (dh + grads[0], *grads[1:])
-    mean = rstd.new_empty(0) if mean is None else mean
-    grads = norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), list(need))
-    return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-
-
-def _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need):
-    launch = kernels()
-    if plan is None:
-        row_major = contiguous_output(spec)
-        return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, row_major, gate, dh, from_output)
-    # The rest is as in the forward.
-    like = dy.stride(), dy.dtype, need, from_output, None if dh is None else (dh.stride(), dh.dtype)
-    backward = plan.backward.get(like)
-    if backward is None:
-        limits = launch.device_limits(x.device.type, x.device.index)
-        backward = plan.backward[like] = launch.backward_plan(
-            dy, x, weight, bias, gate, spec, need, contiguous_output(spec), limits, dh, from_output
-        )
-    return launch.run_backward(backward, dy, x, weight, bias, rstd, mean, spec.eps, need, gate, dh)
-
-
-def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
-    if not _is_compiling() and torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
-            "instead: call patch_model(model, memory_efficient=False) first"
-        )
-    x = input_of_output(y, weight, bias, rstd, spec)
-    dx, *grads = reference_backward(dy, x, weight, bias, spec, need)
-    if dx is not None:
-        dx = (dx if dh is None else dh + dx).to(y.dtype)
-    return dx, *grads
-
-
 def _launch_forward(x, weight, bias, gate, spec, stats, plan=None):  # (y, rstd, mean, ...)
     if plan is None:
-        if _is_compiling() or not plain(x, weight, bias, gate):
-            teach_dtensor()
+        if _is_compiling() or not is_direct(x, weight, bias, gate):
+            load_sharding_rules()
             return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
-        return kernels().norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
+        return kernels().norm_forward(x, weight, bias, spec, stats, gate)
     return kernels().run_forward(plan, x, weight, bias, gate, None, spec.eps, stats)
-
-
-def _differentiable_backward(dy, x, weight, bias, gate, spec, need):
-    with torch.enable_grad():
-        # Through views of their own: where x was itself computed from the same weight, the gradient asked for is the
-        # one along this norm alone.
-        inputs = [t if t is None else t.view_as(t) for t in (x, weight, bias, gate)]
-        y = reference_norm(*inputs[:3], spec, inputs[3])
-        wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
-        grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return [next(grads) if needed else None for needed in need]
 
 
 def fused_norm(
@@ -120,7 +56,7 @@ def fused_norm(
     spec: NormSpec,
     backend: str | None = None,
     gate: torch.Tensor | None = None,
-    known: tuple | None = None,
+    precomputed: tuple | None = None,
     keep_output: bool = False,
 ) -> torch.Tensor:
     """Compute `spec` on x with the backend in force.
@@ -131,7 +67,7 @@ def fused_norm(
             spec says.
         backend: what `resolve_backend` answered, if the caller has asked already.
         gate: x's shape, where the spec has one.
-        known: (y, rstd, mean) of just this, in no graph, where a launch has computed it already.
+        precomputed: (y, rstd, mean) of just this, in no graph, where a launch has computed it already.
         keep_output: what `keeps_output` answered: the kernels' backward shall read the output, not x.
 
     Returns:
@@ -141,7 +77,7 @@ def fused_norm(
         backend = resolve_backend(x, weight, bias, spec, gate)
     if spec.functional:
         x, weight, bias = autocast_to_float32(x, weight, bias)
-    if backend != "triton" or (not _is_compiling() and transformed()):
+    if backend != "triton" or (not _is_compiling() and under_transform()):
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
@@ -149,15 +85,15 @@ def fused_norm(
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-    return launched_norm(x, weight, bias, gate, spec, None, known, keep_output)
+    return launched_norm(x, weight, bias, gate, spec, None, precomputed, keep_output)
 
 
 def plan_of(x, weight, bias, spec, residual=None):
     """The launch of a norm, or of that of ``residual + x``, without gate on plain tensors that the kernels serve."""
-    return kernels().forward_plan(x, weight, bias, None, spec, contiguous_output(spec), residual)
+    return kernels().forward_plan(x, weight, bias, None, spec, residual)
 
 
-def launched_norm(x, weight, bias, gate, spec, plan, known=None, keep_output=False):
+def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_output=False):
     """`fused_norm` where the kernels serve it.
 
     Args:
@@ -173,12 +109,8 @@ def launched_norm(x, weight, bias, gate, spec, plan, known=None, keep_output=Fal
         if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
             return _launch_forward(x, weight, bias, gate, spec, True)[0]
         apply = _FusedNorm.apply if plan is None else _apply
-        return apply(x, weight, bias, gate, (spec, plan, known, keep_output))
-    return known[0] if known is not None else _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
-
-
-def _batched(t: torch.Tensor | None) -> bool:
-    return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
+        return apply(x, weight, bias, gate, (spec, plan, precomputed, keep_output))
+    return precomputed[0] if precomputed is not None else _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
 
 
 def autocasts_functional(device_type: str) -> bool:
@@ -257,17 +189,17 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functiona
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
     formula = weight is not None, bias is not None, float(eps), weight_offset, rounding, functional
     if _is_compiling():
-        spec, plans, like = _spec(*formula), None, None
+        spec, plans, key = _spec(*formula), None, None
     else:
         spec, plans = _kept(*formula)
-        like = likeness(x, weight, bias, functional)
-    plan = None if like is None else plans.get(like)
+        key = launch_key(x, weight, bias, functional)
+    plan = None if key is None else plans.get(key)
     if plan is None:
         _check(x, weight, bias)
         backend = resolve_backend(x, weight, bias, spec)
-        if like is None or backend != "triton":
+        if key is None or backend != "triton":
             return fused_norm(x, weight, bias, spec, backend)
-        plan = plans.keep(like, plan_of(x, weight, bias, spec))
+        plan = plans.keep(key, plan_of(x, weight, bias, spec))
     return launched_norm(x, weight, bias, None, spec, plan)
 
 
@@ -279,8 +211,8 @@ def _spec(has_weight, has_bias, eps, weight_offset, rounding, functional) -> Nor
 
 
 @lru_cache(256)
-def _kept(*formula) -> tuple[NormSpec, Plans]:
-    return _spec(*formula), Plans()
+def _kept(*formula) -> tuple[NormSpec, LaunchCache]:
+    return _spec(*formula), LaunchCache()
 
 
 def _check(x, weight, bias) -> None:

@@ -2,87 +2,79 @@
 
 from __future__ import annotations
 
-import sys
+from types import NoneType
+from typing import get_args, get_type_hints
 
 import torch
 
 from ..formula import NormSpec
-from ..kernels.plan import heads_of, row_order
-from ..reference import reference_backward, reference_norm, reference_stats
-from .backend import kernels, plain, refusal
+from ..kernels.rows import heads_of, row_order
+from ..kernels.serves import unserved
+from ..reference import reference_backward, reference_norm, reference_qk_backward, reference_qk_norm, reference_stats
+from .backend import device_refusal, qk_fits, refusal
+from .direct import is_direct
+from .loading import kernels
 
-# The integer is for DTensor, which looks the placements of a call up by its arguments from the first integer on.
-_SPEC = (
-    "float eps, int centered, float weight_offset, str rounding, bool functional, "
-    "bool eps_outside, bool round_offset, bool weight_first, str gating"
-)
+
+def _argument_type(name: str, hint) -> str:
+    kinds = get_args(hint) or (hint,)
+    if name == "centered":  # for DTensor, which looks the placements of a call up by its arguments from an integer on
+        return "int"
+    found = next((kind.__name__ for kind in (bool, int, float) if kind in kinds), "str")
+    return f"{found}?" if NoneType in kinds and found != "str" else found
+
+
+# The formula as arguments: eps, `centered` and the rest. The operands themselves tell whether there are parameters, and
+# rows come in their groups.
+_HINTS = get_type_hints(NormSpec)
+_TOLD = ("has_weight", "has_bias", "group_size")
+_NAMES = dict.fromkeys(("eps", "centered", *(name for name in _HINTS if name not in _TOLD)))
+_TYPES = {name: _argument_type(name, _HINTS[name]) for name in _NAMES}
+_SPEC = ", ".join(f"{kind} {'gating' if name == 'gate' else name}" for name, kind in _TYPES.items())
+_AFFINE = "Tensor? weight, Tensor? bias"
+_QK = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
+_STATS = "Tensor rstd, Tensor mean"
 _library = torch.library.Library("hf_rmsnorm", "DEF")
-_library.define(
-    f"norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, {_SPEC}, bool stats) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? gate, Tensor? dh, Tensor rstd, "
-    f"Tensor mean, {_SPEC}, bool[] need) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    f"add_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, {_SPEC}, bool stats) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-norm_forward_op = torch.ops.hf_rmsnorm.norm_forward.default
-norm_backward_op = torch.ops.hf_rmsnorm.norm_backward.default
-add_norm_forward_op = torch.ops.hf_rmsnorm.add_norm_forward.default
+
+
+def _define(name: str, operands: str, last: str, outputs: int):
+    _library.define(f"{name}({operands}, {_SPEC}, {last}) -> ({', '.join(['Tensor'] * outputs)})")
+    return getattr(torch.ops.hf_rmsnorm, name).default
+
+
+norm_forward_op = _define("norm_forward", f"Tensor x, {_AFFINE}, Tensor? gate", "bool stats", 3)
+_OF_NORM = f"Tensor dy, Tensor x, {_AFFINE}, Tensor? gate, Tensor? dh, {_STATS}"
+norm_backward_op = _define("norm_backward", _OF_NORM, "bool[] need", 4)
+add_norm_forward_op = _define("add_norm_forward", f"Tensor x, Tensor residual, {_AFFINE}", "bool stats", 4)
+qk_norm_forward_op = _define("qk_norm_forward", _QK, "bool stats", 4)
+qk_norm_backward_op = _define("qk_norm_backward", f"Tensor? dq, Tensor? dk, {_QK}, {_STATS}", "bool[] need", 4)
 
 
 def spec_args(spec: NormSpec) -> tuple:
-    """The fields of a spec as the operators take them."""
-    return (
-        spec.eps, int(spec.centered), spec.weight_offset, spec.rounding, spec.functional, spec.eps_outside,
-        spec.round_offset, spec.weight_first, spec.gate or "",
-    )  # fmt: skip
+    """A formula as the operators take it; "" stands for a word that is None.
+
+    Raises:
+        TypeError: a formula in groups, or with fields of its own.
+    """
+    if type(spec) is not NormSpec or spec.group_size is not None:
+        raise TypeError(f"the operators do not take {spec!r}")
+    values = ((getattr(spec, name), kind) for name, kind in _TYPES.items())
+    return tuple(int(v) if kind == "int" else "" if v is None and kind == "str" else v for v, kind in values)
 
 
-def spec_from(
-    weight, bias, eps, centered, weight_offset, rounding, functional, eps_outside, round_offset, weight_first, gating
-) -> NormSpec:
-    return NormSpec(
-        centered=bool(centered),
-        eps=eps,
-        has_weight=weight is not None,
-        has_bias=bias is not None,
-        weight_offset=weight_offset,
-        rounding=rounding,
-        functional=functional,
-        eps_outside=eps_outside,
-        round_offset=round_offset,
-        weight_first=weight_first,
-        gate=gating or None,
-    )
-
-
-def contiguous_output(spec: NormSpec) -> bool:
-    """torch's own norms return row-major tensors; pointwise arithmetic keeps the order of its input's strides."""
-    return spec.functional
-
-
-@torch.compiler.assume_constant_result
-def teach_dtensor() -> bool:
-    """Register how DTensors are split, once one can exist."""
-    if "torch.distributed.tensor" in sys.modules:
-        from . import sharding  # noqa: F401  registers on import
-    return True
-
-
-def is_dtensor(t) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
+def spec_from(weight: torch.Tensor | None, bias: torch.Tensor | None, arguments: tuple) -> tuple:
+    """(the formula, what follows it) from the arguments behind an operator's tensors."""
+    *values, last = arguments
+    fields = {name: None if v == "" else v for name, v in zip(_TYPES, values, strict=True)}
+    fields["centered"] = bool(fields["centered"])
+    return NormSpec(has_weight=weight is not None, has_bias=bias is not None, **fields), last
 
 
 def _by_row(stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parameters) -> torch.Tensor:
     """Statistics of the kernels, flat, in the shape of x's rows: whoever splits x can then split them alike."""
     if stats is None:
         return _none(x)
-    order = row_order(x, contiguous_output(spec), heads_of(*parameters))
+    order = row_order(x, spec.row_major, heads_of(*parameters))
     if order is None:
         return stats.view(x.shape[:-1])
     own_order = sorted(range(len(order)), key=order.__getitem__)
@@ -93,24 +85,24 @@ def _flat(stats: torch.Tensor, x: torch.Tensor, spec: NormSpec, *parameters) -> 
     """`_by_row` undone; what is flat, as the direct launch keeps it, stays as it is."""
     if stats.dim() < 2:
         return stats.reshape(-1)
-    order = row_order(x, contiguous_output(spec), heads_of(*parameters))
+    order = row_order(x, spec.row_major, heads_of(*parameters))
     return (stats if order is None else stats.permute(order)).reshape(-1)
 
 
 def _none(t: torch.Tensor) -> torch.Tensor:
+    """What an operator, whose outputs are all tensors, returns for none."""
     return t.new_empty(0, dtype=torch.float32)
 
 
 def _empty_output(x, spec, dtype):
-    memory_format = torch.contiguous_format if contiguous_output(spec) else torch.preserve_format
+    memory_format = torch.contiguous_format if spec.row_major else torch.preserve_format
     return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 
 def _forward(x, weight, bias, gate, *formula):
-    *fields, stats = formula
-    spec = spec_from(weight, bias, *fields)
-    if plain(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
-        y, rstd, mean, _ = kernels().norm_forward(x, weight, bias, spec, stats, contiguous_output(spec), gate)
+    spec, stats = spec_from(weight, bias, formula)
+    if is_direct(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
+        y, rstd, mean, _ = kernels().norm_forward(x, weight, bias, spec, stats, gate)
     else:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
         y.copy_(reference_norm(x, weight, bias, spec, gate))
@@ -120,24 +112,21 @@ def _forward(x, weight, bias, gate, *formula):
 
 
 def _add_forward(x, residual, weight, bias, *formula):
-    *fields, stats = formula
-    spec = spec_from(weight, bias, *fields)
-    if plain(x, residual, weight, bias) and refusal(x, weight, bias, spec) is None:
-        row_major = contiguous_output(spec)
-        y, rstd, mean, h = kernels().norm_forward(x, weight, bias, spec, stats, row_major, None, residual)
+    spec, stats = spec_from(weight, bias, formula)
+    refused = unserved(spec, "residual sum") or refusal(x, weight, bias, spec)
+    if refused is None and is_direct(x, residual, weight, bias):
+        y, rstd, mean, h = kernels().norm_forward(x, weight, bias, spec, stats, None, residual)
         return h, y, *(_by_row(t, h, spec, weight, bias) for t in (rstd, mean))
     h = residual + x
     return h, *_forward(h, weight, bias, None, *formula)
 
 
 def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
-    *fields, need = formula
-    spec = spec_from(weight, bias, *fields)
-    if plain(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
+    spec, need = spec_from(weight, bias, formula)
+    if is_direct(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
         rstd, mean = (_flat(t, x, spec, weight, bias) for t in (rstd, mean))
         mean = mean if spec.centered else None
-        row_major = contiguous_output(spec)
-        grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), row_major, gate, dh)
+        grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), gate, dh)
     else:
         dx, dweight, dbias, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
         dx = dx if dx is None or dh is None else dh + dx
@@ -146,37 +135,88 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     return tuple(_none(x) if g is None else g for g in grads)
 
 
-_library.impl("norm_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("norm_backward", _backward, "CompositeExplicitAutograd")
-_library.impl("add_norm_forward", _add_forward, "CompositeExplicitAutograd")
+def _qk_served(q, k, q_weight, k_weight, cos, sin, spec) -> bool:
+    return (
+        is_direct(q, k, q_weight, k_weight, cos, sin)
+        and qk_fits(q, k, q_weight, k_weight, spec, cos, sin)
+        and device_refusal(q.device.type, q.device.index) is None
+    )
 
 
-@torch.library.register_fake("hf_rmsnorm::norm_forward", lib=_library)
+def _qk_forward(q, k, q_weight, k_weight, cos, sin, *formula):
+    spec, stats = spec_from(q_weight, None, formula)
+    if _qk_served(q, k, q_weight, k_weight, cos, sin, spec):
+        launch = kernels("launch_qk")
+        yq, yk, rstd, mean = launch.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats)
+    else:
+        yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
+        rstd = mean = None
+        if stats:  # rows in the order of the kernels: heads fastest
+            rstd, mean = zip(*(reference_stats(x.transpose(1, 2), spec) for x in (q, k)), strict=True)
+            rstd, mean = torch.cat(rstd), torch.cat(mean) if spec.centered else None
+    return yq, yk, *(_none(q) if t is None else t for t in (rstd, mean))
+
+
+def _qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
+    spec, need = spec_from(q_weight, None, formula)
+    if _qk_served(q, k, q_weight, k_weight, cos, sin, spec) and is_direct(dq, dk):
+        launch = kernels("launch_qk")
+        if not rstd.numel():  # of DTensors, whose forward kept none
+            *_, rstd, mean = launch.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, True)
+        mean = mean if spec.centered else None
+        grads = launch.qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spec, tuple(need))
+    else:
+        grads = list(reference_qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec, need))
+        grads[:2] = (g if g is None else torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k), strict=False))
+    return tuple(_none(q) if g is None else g for g in grads)
+
+
 def _fake_forward(x, weight, bias, gate, *formula):
-    *fields, stats = formula
-    spec = spec_from(weight, bias, *fields)
+    spec, stats = spec_from(weight, bias, formula)
     y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
     rows = x.shape[:-1]
     rstd = x.new_empty(rows, dtype=torch.float32) if stats else _none(x)
     return y, rstd, x.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(x)
 
 
-@torch.library.register_fake("hf_rmsnorm::add_norm_forward", lib=_library)
-def _(x, residual, weight, bias, *formula):
+def _fake_add_forward(x, residual, weight, bias, *formula):
     h = residual + x
     return h, *_fake_forward(h, weight, bias, None, *formula)
 
 
-@torch.library.register_fake("hf_rmsnorm::norm_backward", lib=_library)
-def _(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
-    *fields, need = formula
-    spec = spec_from(weight, bias, *fields)
+def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
+    spec, need = spec_from(weight, bias, formula)
     return (
         _empty_output(x, spec, x.dtype) if need[0] else _none(x),
         torch.empty_like(weight) if need[1] else _none(x),
         torch.empty_like(bias) if need[2] else _none(x),
         _empty_output(x, spec, gate.dtype) if need[3] else _none(x),
     )
+
+
+def _fake_qk_forward(q, k, q_weight, k_weight, cos, sin, *formula):
+    spec, stats = spec_from(q_weight, None, formula)
+    rows = q.shape[0] * q.shape[2] * (q.shape[1] + k.shape[1])
+    rstd = q.new_empty(rows, dtype=torch.float32) if stats else _none(q)
+    mean = q.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(q)
+    return *reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin), rstd, mean
+
+
+def _fake_qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
+    need = formula[-1]
+    grads = zip((q, k, q_weight, k_weight), (dq, dk, dq, dk), need, strict=True)
+    return tuple(torch.empty_like(t) if n and d is not None else _none(q) for t, d, n in grads)
+
+
+for _name, _implementation, _fake in (
+    ("norm_forward", _forward, _fake_forward),
+    ("norm_backward", _backward, _fake_backward),
+    ("add_norm_forward", _add_forward, _fake_add_forward),
+    ("qk_norm_forward", _qk_forward, _fake_qk_forward),
+    ("qk_norm_backward", _qk_backward, _fake_qk_backward),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hf_rmsnorm::{_name}", _fake, lib=_library)
 
 
 def as_saved(strides: tuple[int, ...], x: torch.Tensor, *rows: torch.Tensor | None) -> tuple:
@@ -190,6 +230,14 @@ def as_saved(strides: tuple[int, ...], x: torch.Tensor, *rows: torch.Tensor | No
         if t is not None and not t.is_contiguous():
             return x, *(t if t is None else t.contiguous() for t in rows)
     return x, *rows
+
+
+def qk_as_saved(tensors: tuple) -> tuple:
+    """The same for queries and keys: columns of unit stride, as the kernels read them."""
+    cos, sin = tensors[4:6]
+    if all(t is None or t.stride(-1) == 1 for t in tensors) and (cos is None or cos.stride() == sin.stride()):
+        return tensors
+    return tuple(t if t is None else t.contiguous() for t in tensors)
 
 
 def _keep(ctx, inputs, output):
@@ -206,4 +254,17 @@ def _gradients(ctx, dy, *_):
     return *wanted, *[None] * (len(ctx.formula) + 1)
 
 
+def _qk_keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:6], *output[2:])
+    ctx.formula = inputs[6:-1]
+
+
+def _qk_gradients(ctx, dq, dk, *_):
+    need = list(ctx.needs_input_grad[:4])
+    grads = qk_norm_backward_op(dq, dk, *qk_as_saved(ctx.saved_tensors), *ctx.formula, need)
+    wanted = [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
+    return *wanted, *[None] * (len(ctx.formula) + 3)
+
+
 torch.library.register_autograd("hf_rmsnorm::norm_forward", _gradients, setup_context=_keep, lib=_library)
+torch.library.register_autograd("hf_rmsnorm::qk_norm_forward", _qk_gradients, setup_context=_qk_keep, lib=_library)

@@ -1,10 +1,12 @@
-"""What may be chosen for a whole process: `hf_rmsnorm.settings`."""
+"""What a user chooses: `hf_rmsnorm.settings` for the process, `use_backend` for the calls of one thread."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 CHOICES = {"while_compiling": ("operator", "formula")}
+BACKENDS = ("auto", "triton", "reference")
 
 
 @dataclass
@@ -36,3 +38,54 @@ class Settings:
 
 
 settings = Settings()
+
+
+class _Chosen(threading.local):
+    backend = "auto"
+
+
+chosen = _Chosen()
+
+
+class use_backend:
+    """Choose, in this thread and inside the ``with``, what computes the norms.
+
+    Args:
+        name: ``"auto"`` launches Triton on devices it serves (and anywhere under ``TRITON_INTERPRET=1``); elsewhere
+            a patched module runs its own original forward. ``"triton"`` insists on the kernels and raises where they
+            cannot run. ``"reference"`` computes the plain-torch formula everywhere.
+
+    Raises:
+        ValueError: the name is none of these.
+
+    A backward uses the backend that its forward used. A recompute under activation checkpointing uses what is chosen
+    when it runs: keep ``loss.backward()`` inside the ``with``. Where it is another backend than the forward's, torch
+    raises its `CheckpointError` (``use_reentrant=False``), or the gradients are those of the recompute
+    (``use_reentrant=True``). On a GPU autograd recomputes in a thread of its own, for which ``"auto"`` is chosen.
+
+    Example:
+        >>> import torch
+        >>> from hf_rmsnorm import rms_norm, use_backend
+        >>> with use_backend("reference"):
+        ...     rms_norm(torch.tensor([1.0, 2.0, 3.0, 4.0]), eps=0.0)
+        tensor([0.3651, 0.7303, 1.0954, 1.4606])
+    """
+
+    def __init__(self, name: str):
+        if name not in BACKENDS:
+            raise ValueError(f"use_backend({name!r}): no such backend, choose one of {', '.join(BACKENDS)}")
+        self.name = name
+        self._previous = []
+
+    def __enter__(self):
+        self._previous.append(chosen.backend)
+        chosen.backend = self.name
+        return self
+
+    def __exit__(self, *exc):
+        chosen.backend = self._previous.pop()
+
+
+def chosen_backend() -> str:
+    """What `use_backend` has chosen in this thread; ``"auto"`` outside of one."""
+    return chosen.backend

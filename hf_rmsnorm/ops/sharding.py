@@ -5,16 +5,17 @@ replicated, or the rows split over one of their dimensions. Parameters are repli
 partial sums; where each head has a row of them, heads may be split, and the parameters and their gradients with them.
 A split hidden size is not among these, so DTensor gathers it.
 
-Imported when the first DTensor arrives, so that nobody else pays for `torch.distributed.tensor`.
+Imported by `loading` when the first DTensor arrives, so that nobody else pays for `torch.distributed.tensor`. The
+operators are asked for by their registered names.
 """
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .operators import add_norm_forward_op, norm_backward_op, norm_forward_op
-from .qk import qk_norm_backward_op, qk_norm_forward_op
+_operators = torch.ops.hf_rmsnorm
 
 
 def _splits(x, *parameters) -> list[tuple]:
@@ -38,7 +39,7 @@ def _made(wanted, placement):
 _WHOLE = (Replicate(), Replicate(), Replicate())
 
 
-@register_sharding(norm_forward_op)
+@register_sharding(_operators.norm_forward.default)
 def norm_forward(x, weight, bias, gate, eps, centered, *formula):
     rest, stats = [None] * (2 + len(formula)), formula[-1]
     return [
@@ -50,7 +51,7 @@ def norm_forward(x, weight, bias, gate, eps, centered, *formula):
     ]
 
 
-@register_sharding(add_norm_forward_op)
+@register_sharding(_operators.add_norm_forward.default)
 def add_norm_forward(x, residual, weight, bias, eps, centered, *formula):
     rest, stats = [None] * (2 + len(formula)), formula[-1]
     return [
@@ -62,7 +63,7 @@ def add_norm_forward(x, residual, weight, bias, eps, centered, *formula):
     ]
 
 
-@register_sharding(norm_backward_op)
+@register_sharding(_operators.norm_backward.default)
 def norm_backward(dy, x, weight, bias, gate, dh, rstd, mean, eps, centered, *formula):
     rest, need = [None] * (2 + len(formula)), formula[-1]
     return [
@@ -86,7 +87,7 @@ def _qk_splits(q, k, cos) -> list[tuple]:
     return found
 
 
-@register_sharding(qk_norm_forward_op)
+@register_sharding(_operators.qk_norm_forward.default)
 def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, *formula):
     """Split only where no statistics are asked for: they are flat, those of k behind those of q."""
     rest, stats = [None] * len(formula), formula[-1]
@@ -97,7 +98,7 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, *formula):
     ]
 
 
-@register_sharding(qk_norm_backward_op)
+@register_sharding(_operators.qk_norm_backward.default)
 def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
     rest, need = [None] * len(formula), formula[-1]
     weights, whole = [_if(q_weight, Replicate()), _if(k_weight, Replicate())], (Replicate(), Replicate())

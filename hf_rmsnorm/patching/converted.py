@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 
 from ..fused.recipe import Recipe
-from ..ops.backend import PLAIN_TYPES
+from ..ops.direct import DIRECT_TYPES
 from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms, trained_as_rms
 
 STAYS = "stays the LayerNorm that it is: "
@@ -193,6 +193,6 @@ class Weights(Mapping[str, torch.Tensor]):
         for key, (module, name) in self._owners.items():
             tensor = module._parameters[name]
             away = tensor.is_meta and not has_offloaded_params(module)
-            if away or type(tensor) not in PLAIN_TYPES or not tensor.numel():
+            if away or type(tensor) not in DIRECT_TYPES or not tensor.numel():
                 return key
         return ""

@@ -19,6 +19,7 @@ import triton  # noqa: E402
 
 from benchmarks import aot  # noqa: E402
 from hf_rmsnorm.formula import NormSpec  # noqa: E402
+from hf_rmsnorm.kernels import compiled  # noqa: E402
 
 N = 64
 D = 64  # of a head of q and k
@@ -30,10 +31,10 @@ def step(x, dy, spec=LLAMA, residual=None):
     """One forward and one backward; where there is a residual, it also lies in memory like the gradient of the sum."""
     weight = torch.empty(x.shape[-1], dtype=x.dtype)
     bias = torch.empty_like(weight) if spec.has_bias else None
-    _, rstd, mean, h = aot.launch.norm_forward(x, weight, bias, spec, True, False, None, residual)
+    _, rstd, mean, h = aot.launch.norm_forward(x, weight, bias, spec, True, None, residual)
     x = x if h is None else h
     need = (True, True, spec.has_bias)
-    aot.launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, False, None, residual)
+    aot.launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, None, residual)
 
 
 def forget():
@@ -104,7 +105,7 @@ def step_of_heads(batch, q_heads, k_heads, length, layout, shift, turned=True):
     q, k = (heads(batch, count, length, layout, shift) for count in (q_heads, k_heads))
     weights = [torch.empty(D, dtype=q.dtype) for _ in range(2)]
     tables = [torch.empty(1 if batch % 2 else batch, length, D, dtype=q.dtype) if turned else None for _ in range(2)]
-    *outputs, rstd, mean = aot.launch_qk.qk_norm_forward(q, k, *weights, *tables, LLAMA, True, False)
+    *outputs, rstd, mean = aot.launch_qk.qk_norm_forward(q, k, *weights, *tables, LLAMA, True)
     dq, dk = (torch.empty_like(y) for y in outputs)
     aot.launch_qk.qk_norm_backward(dq, dk, q, k, *weights, *tables, rstd, mean, LLAMA, (True,) * 4)
 
@@ -183,7 +184,7 @@ def of_rows(recorder, target):
     recorder.launches.clear()
 
     if target == "gfx942":
-        aot.launch.HIP = True
+        compiled.HIP = True
         with tempfile.TemporaryDirectory() as folder:
             name = str(Path(folder) / "storage")
             with open(name, "wb") as file:

@@ -13,7 +13,7 @@ from torch import nn
 from ...fused.layer import Fusion, layer_part, link
 from ...fused.norm import fused_part
 from ...fused.source import CannotRewrite
-from ...ops.qk import MAX_HEAD_DIM
+from ...ops.backend import MAX_HEAD_DIM
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfuse, unfused

@@ -13,7 +13,7 @@ import torch
 
 from ...fused.attention import norm_and_rotate, norm_later, proven_rotary
 from ...fused.source import CannotRewrite, call, compiled_again, forward_source
-from ...ops.qk import rotated
+from ...reference import rotated
 
 _LATER, _ROTATE, _HELD = "_hf_rmsnorm_norm_later", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_held"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))

@@ -336,7 +336,7 @@ def test_formulas_that_need_their_input_keep_it():
 
     module = Textbook(96, eps=1e-3).to(DEVICE)
     report = patch_model(module, memory_efficient=True)
-    assert "keeps its input for backward: its eps is outside the root" in report.swapped[0].notes
+    assert "keeps its input for backward: its formula has eps_outside" in report.swapped[0].notes
     assert kept(module, operands(dtype=torch.float32)[0]) == "input"
 
 

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from hf_rmsnorm import NormSpec
-from hf_rmsnorm.ops.operators import add_norm_forward_op, norm_backward_op, norm_forward_op, spec_args
-from hf_rmsnorm.ops.qk import qk_norm_backward_op, qk_norm_forward_op
+from hf_rmsnorm.ops.operators import (
+    add_norm_forward_op,
+    norm_backward_op,
+    norm_forward_op,
+    qk_norm_backward_op,
+    qk_norm_forward_op,
+    spec_args,
+)
 from hf_rmsnorm.reference import reference_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

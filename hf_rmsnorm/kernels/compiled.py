@@ -1,0 +1,183 @@
+"""Triton functions with their arguments by name, what has been compiled of them, and the device that they run on."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import counting, device
+from .interpreter import faithful_interpreter
+
+VECTOR = 8  # elements: 16 bytes of bf16, the widest load
+INTERPRETED = not isinstance(device.load, triton.runtime.JITFunction)
+HIP = torch.version.hip is not None
+INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
+INTERPRETER_SHARED = 232_448
+_interpreter_lock = threading.RLock()  # Triton's interpreter keeps its program index in a global
+_hooks = triton.knobs.runtime
+_codes: dict = {}
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class BoundKernel:
+    """All that one plan fixes of a launch; pairs are of the (unaligned, aligned) variant.
+
+    Args:
+        pack: ``pack(values[aligned], X=..., eps=...)`` are the arguments, from the operands by name.
+        codes: numbers that stand for all that compiled code depends on, one for each key that was bound.
+        vectorised: strides and columns allow 16-byte loads, if the pointers do too.
+    """
+
+    pack: Callable[..., tuple]
+    values: tuple[tuple, tuple]
+    codes: tuple[tuple[int, ...], tuple[int, ...]]
+    grid: tuple[int, int, int]
+    num_warps: int
+    vectorised: bool
+
+
+class Kernel:
+    """One Triton function in its two variants, and what has been compiled of them.
+
+    The aligned variant may assume that every pointer is a multiple of 16 bytes; the other assumes nothing. No integer
+    is specialised on its value, so these two are all there is per set of compile-time constants and dtypes. The 64-bit
+    parameters are strides, and arrive divided by the constant UNIT.
+
+    Args:
+        operands: names of what each launch brings, the function's first parameter among them; those that are none of
+            its parameters it does not read.
+    """
+
+    def __init__(self, function, operands: tuple[str, ...]):
+        parameters = inspect.signature(function.fn).parameters
+        self.name, self._fixed = function.__name__, [name for name in parameters if name not in operands]
+        self._constants, self._strides = (
+            [name for name in self._fixed if parameters[name].annotation is kind] for kind in (tl.constexpr, tl.int64)
+        )
+        # Made from the names, as `collections.namedtuple` makes its `__new__`: such a call costs what the tuple costs.
+        runs = [(own, list(names)) for own, names in itertools.groupby(parameters, operands.__contains__)]
+        self._runs = [names for own, names in runs if not own]
+        order = [", ".join(names) if own else f"*values[{i // 2}]" for i, (own, names) in enumerate(runs)]
+        self._pack = eval(f"lambda values, *, {', '.join(operands)}: ({', '.join(order)})")
+        self._compiled: dict = {}
+        if not INTERPRETED:
+            names = [p.name for p in function.params if not p.is_constexpr]
+            integers = [name for name in names if not name.isupper()]
+            self._variants = {
+                True: triton.jit(function.fn, do_not_specialize=integers),
+                False: triton.jit(function.fn, do_not_specialize=names),
+            }
+        else:
+            self._variants = {True: function, False: function}
+
+    def bind(self, grid: tuple[int, int, int], num_warps: int, named: dict, *keys) -> BoundKernel:
+        """A launch of all but its operands.
+
+        Args:
+            named: by name, every parameter that is no operand, but UNIT; strides in elements.
+            keys: what else compiled code depends on (device, dtypes, absent operands), for each way to launch this.
+
+        Raises:
+            TypeError: a parameter is missing, or a name is none of a parameter.
+        """
+        unlike = {*named, "UNIT"} ^ {*self._fixed, "UNIT"}
+        if unlike:
+            raise TypeError(f"{self.name} is not bound by {', '.join(sorted(unlike))}")
+        values, codes = [], []
+        for unit in (1, VECTOR):
+            each = named | {name: named[name] // unit for name in self._strides} | {"UNIT": unit}
+            constants = tuple(each[name] for name in self._constants)
+            values.append(tuple(tuple(each[name] for name in run) for run in self._runs))
+            codes.append(tuple(_code_of(unit, key, constants) for key in keys))
+        vectorised = all(named[name] % VECTOR == 0 for name in ("N", *self._strides))
+        return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised)
+
+    def __call__(self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0):
+        """Launch on `device` what was bound, in this of the ways that it was bound for."""
+        index = device.index
+        if index is not None and not INTERPRETED and index != current_device(device.type)():
+            with torch.get_device_module(device.type).device(device):
+                self(device, bound, args, aligned, way)
+            return
+        if counting.active:
+            counting.record_launch(self.name)
+        if INTERPRETED:
+            with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
+                self._variants[aligned][bound.grid](*args)
+            return
+        code = bound.codes[aligned][way]
+        if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
+            code = (code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor)))
+        compiled = self._compiled.get(code)
+        if compiled is None:
+            # FP fusion is asked for by name: its default differs between versions of Triton.
+            kernel = self._variants[aligned][bound.grid](*args, num_warps=bound.num_warps, enable_fp_fusion=True)
+            self._compiled[code] = LoadedKernel.of(kernel)
+            return
+        # Quicker than kernel[grid](*args), which makes a closure, finds out the device and builds what Triton's launch
+        # hooks are told, each time.
+        kernel, run, function, metadata, stream_of, index = compiled
+        before, after = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+        if getattr(before, "calls", before) or getattr(after, "calls", after):
+            kernel[bound.grid](*args)
+        else:
+            run(*bound.grid, stream_of(index), function, metadata, None, None, None, *args)
+
+
+def _code_of(*key) -> int:
+    """A number for a key, quick to look up."""
+    return _codes.setdefault(key, next(_numbers))
+
+
+class LoadedKernel(NamedTuple):
+    """A compiled kernel and what a launch on the device that it was compiled for needs of it."""
+
+    kernel: triton.compiler.CompiledKernel
+    run: Callable
+    function: object
+    metadata: tuple
+    stream_of: Callable[[int], int]
+    index: int
+
+    @classmethod
+    def of(cls, kernel) -> LoadedKernel:
+        active = triton.runtime.driver.active
+        described = kernel.run, kernel.function, kernel.packed_metadata
+        return cls(kernel, *described, active.get_current_stream, active.get_current_device())
+
+
+@cache
+def current_device(device_type: str) -> Callable[[], int]:
+    """What tells the index of the current device, without torch's checks: a tensor there has initialised it."""
+    known = {"cuda": "_cuda_getDevice", "xpu": "_xpu_getDevice"}.get(device_type, "")
+    return getattr(torch._C, known, None) or torch.get_device_module(device_type).current_device
+
+
+@cache
+def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
+    """(multiprocessors, bytes of shared memory one program may use) of a device."""
+    if INTERPRETED:
+        return INTERPRETER_SMS, INTERPRETER_SHARED
+    properties = torch.get_device_module(device_type).get_device_properties(index)
+    sms = getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_subslice_count", 64)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536
+    return sms, shared
+
+
+def aligned_pointers(*tensors: torch.Tensor | None) -> bool:
+    pointers = 0
+    for t in tensors:
+        if t is not None:
+            pointers |= t.data_ptr()
+    return pointers % 16 == 0

@@ -1,0 +1,92 @@
+"""The direct launch: which calls need no dispatcher, and what is kept of them so that the next like them are quick."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from .settings import chosen
+
+DIRECT_TYPES = (torch.Tensor, Parameter)
+
+_is_compiling = torch.compiler.is_compiling
+_functorch_active = torch._C._are_functorch_transforms_active
+_is_tracing = torch._C._is_tracing
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_count_modes = torch._C._len_torch_dispatch_stack
+
+
+def is_direct(*tensors: torch.Tensor | None) -> bool:
+    """Whether a kernel may read these tensors' memory directly: no subclass, and nobody recording the operators."""
+    for t in tensors:
+        if t is not None and type(t) not in DIRECT_TYPES:
+            return False
+    return not (_count_modes() and _recorded())
+
+
+def _recorded() -> bool:
+    """Whether a mode that records or fakes operators is active; one that merely watches them does not count."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def under_transform() -> bool:
+    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
+    return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
+
+
+class LaunchCache(dict):
+    """Plans of calls that the kernels serve, by their `launch_key`: the next such call skips the checks.
+
+    Each cache is for one formula (whose eps may differ) that has a weight and a bias, or has not, in all calls.
+    """
+
+    _all: weakref.WeakSet = weakref.WeakSet()
+    MOST = 8_192  # generation with a growing prompt makes one per length
+
+    __hash__ = object.__hash__
+
+    def __init__(self):
+        self._all.add(self)
+
+    def keep(self, key: tuple, plan):
+        if len(self) >= self.MOST:
+            self.clear()
+        self[key] = plan
+        return plan
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop them all, where what serves a device has changed."""
+        for cache in list(cls._all):
+            cache.clear()
+
+
+def launch_key(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, functional: bool
+) -> tuple | None:
+    """What decides how operands like these are served; None where that is to be found out anew each time."""
+    if (
+        chosen.backend == "reference"
+        or _is_compiling()
+        or type(x) not in DIRECT_TYPES
+        or _count_modes()
+        or under_transform()
+        or _is_wrapped(x)  # what functorch has left behind, which autograd.Function unwraps
+        or (functional and torch.is_autocast_enabled(x.device.type))
+    ):
+        return None
+    if weight is None:
+        key = x.shape, x.stride(), x.dtype, x.device, None
+    elif type(weight) in DIRECT_TYPES and weight.is_contiguous():
+        key = x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.dtype, weight.device
+    else:
+        return None
+    if bias is not None:
+        if type(bias) not in DIRECT_TYPES or not bias.is_contiguous():
+            return None
+        key += (bias.shape, bias.dtype, bias.device)
+    return key

@@ -1,0 +1,117 @@
+"""The gradients of the fused norms, whoever asks for them: eager autograd, `create_graph`, functorch or a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..formula import NormSpec
+from ..reference import (
+    input_of_output,
+    reference_backward,
+    reference_norm,
+    reference_qk_backward,
+    reference_qk_norm,
+)
+from .direct import is_direct, under_transform
+from .from_output import note_backward
+from .loading import kernels
+from .operators import as_saved, norm_backward_op, qk_as_saved, qk_norm_backward_op, spec_args
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def _seen_through(*gradients: torch.Tensor | None) -> bool:
+    """Whether what runs this backward needs operators it can see through: another differentiation, functorch, vmap."""
+    return torch.is_grad_enabled() or under_transform() or any(
+        g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients
+    )
+
+
+def _differentiable(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
+    """The gradients of ``formula(*inputs)``, a tuple, as functions of its inputs and of the gradients given."""
+    with torch.enable_grad():
+        # Through views of their own: where x was itself computed from the same weight, the gradient asked for is the
+        # one along this norm alone.
+        inputs = [t if t is None else t.view_as(t) for t in inputs]
+        given = [(y, d) for y, d in zip(formula(*inputs), gradients, strict=True) if d is not None]
+        outputs, gradients = zip(*given, strict=True)
+        wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
+    return [next(found) if needed else None for needed in need]
+
+
+def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, plan, strides, need, dh=None):
+    """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs; `dh`, another gradient of x, is in dx.
+
+    Under `from_output` x is what the norm returned. `plan` is that of the forward, if one was made, and `strides` are
+    those that x had there.
+    """
+    dh = dh if need[0] else None
+    x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
+    compiling = _is_compiling()
+    seen_through = not compiling and _seen_through(dy, dh)
+    if from_output:
+        note_backward()
+    if not (compiling or seen_through) and is_direct(dy, x, weight, bias, gate, dh):
+        return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need)
+    if from_output:
+        return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
+    if seen_through:
+        if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
+            grads = _differentiable(
+                lambda x, w, b, g: (reference_norm(x, w, b, spec, g),), (x, weight, bias, gate), (dy,), need
+            )
+        else:
+            grads = reference_backward(dy, x, weight, bias, spec, need, gate)
+        return grads if dh is None else (dh + grads[0], *grads[1:])
+    mean = rstd.new_empty(0) if mean is None else mean
+    grads = norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), list(need))
+    return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
+
+
+def _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need):
+    launch = kernels()
+    if plan is None:
+        return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output)
+    # The rest is as in the forward.
+    key = dy.stride(), dy.dtype, need, from_output, None if dh is None else (dh.stride(), dh.dtype)
+    backward = plan.backward.get(key)
+    if backward is None:
+        limits = launch.device_limits(x.device.type, x.device.index)
+        backward = launch.backward_plan(dy, x, weight, bias, gate, spec, need, limits, dh, from_output)
+        plan.backward[key] = backward
+    return launch.run_backward(backward, dy, x, weight, bias, rstd, mean, spec.eps, need, gate, dh)
+
+
+def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
+    if not _is_compiling() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
+            "instead: call patch_model(model, memory_efficient=False) first"
+        )
+    x = input_of_output(y, weight, bias, rstd, spec)
+    dx, *grads = reference_backward(dy, x, weight, bias, spec, need)
+    if dx is not None:
+        dx = (dx if dh is None else dh + dx).to(y.dtype)
+    return dx, *grads
+
+
+def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
+    """(dq, dk, dq_weight, dk_weight) inside a backward; saved: q, k, q_weight, k_weight, cos, sin, rstd, mean."""
+    *operands, rstd, mean = qk_as_saved(saved)
+    if dq is None and dk is None:
+        return (None,) * 4
+    compiling = _is_compiling()
+    if not compiling and _seen_through(dq, dk):
+        if not torch.is_grad_enabled():
+            return reference_qk_backward(dq, dk, *operands, spec, need)
+        *inputs, cos, sin = operands
+        return _differentiable(lambda *t: reference_qk_norm(*t, spec, cos, sin), inputs, (dq, dk), need)
+    if not compiling and is_direct(*operands, dq, dk):
+        return kernels("launch_qk").qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
+    mean = rstd.new_empty(0) if mean is None else mean
+    grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
+    given = (dq, dk, dq, dk)
+    return [g if n and d is not None else None for g, n, d in zip(grads, need, given, strict=True)]

@@ -1,0 +1,208 @@
+"""Every family of kernels computes a formula as the reference does, or refuses it, whatever field of it is set."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from places import ROOT
+
+from hf_rmsnorm import NormSpec, use_backend
+from hf_rmsnorm.kernels import launch, launch_qk
+from hf_rmsnorm.kernels.serves import SERVES
+from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm, keeps_output, resolve_backend
+from hf_rmsnorm.ops.backend import device_refusal
+from hf_rmsnorm.ops.operators import spec_args, spec_from
+from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm
+
+pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
+WIDE = 16_392  # no program holds such a row in its registers
+BASES = {"RMSNorm": NormSpec(False, 1e-2), "LayerNorm": NormSpec(True, 1e-2, has_bias=True)}
+
+
+@dataclass(frozen=True)
+class Doubled(NormSpec):
+    """A formula with a field that no kernel has heard of."""
+
+    doubled: bool = False
+
+
+def values_of(name):
+    """Other values than a field's default, by its type: a field that is added is set without a change here."""
+    hint = get_type_hints(NormSpec)[name]
+    kinds = get_args(hint) or (hint,)
+    words = [w for kind in kinds for w in (get_args(kind) or (kind,)) if isinstance(w, str)]
+    return words or ([True, False] if bool in kinds else [8] if int in kinds else [0.25, 1.0])
+
+
+def formulas():
+    for name, base in BASES.items():
+        for field in fields(NormSpec):
+            for value in values_of(field.name):
+                if value != getattr(base, field.name):
+                    try:
+                        yield f"{name} {field.name}={value}", replace(base, **{field.name: value})
+                    except ValueError:
+                        continue  # means nothing
+    yield "LayerNorm", BASES["LayerNorm"]
+    yield "RMSNorm weight + 1", NormSpec(False, 1e-2, weight_offset=1.0, round_offset=True)
+    yield "invented", Doubled(False, 1e-2, doubled=True)
+
+
+SPECS = dict(formulas())
+
+
+def operands(spec, *shape):
+    generator = torch.Generator().manual_seed(0)
+    x, residual, dy, gate = (torch.randn(*shape, generator=generator) for _ in range(4))
+    weight, bias = (torch.rand(shape[-1], generator=generator) + 0.5 for _ in range(2))
+    given = zip((weight, bias, gate), (spec.has_weight, spec.has_bias, spec.gate), strict=True)
+    return x, residual, dy, *(t if there else None for t, there in given)
+
+
+def assert_same(found, expected):
+    for got, want in zip(found, expected, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item()))
+
+
+def run_norm(spec, columns):
+    x, _, dy, weight, bias, gate = operands(spec, 2, columns)
+    need = (True, weight is not None, bias is not None, gate is not None)
+    y, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, True, gate)
+    assert_same([y], [reference_norm(x, weight, bias, spec, gate)])
+    found = launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate)
+    assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
+
+
+def run_sum(spec, columns):
+    x, residual, _, weight, bias, gate = operands(spec, 2, columns)
+    y, _, _, h = launch.norm_forward(x, weight, bias, spec, False, gate, residual)
+    assert_same([h, y], [residual + x, reference_norm(residual + x, weight, bias, spec, gate)])
+
+
+def run_from_output(spec, columns):
+    x, _, dy, weight, bias, gate = operands(spec, 2, columns)
+    need = (True, weight is not None, bias is not None, False)
+    y, rstd, *_ = launch.norm_forward(x, weight, bias, spec, True, gate)
+    found = launch.norm_backward(dy, y, weight, bias, rstd, None, spec, need, gate, None, True)
+    assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
+
+
+def run_qk(spec, _):
+    q, k = (operands(spec, 1, 5, heads, 16)[0].transpose(1, 2) for heads in (4, 2))
+    weight = operands(spec, 16)[3]
+    table = torch.randn(1, 5, 16)
+    *found, rstd, mean = launch_qk.qk_norm_forward(q, k, weight, weight, table, table, spec, True)
+    assert_same(found, reference_qk_norm(q, k, weight, weight, spec, table, table))
+
+
+RUNS = {
+    "rows": (run_norm, 64, ("forward", "backward")),
+    "wide rows": (run_norm, WIDE, ("forward loop", "wide backward")),
+    "sum": (run_sum, 64, ("forward", "residual sum")),
+    "wide sum": (run_sum, WIDE, ("forward loop", "residual sum")),
+    "from the output": (run_from_output, 64, ("forward", "backward", "from the output")),
+    "queries and keys": (run_qk, 64, ("queries and keys",)),
+}
+
+
+def cases():
+    found = []
+    for name in SPECS:
+        for run in RUNS:
+            slow = run.startswith("wide") and name.startswith("LayerNorm") and "=" in name
+            found.append(pytest.param(name, run, marks=[pytest.mark.full] if slow else []))
+    return found
+
+
+@pytest.mark.parametrize(("name", "run"), cases())
+def test_a_launch_computes_the_formula_or_refuses_it(name, run):
+    spec, (launched, columns, families) = SPECS[name], RUNS[run]
+    if all(spec.axes <= SERVES[family] for family in families):
+        launched(spec, columns)
+    else:
+        with pytest.raises(NotImplementedError, match="its formula has"):
+            launched(spec, columns)
+    assert name != "invented" or not any(spec.axes <= served for served in SERVES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"), [(n, c) for n, spec in SPECS.items() for c in (64, WIDE) if c == 64 or not spec.group_size]
+)
+def test_what_no_kernel_computes_falls_back_to_the_reference(name, columns):
+    spec = SPECS[name]
+    x, residual, dy, weight, bias, gate = operands(spec, 2, columns)
+    served = resolve_backend(x, weight, bias, spec, gate) == "triton"
+    if not served:
+        with use_backend("triton"), pytest.raises(RuntimeError, match="its formula has"):
+            fused_norm(x, weight, bias, spec, None, gate)
+    assert served or columns == WIDE or name == "invented"
+    assert_same([fused_norm(x, weight, bias, spec, None, gate)], [reference_norm(x, weight, bias, spec, gate)])
+    if gate is None:
+        expected = residual + x, reference_norm(residual + x, weight, bias, spec)
+        assert_same(fused_add_norm(x, residual, weight, bias, spec), expected)
+        leaf = x.clone().requires_grad_()
+        y = fused_norm(leaf, weight, bias, spec, None, None, None, served and keeps_output(weight, bias, spec))
+        expected = reference_norm(leaf, weight, bias, spec)
+        assert_same(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, leaf, dy))
+    if gate is None and bias is None and columns == 64:
+        q = k = x[None, None]
+        assert_same(fused_qk_norm(q, k, weight, weight, spec), reference_qk_norm(q, k, weight, weight, spec))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_operators_and_plans_tell_formulas_apart(name):
+    spec = SPECS[name]
+    others = [other.but_eps for other in SPECS.values() if other.with_eps(spec.eps) != spec]
+    assert spec.but_eps not in others
+    if spec.group_size is None and type(spec) is NormSpec:
+        weight, bias = (torch.ones(1) if has else None for has in (spec.has_weight, spec.has_bias))
+        assert spec_from(weight, bias, (*spec_args(spec), "last")) == (spec, "last")
+    else:
+        with pytest.raises(TypeError, match="do not take"):
+            spec_args(spec)
+
+
+INVENTED = """
+import torch
+from hf_rmsnorm import NormSpec, count_launches
+from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm, keeps_output
+from hf_rmsnorm.ops.operators import norm_forward_op, spec_args
+from hf_rmsnorm.reference import reference_norm, reference_qk_norm
+
+spec, x, weight = NormSpec(False, 1e-6, doubled=True), torch.randn(3, 64), torch.rand(64)
+expected = reference_norm(x, weight, None, spec)
+assert torch.equal(expected, 2 * reference_norm(x, weight, None, NormSpec(False, 1e-6)))
+with count_launches() as launches:
+    assert torch.equal(fused_norm(x, weight, None, spec), expected)
+    assert torch.equal(fused_add_norm(x, torch.zeros_like(x), weight, None, spec)[1], expected)
+    assert torch.equal(fused_qk_norm(x[None, None], x[None, None], weight, weight, spec)[0], expected[None, None])
+    assert torch.equal(norm_forward_op(x, weight, None, None, *spec_args(spec), False)[0], expected)
+    compiled = torch.compile(lambda t: fused_norm(t, weight, None, spec), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+    assert not keeps_output(weight.requires_grad_(), None, spec)
+assert not launches, launches
+fused_norm(x, weight.detach(), None, NormSpec(False, 1e-6), "triton")
+"""
+
+
+@pytest.mark.full
+def test_a_field_added_to_the_formula_and_the_reference_alone(tmp_path):
+    shutil.copytree(ROOT / "hf_rmsnorm", tmp_path / "hf_rmsnorm", ignore=shutil.ignore_patterns("demo", "__pycache__"))
+    for file, before, after in (
+        ("formula.py", "    group_size: int | None = None\n", "    doubled: bool = False\n"),
+        ("reference.py", "        h = h + bias\n", "    h = 2 * h if spec.doubled else h\n"),
+    ):
+        text = (tmp_path / "hf_rmsnorm" / file).read_text()
+        assert text.count(before) == 1
+        (tmp_path / "hf_rmsnorm" / file).write_text(text.replace(before, before + after))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", INVENTED]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-2000:]
