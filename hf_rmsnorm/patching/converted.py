@@ -20,7 +20,7 @@ WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with it
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConvertedNorms:
     """What a model's record says of its norms.
 
     Args:
@@ -85,7 +85,7 @@ def recorded_model(model: torch.nn.Module) -> Recorded | None:
     return None
 
 
-def conversion_of(model: torch.nn.Module) -> Conversion | None:
+def conversion_of(model: torch.nn.Module) -> ConvertedNorms | None:
     """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
     found = recorded_model(model)
     if found is None:
@@ -115,21 +115,21 @@ def _is_recorded(module: torch.nn.Module, record: dict) -> bool:
     return own and getattr(getattr(module, "config", None), RECORD_KEY, None) == record
 
 
-def _read(found: Recorded) -> Conversion:
+def _read(found: Recorded) -> ConvertedNorms:
     inside = f"{found.path}." if found.path else ""
     norms = {inside + path[len(found.head) :]: how["eps"] for path, how in found.norms.items()}
     if found.followed:
-        return Conversion(norms, trained=trained_as_rms(found.record))
+        return ConvertedNorms(norms, trained=trained_as_rms(found.record))
     tensors = Weights(found.model, found.head)
     if hidden := tensors.hidden():
         if found.model.get_parameter(hidden[len(found.head) :]).is_meta:
-            return Conversion(norms, WITHOUT_WEIGHTS)
-        return Conversion(norms, f"{STAYS}{hidden} is not here whole; patch once the weights are loaded")
+            return ConvertedNorms(norms, WITHOUT_WEIGHTS)
+        return ConvertedNorms(norms, f"{STAYS}{hidden} is not here whole; patch once the weights are loaded")
     try:
         doubt = tensors.hooked(found.record) or moved(tensors, found.record)
     except ValueError as error:
         doubt = str(error)
-    return Conversion(norms, doubt and STAYS + doubt)
+    return ConvertedNorms(norms, doubt and STAYS + doubt)
 
 
 def moved(tensors: Weights, record: dict) -> str:

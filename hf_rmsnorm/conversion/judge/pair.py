@@ -18,8 +18,10 @@ from ...verification.context import prompt_length
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.shard import ConversionError
-from ..twin.twin import TOKENS as RANDOM_TOKENS
-from ..twin.twin import config_and_class, default_inputs, one_line, output_tensors, quiet
+from ..twin.inputs import TOKENS as RANDOM_TOKENS
+from ..twin.inputs import default_inputs
+from ..twin.run import one_line, output_tensors, quiet
+from ..twin.twin import config_and_class
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",

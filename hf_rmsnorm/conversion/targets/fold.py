@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,11 @@ from ..checkpoint.values import FileValues, MemoryValues
 from ..judge.folder import Verification
 from ..judge.publish import add_to_card
 from ..plan import ConversionRefused, Scale
-from ..twin.keys import KeyMap, saved_tensors
+from ..twin.keys import KeyMap, naming, saved_tensors, stored_names
 from ..twin.layer_norms import find_layer_norms
 from ..twin.prove import BOUND, difference, load_tensors
-from ..twin.twin import Twin, attend_to_encoder, give_weights, new_model, run
+from ..twin.run import run
+from ..twin.twin import Twin, attend_to_encoder, give_weights, new_model
 from .centred import PlannedCentring
 
 CARD_HEADING = "## Norms folded into the linears that read them"
@@ -140,7 +141,19 @@ def with_folds(planned: PlannedCentring, twin: Twin) -> PlannedFold:
     Raises:
         ConversionRefused: as `plan_fold`.
     """
-    return PlannedFold(planned.made, planned.centring, planned.proof, plan_fold(twin))
+    fold = plan_fold(twin)
+    name = naming(stored_names(twin.folder), twin.model.base_model_prefix)
+    folds = tuple(
+        replace(
+            each,
+            weight=each.weight and name(each.weight),
+            bias=each.bias and name(each.bias),
+            scales=tuple(replace(s, key=name(s.key), by=name(s.by)) for s in each.scales),
+            biases=tuple((name(bias), name(weight), lies) for bias, weight, lies in each.biases),
+        )
+        for each in fold.folds
+    )
+    return PlannedFold(planned.made, planned.centring, planned.proof, replace(fold, folds=folds))
 
 
 def folded(folds, tensors: dict[str, Expression]) -> dict[str, Expression]:
@@ -229,7 +242,9 @@ def _own(model, path: str, norm, parameters) -> dict[str, str]:
     """ "weight" and "bias": the norm's parameters that are its gain and its bias as they stand."""
     names = {id(p): name for name, p in parameters.items()}
     own = {}
-    for role, value in (("weight", norm.gain), ("bias", norm.bias)):
+    if norm.spec.weight_offset:
+        raise _Stays("its weight is not stored as it is applied")
+    for role, value in (("weight", norm.weight), ("bias", norm.bias)):
         if value is None:
             continue
         for p in model.get_submodule(path).parameters(recurse=False):

@@ -19,7 +19,8 @@ from ..judge.publish import add_to_card, provenance
 from ..plan import ConversionRefused
 from ..twin.keys import saved_tensors
 from ..twin.prove import BOUND
-from ..twin.twin import Twin, config_of, give_weights, in_double, make_twin, new_model, quiet, run, shapes_of
+from ..twin.run import in_double, quiet, run
+from ..twin.twin import Twin, config_of, give_weights, make_twin, new_model, shapes_of
 from .native_build import NativeTarget, native_targets, refused
 from .planned import PlannedConversion
 

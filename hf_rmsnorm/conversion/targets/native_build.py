@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 from ...record import RECORD_KEY, trained_as_rms
 from ..checkpoint.expressions import Centred, Expression, Filled, FoldedBias, Plus, Rows, Scaled, Stored
 from ..plan import ConversionRefused
-from .native_rules import PAIRS, Pair
+from .native_rules import PAIRS, NativePair
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def refused(source: str, target: str, reason: str) -> ConversionRefused:
 class _Builder:
     """Makes one target; `present` tells which biases the source has."""
 
-    def __init__(self, config, pair: Pair, present: Callable[[str], bool], fold_affine: bool):
+    def __init__(self, config, pair: NativePair, present: Callable[[str], bool], fold_affine: bool):
         self.config, self.pair, self.layout, self.present = config, pair, pair.layout, present
         self.fold_affine = fold_affine
         # What was trained as RMSNorm is one with the weights that it has.

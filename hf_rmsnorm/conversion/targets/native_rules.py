@@ -1,7 +1,7 @@
 """Which LayerNorm architecture computes the same as which RMSNorm one: the one file that names architectures.
 
-A source is described by where it keeps what (`Layout`), and a pair by its target and by what has to hold. All targets
-use the names of LLaMA; once the writers are centred, the norms' biases fold into the linears that read them.
+A source is described by where it keeps what (`SourceLayout`), and a pair by its target and by what has to hold. All
+targets use the names of LLaMA; once the writers are centred, the norms' biases fold into the linears that read them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _stacked_experts(config, layer: str) -> dict[str, tuple[Expression, bool]]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SourceLayout:
     """Where a source architecture keeps its tensors, and what its norms and heads are like.
 
     Args:
@@ -89,7 +89,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Pair:
+class NativePair:
     """A target for a layout.
 
     Args:
@@ -98,12 +98,11 @@ class Pair:
         refusals: reasons against a source of this config.
         biases: the keys of the target's config that switch on biases of attention and MLP; () where it has none.
         head_bias: the head has a bias with the others, so that the final norm's has somewhere to go.
-        interleaved: as in `Layout`, of the target.
+        interleaved: as in `SourceLayout`, of the target.
         clip: the number that queries, keys and values are clipped to, or None.
-        rotates_all: every layer rotates; else what rotates is told by settings that are carried over.
     """
 
-    layout: Layout
+    layout: SourceLayout
     target: str
     settings: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     refusals: tuple[tuple[str, Callable[[PretrainedConfig], Any]], ...] = ()
@@ -119,7 +118,7 @@ PARALLEL = (
 )
 ARCEE = {"target": "arcee", "biases": ("attention_bias", "mlp_bias")}
 COHERE = {"target": "cohere2_moe", "biases": ("attention_bias",), "interleaved": True}
-STABLELM = Layout("layer_norm_eps")
+STABLELM = SourceLayout("layer_norm_eps")
 STABLELM_REFUSALS = (PARALLEL, ("its queries and keys have norms of their own", lambda c: c.qk_layernorm))
 
 
@@ -134,33 +133,33 @@ def _dense_cohere(c, rotate_all: bool) -> dict[str, Any]:
     }
 
 
-PAIRS: dict[str, tuple[Pair, ...]] = {
-    "olmo": (Pair(Layout(1e-5), "llama", biases=("attention_bias",), clip=lambda c: c.clip_qkv),),
+PAIRS: dict[str, tuple[NativePair, ...]] = {
+    "olmo": (NativePair(SourceLayout(1e-5), "llama", biases=("attention_bias",), clip=lambda c: c.clip_qkv),),
     "cohere": (
-        Pair(
-            Layout("layer_norm_eps", mlp_norm=None, interleaved=True),
+        NativePair(
+            SourceLayout("layer_norm_eps", mlp_norm=None, interleaved=True),
             settings=lambda c: _dense_cohere(c, rotate_all=True),
             refusals=(("its queries and keys have norms of their own", lambda c: c.use_qk_norm),),
             **COHERE,
         ),
     ),
     "cohere2": (
-        Pair(
-            Layout("layer_norm_eps", mlp_norm=None, interleaved=True),
+        NativePair(
+            SourceLayout("layer_norm_eps", mlp_norm=None, interleaved=True),
             settings=lambda c: _dense_cohere(c, rotate_all=False),
             **COHERE,
         ),
     ),
     "cohere2_moe": (
-        Pair(
-            Layout("layer_norm_eps", _gated_or_sparse, mlp_norm=None, interleaved=True),
+        NativePair(
+            SourceLayout("layer_norm_eps", _gated_or_sparse, mlp_norm=None, interleaved=True),
             refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
             **COHERE,
         ),
     ),
     "dbrx": (
-        Pair(
-            Layout(
+        NativePair(
+            SourceLayout(
                 1e-5,
                 _router,
                 _stacked_experts,
@@ -200,8 +199,8 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
         ),
     ),
     "starcoder2": (
-        Pair(
-            Layout("norm_epsilon", _plain_mlp("mlp.c_fc", "mlp.c_proj")),
+        NativePair(
+            SourceLayout("norm_epsilon", _plain_mlp("mlp.c_fc", "mlp.c_proj")),
             refusals=(
                 (
                     "its attention has a window shorter than its context (sliding_window)",
@@ -211,11 +210,13 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
             **ARCEE,
         ),
     ),
-    "jais2": (Pair(Layout("layer_norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj")), **ARCEE),),
-    "nemotron": (Pair(Layout("norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0), **ARCEE),),
+    "jais2": (NativePair(SourceLayout("layer_norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj")), **ARCEE),),
+    "nemotron": (
+        NativePair(SourceLayout("norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0), **ARCEE),
+    ),
     "stablelm": (
-        Pair(STABLELM, "llama", refusals=STABLELM_REFUSALS, biases=("attention_bias", "mlp_bias")),
-        Pair(
+        NativePair(STABLELM, "llama", refusals=STABLELM_REFUSALS, biases=("attention_bias", "mlp_bias")),
+        NativePair(
             STABLELM,
             "ernie4_5_moe",
             settings=lambda c: {"moe_layer_start_index": c.num_hidden_layers},  # dense throughout
@@ -226,8 +227,8 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
         ),
     ),
     "gpt_neox": (
-        Pair(
-            Layout(
+        NativePair(
+            SourceLayout(
                 "layer_norm_eps",
                 _plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
                 embedding="gpt_neox.embed_in",

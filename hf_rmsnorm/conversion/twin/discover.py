@@ -13,10 +13,11 @@ from ... import __version__
 from ... import record as invariant
 from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord
 from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
-from .keys import Hit, KeyMap
-from .layer_norms import LayerNorm, find_layer_norms, hooked
-from .naming import named_as_stored, stored_names
-from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model, one_line, run
+from .inputs import default_inputs
+from .keys import Hit, KeyMap, named_as_stored, stored_names
+from .layer_norms import TwinNorm, find_layer_norms, hooked
+from .run import one_line, run
+from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
@@ -115,8 +116,8 @@ def discover(
         margins=gauge.margins,
         notes=tuple(notes),
     )
-    stored = stored_names(twin.folder) if twin.folder else set()
-    return named_as_stored(plan, stored, twin.model.base_model_prefix) if stored else plan
+    stored = stored_names(twin.folder) if twin.folder else ()
+    return named_as_stored(plan, stored, twin.model.base_model_prefix)
 
 
 def _gauge_of_all(work, twin: Twin, norms) -> Gauge:
@@ -189,7 +190,7 @@ class Cause:
 
 
 @torch.no_grad()
-def _causes(work, twin: Twin, norms: dict[str, LayerNorm], bad: list[str], gauge: Gauge, unsaved) -> dict[str, Cause]:
+def _causes(work, twin: Twin, norms: dict[str, TwinNorm], bad: list[str], gauge: Gauge, unsaved) -> dict[str, Cause]:
     """For each norm whose input keeps a mean: where the mean comes from, told by equal means of tensors."""
     outputs: list[tuple[str, torch.Tensor]] = []
     causes: dict[str, Cause] = {}
@@ -210,7 +211,7 @@ def _causes(work, twin: Twin, norms: dict[str, LayerNorm], bad: list[str], gauge
 
 
 @torch.no_grad()
-def _returns_stream(work, twin: Twin, norms: dict[str, LayerNorm]) -> bool:
+def _returns_stream(work, twin: Twin, norms: dict[str, TwinNorm]) -> bool:
     """Whether an output as wide as the rows of a norm is the output of none."""
     normed: list[torch.Tensor] = []
     with hooked(work, norms, lambda path, args, output: normed.append(output)):
@@ -303,9 +304,9 @@ def would_tie_a_head(model, config, hits: list[Hit]) -> bool:
     return centred and head is None and bool(getattr(config, "tie_word_embeddings", False))
 
 
-def _record(twin: Twin, path: str, norm: LayerNorm, cause: Cause | None) -> NormRecord:
+def _record(twin: Twin, path: str, norm: TwinNorm, cause: Cause | None) -> NormRecord:
     size = twin.widths.get(norm.hidden_size, norm.hidden_size * twin.factor)
-    return NormRecord(path, size, norm.eps, cause is None, "" if cause is None else cause.reason)
+    return NormRecord(path, size, norm.spec.eps, cause is None, "" if cause is None else cause.reason)
 
 
 def _config(twin: Twin, hits: list[Hit], norms, bad, *, untied: bool) -> dict:
@@ -315,7 +316,7 @@ def _config(twin: Twin, hits: list[Hit], norms, bad, *, untied: bool) -> dict:
         whole = len(hit.blocks) * hit.block == twin.model.get_parameter(hit.parameter).shape[hit.axis]
         writers[hit.parameter] = {"axis": hit.axis, "block": block, "blocks": None if whole else list(hit.blocks)}
     rms = {
-        path: {"eps": norm.eps, "hidden_size": _record(twin, path, norm, None).hidden_size}
+        path: {"eps": norm.spec.eps, "hidden_size": _record(twin, path, norm, None).hidden_size}
         for path, norm in norms.items()
         if path not in bad
     }

@@ -13,8 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .keys import Hit
-from .layer_norms import LayerNorm, hooked
-from .twin import run
+from .layer_norms import TwinNorm, hooked
+from .run import run
 
 GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
 WRITES = 1e-9  # of the largest derivative of a norm's mean
@@ -37,7 +37,7 @@ class Gauge:
     margins: dict = field(default_factory=lambda: {"gauge_max": 0.0, "nongauge_min": 1.0})
 
 
-def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm]) -> Gauge:
+def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) -> Gauge:
     """Try every axis of every parameter of a float64 model; the model is not changed."""
     entered: dict[int, list[torch.Tensor]] = {}
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from ..plan import Centre, ConversionRefused, Copy, Scale
-from .twin import quiet
+from ..checkpoint.shard import read_keys
+from ..checkpoint.source import INDEX, read_json
+from ..plan import Centre, CentringPlan, ConversionRefused, Copy, Scale
+from .run import quiet
 
 
 @dataclass(frozen=True)
@@ -187,3 +190,52 @@ def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | N
         if bool((rows == rows[..., :1]).all()) and bool((chosen == chosen[:1]).all()):
             return axis, tuple(chosen[0].nonzero().flatten().tolist())
     return None
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of all safetensors tensors of a folder, from its index or headers; none where it has no such file."""
+    if (folder / INDEX).is_file():
+        return set(read_json(folder / INDEX).get("weight_map", ()))
+    return {name for file in folder.glob("*.safetensors") for name in read_keys(file)}
+
+
+def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) -> Callable[[str], str]:
+    """What a checkpoint calls a tensor: a model with a head may have been saved without the `prefix` of the rest.
+
+    Args:
+        names: every tensor of the checkpoint; none where they are not known, and then each keeps its name.
+        prefix: ``base_model_prefix`` of the class.
+        optional: what keeps its name where it is not there.
+
+    Returns:
+        A function, which raises ConversionRefused for a tensor that is there under neither name.
+    """
+
+    def name(key: str) -> str:
+        for candidate in (key, key.removeprefix(f"{prefix}."), f"{prefix}.{key}"):
+            if candidate in names:
+                return candidate
+        if key in optional or not names:
+            return key
+        raise ConversionRefused(
+            f"the checkpoint has no tensor {key!r}, which this version of Transformers saves for such a model: load "
+            "and save it once with save_pretrained, then convert the result"
+        )
+
+    return name
+
+
+def named_as_stored(plan: CentringPlan, names: Collection[str], prefix: str) -> CentringPlan:
+    """The plan with each key as the checkpoint has it; the arguments are those of `naming`.
+
+    Raises:
+        ConversionRefused: a tensor that the plan changes is there under neither name.
+    """
+    name = naming(names, prefix, {*(c.key for c in plan.copy), *plan.undetermined})
+    return replace(
+        plan,
+        centre=tuple(replace(c, key=name(c.key)) for c in plan.centre),
+        scale=tuple(replace(s, key=name(s.key), by=name(s.by)) for s in plan.scale),
+        copy=tuple(replace(c, key=name(c.key), source=name(c.source)) for c in plan.copy),
+        undetermined=tuple(name(key) for key in plan.undetermined),
+    )

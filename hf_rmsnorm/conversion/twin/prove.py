@@ -13,10 +13,10 @@ from ..checkpoint.steps import planned_tensors
 from ..checkpoint.values import MemoryValues
 from ..plan import CentringPlan, ConversionRefused
 from .gauge import input_means
-from .keys import saved_tensors
+from .keys import named_as_stored, saved_tensors
 from .layer_norms import find_layer_norms, hooked
-from .naming import named_as_stored
-from .twin import Twin, give_weights, new_model, quiet, run
+from .run import quiet, run
+from .twin import Twin, give_weights, new_model
 
 BOUND = 1e-12
 
@@ -100,7 +100,7 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
         raise ConversionRefused(f"{cls.__name__}: {sorted(chosen - as_rms.keys())[0]} is no LayerNorm once converted")
 
     def instead(path, args, output):
-        return norms[path](args[0], centred=False)
+        return norms[path].as_rms(args[0])
 
     with hooked(converted, as_rms, instead):
         rms = difference(expected, run(converted, twin.inputs)) / scale

@@ -6,41 +6,23 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
-from ...verification.context import max_positions
-from ...verification.float64 import Float64Mode
 from ..checkpoint.source import read_json
 from ..plan import ConversionRefused
+from .inputs import default_inputs
+from .run import MISFITS, one_line, run
 from .shrink import shrunk
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
 # up to MIDDLE are tried before larger ones.
 SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
-TOKENS = (2, 24)  # rows and their length
-NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss")
-# What any constructor or forward may raise on sizes that do not suit it.
-MISFITS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass
@@ -271,59 +253,6 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
             p.copy_((normal(p.shape) + lean * (0.3 * normal(1).item() + 0.2)) / math.sqrt(fan))
 
 
-def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
-    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature.
-
-    Raises:
-        ValueError: the main input has a name that nothing is known of.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    config, names = model.config, inspect.signature(model.forward).parameters
-    tokens = (tokens[0], min(tokens[1], max_positions(config)))
-    main = getattr(model, "main_input_name", None) or next(iter(names))
-
-    def number(*keys: str, default: int) -> int:
-        for part in (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig))):
-            for key in keys:
-                value = getattr(part, key, None)
-                if isinstance(value, (list, tuple)) and value:
-                    value = value[0]
-                if isinstance(value, int) and value:
-                    return value
-        return default
-
-    def ids():
-        special = {v for k, v in vars(config).items() if k.endswith("_id") and isinstance(v, int)}
-        vocabulary = number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
-        free = torch.tensor([i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary)))
-        return free[torch.randint(len(free), tokens, generator=generator)]
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    rows = tokens[0]
-    if main == "input_ids":
-        inputs = {main: ids()}
-    elif main == "pixel_values":
-        side = number("image_size", default=64)
-        inputs = {main: normal(rows, number("num_channels", "in_channels", default=3), side, side)}
-    elif main == "input_values":
-        inputs = {main: normal(rows, 4000)}
-    elif main == "input_features":
-        length = 2 * number("max_source_positions", default=50)
-        inputs = {main: normal(rows, number("num_mel_bins", "input_feat_per_channel", default=80), length)}
-    else:
-        raise ValueError(f"nothing is known of the input {main!r}")
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        inputs["decoder_input_ids"] = ids()
-    if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
-        inputs["use_cache"] = False
-    return inputs
-
-
-VOCABULARY_IF_UNKNOWN = 64
-
-
 def attend_to_encoder(twin: Twin) -> bool:
     """Give a decoder without its encoder some encoder states to attend to; whether it takes them."""
     names = inspect.signature(twin.model.forward).parameters
@@ -343,61 +272,3 @@ def attend_to_encoder(twin: Twin) -> bool:
     return False
 
 
-@contextmanager
-def in_double():
-    """What a forward casts to a narrower float stays float64, and what it makes is float64; gradients pass."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Float64Mode():
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
-    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
-
-    Raises:
-        ValueError: there is none, or one is not finite.
-    """
-    with in_double(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # some models mask at random in eval mode too
-        outputs = list(output_tensors(model(**inputs)))
-    if not outputs:
-        raise ValueError("the model returned no floating tensor")
-    if not all(bool(torch.isfinite(o).all()) or not o.numel() for o in outputs):
-        finite = [bool(torch.isfinite(o).any()) for o in outputs]
-        if not all(finite):
-            raise ValueError("the model's outputs are not finite")
-    return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
-
-
-def output_tensors(output) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, dict):
-        for key, value in output.items():
-            if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
-                yield from output_tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from output_tensors(value)
-
-
-@contextmanager
-def quiet():
-    """No progress bars of Transformers: a twin is saved and loaded in no time."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"

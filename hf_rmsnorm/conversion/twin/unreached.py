@@ -13,14 +13,15 @@ import torch
 from ..plan import ConversionRefused
 from .gauge import Gauge, centre, gauge_test, input_means, weight_axis
 from .keys import Hit, KeyMap
-from .layer_norms import LayerNorm
-from .twin import MISFITS, Twin, new_model, run
+from .layer_norms import TwinNorm
+from .run import MISFITS, run
+from .twin import Twin, new_model
 
 _NUMBER = re.compile(r"\d+")
 
 
 def behind_masks(
-    work, twin: Twin, norms: dict[str, LayerNorm], gauge: Gauge, bound: float
+    work, twin: Twin, norms: dict[str, TwinNorm], gauge: Gauge, bound: float
 ) -> tuple[list[Hit], set[str]]:
     """What turns out to write to the stream where some of the inputs are masked; it is centred in `work`.
 
@@ -69,7 +70,7 @@ def _masked(model, inputs: dict) -> Iterator[dict]:
 
 
 def refuse_if_unreached(
-    work, twin: Twin, norms: dict[str, LayerNorm], gauge: Gauge, reached: set[str], bound: float
+    work, twin: Twin, norms: dict[str, TwinNorm], gauge: Gauge, reached: set[str], bound: float
 ) -> None:
     """Refuse where a parameter that nothing is known of is as wide as the stream.
 

@@ -11,7 +11,8 @@ from transformers import AutoConfig
 
 from hf_rmsnorm.cli import convert
 from hf_rmsnorm.cli.main import main
-from hf_rmsnorm.conversion.twin.twin import give_weights, quiet
+from hf_rmsnorm.conversion.twin.run import quiet
+from hf_rmsnorm.conversion.twin.twin import give_weights
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,

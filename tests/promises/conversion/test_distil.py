@@ -45,7 +45,7 @@ def folders(tmp_path_factory):
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
     norms, _ = find_layer_norms(BertModel(config).double().eval(), {"input_ids": torch.ones(1, 4, dtype=torch.long)})
-    rms = {path: {"eps": n.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
+    rms = {path: {"eps": n.spec.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
     for name in ("teacher", "student"):
         if name == "student":
             record = make_record({}, rms, [], list(norms))

@@ -13,7 +13,7 @@ from ...plan import ConversionRefused
 from ...twin.discover import ZERO_MEAN, would_tie_a_head
 from ...twin.gauge import centre, centred, gauge_test, input_means
 from ...twin.keys import Hit, KeyMap
-from ...twin.layer_norms import LayerNorm, find_layer_norms
+from ...twin.layer_norms import TwinNorm, find_layer_norms
 from ...twin.twin import Twin, make_twin, new_model, plain
 from .trace import FFN, Sum, find_ffns, find_sums, grow_config
 
@@ -25,7 +25,7 @@ class Structure:
     """What was found on the twin. `hits` and `zero`: all writers, and the norms that centring those serves."""
 
     twin: Twin
-    norms: dict[str, LayerNorm]
+    norms: dict[str, TwinNorm]
     silent: list[str]
     sums: list[Sum]
     ffns: list[FFN]
@@ -58,7 +58,7 @@ def look(model: PreTrainedModel) -> Structure:
     return Structure(twin, norms, silent, sums, ffns, unfit, grown, hits, undetermined, zero)
 
 
-def hits_of(twin: Twin, norms: dict[str, LayerNorm]) -> tuple[list[Hit], set[str]]:
+def hits_of(twin: Twin, norms: dict[str, TwinNorm]) -> tuple[list[Hit], set[str]]:
     gauge = gauge_test(twin.model, twin.inputs, norms)
     unsaved = KeyMap(twin.model).unsaved()
     return [h for h in gauge.hits if h.parameter not in unsaved], set(gauge.undetermined)

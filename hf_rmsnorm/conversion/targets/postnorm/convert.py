@@ -21,9 +21,10 @@ from .... import record as invariant
 from ...plan import ConversionRefused, NormRecord
 from ...twin.discover import ZERO_MEAN
 from ...twin.gauge import input_means
+from ...twin.inputs import default_inputs
 from ...twin.keys import Hit, saved_tensors
-from ...twin.layer_norms import LayerNorm, find_layer_norms
-from ...twin.twin import default_inputs, quiet, run
+from ...twin.layer_norms import TwinNorm, find_layer_norms
+from ...twin.run import quiet, run
 from .build import (
     NEURONS,
     Structure,
@@ -105,7 +106,7 @@ class PostNormConversion:
     tensors: dict[str, torch.Tensor] = field(repr=False)
     config: dict
     report: PostNormReport
-    _norms: dict[str, LayerNorm] = field(repr=False)
+    _norms: dict[str, TwinNorm] = field(repr=False)
 
     def build(self, model: PreTrainedModel, rms: bool = False) -> PreTrainedModel:
         """The converted model, of the class and dtype of the original, in eval mode.
@@ -120,7 +121,7 @@ class PostNormConversion:
             result = type(model).from_pretrained(None, state_dict=dict(self.tensors), **how).eval()
         for path, norm in self._norms.items() if rms else ():
             result.get_submodule(path).register_forward_hook(
-                lambda module, args, output, norm=norm: norm(args[0].double(), centred=False).to(output.dtype)
+                lambda module, args, output, norm=norm: norm.as_rms(args[0].double()).to(output.dtype)
             )
         return result
 
@@ -243,7 +244,7 @@ def _finish(
         s.norm: f"it reads {s.writer} plus another norm's output, whose mean no weight removes" for s in found.sums
     }
     records = [
-        NormRecord(path, n.hidden_size, n.eps, path in chosen, "" if path in chosen else reasons.get(path, OTHER))
+        NormRecord(path, n.hidden_size, n.spec.eps, path in chosen, "" if path in chosen else reasons.get(path, OTHER))
         for path, n in norms.items()
     ]
     records += [
@@ -261,7 +262,7 @@ def _finish(
     return PostNormConversion(tensors, config, report, as_rms)
 
 
-def _record(work, found: Structure, hits: list[Hit], norms: dict[str, LayerNorm], put: dict, measured) -> dict:
+def _record(work, found: Structure, hits: list[Hit], norms: dict[str, TwinNorm], put: dict, measured) -> dict:
     parameters = [name for name, _ in work.named_parameters(remove_duplicate=False)]
     writers: dict[str, dict] = {}
     for hit in hits if measured is None else ():  # what was fitted is not centred, and is not checked
@@ -271,7 +272,7 @@ def _record(work, found: Structure, hits: list[Hit], norms: dict[str, LayerNorm]
         if put.get(hit.parameter, {}).get("axis", hit.axis) != hit.axis:
             how["but"] = {key: put[hit.parameter][key] for key in ("axis", "first")}
         writers[hit.parameter] = how
-    rms = {path: {"eps": n.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
+    rms = {path: {"eps": n.spec.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
     paths = [path for path, _ in work.named_modules()]
     record = invariant.make_record(writers, rms, parameters, paths, put if measured is None else None)
     return record if measured is None else {**record, "computes": "rms_norm", "approximate": True, "measured": measured}

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from ...twin.gauge import weight_axis
-from ...twin.layer_norms import LayerNorm, hooked
-from ...twin.twin import run
+from ...twin.layer_norms import TwinNorm, hooked
+from ...twin.run import run
 from .trace import Sum
 
 RIDGE = 1e-6  # of the mean diagonal of the normal equations
@@ -47,7 +47,7 @@ def fit_means(model, batches: Iterable[dict], sums: list[Sum], norms) -> dict[st
         x = args[0]
         h = last[by_path[path].writer].reshape(*x.shape[:-1], -1)
         rows = torch.cat([h, torch.ones_like(x[..., :1]), x.mean(-1, keepdim=True)], -1)
-        rows = _masked(rows * (x.var(-1, unbiased=False, keepdim=True) + norms[path].eps).rsqrt(), inputs)
+        rows = _masked(rows * (x.var(-1, unbiased=False, keepdim=True) + norms[path].spec.eps).rsqrt(), inputs)
         gram = rows.T @ rows
         grams[path] = grams[path] + gram if path in grams else gram
 
@@ -91,9 +91,9 @@ class Loss:
         }
 
 
-def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm], chosen) -> list[torch.Tensor]:
+def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm], chosen) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
-    with torch.no_grad(), hooked(model, chosen, lambda path, args, _: norms[path](args[0], centred=False)):
+    with torch.no_grad(), hooked(model, chosen, lambda path, args, _: norms[path].as_rms(args[0])):
         return run(model, inputs)
 
 
@@ -108,7 +108,7 @@ def subtract(model: torch.nn.Module, fits: dict[Sum, tuple[torch.Tensor, torch.T
             writer.bias -= a
 
 
-def measure(model, batches, expected, norms: dict[str, LayerNorm]) -> dict:
+def measure(model, batches, expected, norms: dict[str, TwinNorm]) -> dict:
     """The `Loss` of a model with these norms as RMSNorms, as a dict."""
     loss = Loss()
     for inputs, outputs in zip(batches, expected, strict=True):

@@ -13,8 +13,9 @@ import torch
 from transformers import PretrainedConfig
 
 from ...twin.gauge import weight_axis
-from ...twin.layer_norms import LayerNorm, hooked
-from ...twin.twin import MISFITS, run, shapes_of
+from ...twin.layer_norms import TwinNorm, hooked
+from ...twin.run import MISFITS, run
+from ...twin.twin import shapes_of
 
 EQUAL = 1e-10  # of the largest element; float64 leaves 1e-15
 RECENT = 64  # linear calls before a norm that are looked at
@@ -52,7 +53,7 @@ class FFN:
 
 
 @torch.no_grad()
-def find_sums(model: torch.nn.Module, inputs: dict, norms: dict[str, LayerNorm]) -> list[Sum]:
+def find_sums(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) -> list[Sum]:
     """The sums that enter norms of a float64 model, in the order they run; one for each norm that reads one."""
     leaves = [path for path, m in model.named_modules() if path and next(m.children(), None) is None]
     axes = {path: weight_axis(model.get_submodule(path)) for path in leaves}

@@ -20,7 +20,8 @@ from ...judge.folder import Verification
 from ...judge.pair import side_by_side, tokenizer_of
 from ...judge.publish import add_to_card, provenance
 from ...plan import ConversionRefused
-from ...twin.twin import config_and_class, quiet
+from ...twin.run import quiet
+from ...twin.twin import config_and_class
 from ..planned import PlannedConversion
 from .convert import HELD_OUT, PostNormConversion, PostNormReport, exact_post_norm, fit_post_norm
 

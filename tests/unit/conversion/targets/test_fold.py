@@ -13,7 +13,8 @@ from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.conversion import convert_checkpoint, plan_conversion
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.targets.fold import folded, plan_fold
-from hf_rmsnorm.conversion.twin.twin import give_weights, in_double, make_twin
+from hf_rmsnorm.conversion.twin.run import in_double
+from hf_rmsnorm.conversion.twin.twin import give_weights, make_twin
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,

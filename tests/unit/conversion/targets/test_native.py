@@ -16,7 +16,8 @@ from hf_rmsnorm.conversion.checkpoint.values import MemoryValues
 from hf_rmsnorm.conversion.targets import native
 from hf_rmsnorm.conversion.targets.native import native_target, prove_native
 from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.twin import give_weights, in_double, make_twin
+from hf_rmsnorm.conversion.twin.run import in_double
+from hf_rmsnorm.conversion.twin.twin import give_weights, make_twin
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,

@@ -1,0 +1,87 @@
+"""Run a model of Transformers in float64, and take its outputs apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers.utils import logging
+
+from ...verification.float64 import Float64Mode
+
+NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss")
+# What any constructor or forward may raise on sizes that do not suit it.
+MISFITS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def in_double():
+    """What a forward casts to a narrower float stays float64, and what it makes is float64; gradients pass."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64Mode():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
+    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
+
+    Raises:
+        ValueError: there is none, or one is not finite.
+    """
+    with in_double(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # some models mask at random in eval mode too
+        outputs = list(output_tensors(model(**inputs)))
+    if not outputs:
+        raise ValueError("the model returned no floating tensor")
+    if not all(bool(torch.isfinite(o).all()) or not o.numel() for o in outputs):
+        finite = [bool(torch.isfinite(o).any()) for o in outputs]
+        if not all(finite):
+            raise ValueError("the model's outputs are not finite")
+    return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
+
+
+def output_tensors(output) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
+                yield from output_tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from output_tensors(value)
+
+
+@contextmanager
+def quiet():
+    """No progress bars of Transformers: a twin is saved and loaded in no time."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
