@@ -1,5 +1,6 @@
 """`hf-rmsnorm convert`: every option reaches every way of converting, and what is said and when."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from hf_rmsnorm import convert_adapter, convert_checkpoint, plan_conversion
 from hf_rmsnorm.cli import convert
-from hf_rmsnorm.cli.main import main
+from hf_rmsnorm.cli.main import build_parser, main
+from hf_rmsnorm.conversion.api import POST_NORM, TARGETS
 from hf_rmsnorm.conversion.twin.run import quiet
 from hf_rmsnorm.conversion.twin.twin import give_weights
 
@@ -54,6 +57,28 @@ def run(capsys, *argv):
     code = main(["convert", *map(str, argv)])
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def parameters(function):
+    return {name: p.default for name, p in inspect.signature(function).parameters.items()}
+
+
+def test_the_command_and_the_functions_take_the_same():
+    called = {"prompt": "prompts", "no_verify": "verify", "text": "texts"}
+    for_everybody = {"help", "json", "traceback"}
+    parser = build_parser()._subparsers._group_actions[0].choices["convert"]
+    options = {called.get(a.dest, a.dest): a for a in parser._actions if a.dest not in for_everybody}
+    assert options["plan"].const is True  # which is plan_conversion
+    assert options["base"].metavar == ("MODEL", "CONVERTED")  # and takes convert_adapter's two
+    of_objects = {"model_class", "inputs", "progress", "planned"}  # which no command line has
+    checkpoint, adapter, plan = map(parameters, (convert_checkpoint, convert_adapter, plan_conversion))
+    assert {*options, "converted"} - {"plan"} == {*checkpoint, *adapter} - of_objects
+    assert plan.items() <= checkpoint.items() and set(checkpoint) - set(plan) <= {*adapter, "planned", "max_shard_size"}
+    assert set(adapter) - {"base", "converted"} <= set(checkpoint)
+    assert list(TARGETS) == options["target"].choices and options["target"].default == checkpoint["target"]
+    assert [*POST_NORM, "refuse"] == options["post_norm"].choices and options["post_norm"].default == "refuse"
+    on = [name for name, a in options.items() if a.const is True and name != "plan"]
+    assert {name: checkpoint[name] for name in on} == {name: name == "verify" for name in on}
 
 
 @pytest.mark.parametrize("way", WAYS)

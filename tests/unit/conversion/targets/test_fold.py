@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from checkpoints import load
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_rmsnorm import patch_model
@@ -157,6 +158,15 @@ def test_converted_and_folded_in_one_pass(model_type, config, tmp_path, capsys):
     assert all(record.converted for record in patch_model(model).swapped)
 
 
+def test_a_checkpoint_saved_without_the_prefix_of_its_base_model(tmp_path):
+    src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32)
+    tensors = {key.removeprefix("transformer."): tensor for key, tensor in load(src).items()}
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    done = convert_checkpoint(src, tmp_path / "dst", fold_affine=True)
+    assert done.verification.passed and done.plan.fold.folds[0].weight == "h.0.ln_1.weight"
+    assert bool((load(tmp_path / "dst")["h.0.ln_1.weight"] == 1).all())
+
+
 def test_the_plan_of_a_fold_is_printed(tmp_path, capsys):
     src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32)
     assert main(["convert", str(src), "--plan", "--fold-affine", "--json"]) == 0
@@ -165,8 +175,6 @@ def test_the_plan_of_a_fold_is_printed(tmp_path, capsys):
 
 
 def test_tensors_of_other_dtypes_keep_their_bytes(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     src = write_source(tmp_path / "src", "gpt2", GPT2, torch.bfloat16)
     tensors = load_file(src / "model.safetensors")
     extra = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()}
