@@ -102,7 +102,8 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
 
 def test_sharded_by_accelerate_as_on_a_gpu_it_goes_on_from_that_checkpoint(trained, tmp_path):
     whole, _ = trained["FSDP2"]
-    command = " ".join(COMMANDS["FSDP2"]).replace("examples/finetune.py", "tests/helpers/finetune_by_accelerate.py").split()
+    script = "tests/helpers/finetune_by_accelerate.py"
+    command = [script if word == "examples/finetune.py" else word for word in COMMANDS["FSDP2"]]
     text = output(start(command, "--cpu", *SHORT, "--resume", whole / "checkpoint-2", "--output-dir", tmp_path))
     assert KINDS["FSDP2"] in text and "11 x LlamaRMSNorm: RMSNorm(" in text and "Going on from" in text
     assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-6)
