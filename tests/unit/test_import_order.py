@@ -108,7 +108,6 @@ def test_every_file_has_its_layer():
     assert {room(path) for path in files().values()} <= HEIGHT.keys() | {"__init__"}
 
 
-@pytest.mark.xfail(reason="files are still being moved")
 def test_imports_only_go_down():
     wrong = []
     for each in every_import():
@@ -122,7 +121,6 @@ def test_imports_only_go_down():
     assert not wrong
 
 
-@pytest.mark.xfail(reason="files are still being moved")
 def test_no_import_of_the_package_hides_in_a_function():
     wrong = [
         str(each)
@@ -146,7 +144,6 @@ def test_no_files_import_each_other_in_a_circle():
     assert not {str(path.relative_to(ROOT)): [str(t.relative_to(ROOT)) for t in below[path]] for path in below}
 
 
-@pytest.mark.xfail(reason="files are still being moved")
 def test_no_two_classes_have_one_name():
     where: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
