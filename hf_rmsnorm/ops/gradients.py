@@ -16,7 +16,7 @@ from ..reference import (
 )
 from .direct import is_direct, under_transform
 from .from_output import note_backward
-from .loading import kernels
+from .loading import kernels, qk_kernels
 from .operators import as_saved, norm_backward_op, qk_as_saved, qk_norm_backward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
@@ -110,7 +110,7 @@ def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
         *inputs, cos, sin = operands
         return _differentiable(lambda *t: reference_qk_norm(*t, spec, cos, sin), inputs, (dq, dk), need)
     if not compiling and is_direct(*operands, dq, dk):
-        return kernels("launch_qk").qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
+        return qk_kernels().qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
     mean = rstd.new_empty(0) if mean is None else mean
     grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
     given = (dq, dk, dq, dk)

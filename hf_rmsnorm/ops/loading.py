@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from importlib import import_module
 
 import torch
 
 
 @cache
-def kernels(name: str = "launch"):
-    """The launch code of the norms, or (``"launch_qk"``) of queries and keys."""
-    return import_module(f"..kernels.{name}", __package__)
+def kernels():
+    """The launch code of the norms."""
+    from ..kernels import launch
+
+    return launch
+
+
+@cache
+def qk_kernels():
+    """The launch code of queries and keys."""
+    from ..kernels import launch_qk
+
+    return launch_qk
 
 
 @torch.compiler.assume_constant_result
 def load_sharding_rules() -> bool:
     """Register how DTensors are split, once one can exist."""
     if "torch.distributed.tensor" in sys.modules:
-        import_module(".sharding", __package__)  # registers on import
+        from . import sharding  # noqa: F401  registers on import
     return True
 
 

@@ -13,7 +13,7 @@ from ..kernels.serves import unserved
 from ..reference import reference_backward, reference_norm, reference_qk_backward, reference_qk_norm, reference_stats
 from .backend import device_refusal, qk_fits, refusal
 from .direct import is_direct
-from .loading import kernels
+from .loading import kernels, qk_kernels
 
 
 def _argument_type(name: str, hint) -> str:
@@ -146,7 +146,7 @@ def _qk_served(q, k, q_weight, k_weight, cos, sin, spec) -> bool:
 def _qk_forward(q, k, q_weight, k_weight, cos, sin, *formula):
     spec, stats = spec_from(q_weight, None, formula)
     if _qk_served(q, k, q_weight, k_weight, cos, sin, spec):
-        launch = kernels("launch_qk")
+        launch = qk_kernels()
         yq, yk, rstd, mean = launch.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats)
     else:
         yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
@@ -160,7 +160,7 @@ def _qk_forward(q, k, q_weight, k_weight, cos, sin, *formula):
 def _qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
     spec, need = spec_from(q_weight, None, formula)
     if _qk_served(q, k, q_weight, k_weight, cos, sin, spec) and is_direct(dq, dk):
-        launch = kernels("launch_qk")
+        launch = qk_kernels()
         if not rstd.numel():  # of DTensors, whose forward kept none
             *_, rstd, mean = launch.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, True)
         mean = mean if spec.centered else None

@@ -9,7 +9,7 @@ from ..reference import reference_qk_norm
 from .backend import qk_fits, resolve_backend
 from .direct import DIRECT_TYPES, is_direct, launch_key, under_transform
 from .gradients import qk_gradients
-from .loading import is_dtensor, kernels, load_sharding_rules
+from .loading import is_dtensor, load_sharding_rules, qk_kernels
 from .operators import qk_norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
@@ -36,8 +36,8 @@ def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan=None):
             load_sharding_rules()
             stats = stats and not is_dtensor(q)  # those of k lie behind those of q: no rows of either to split
             return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
-        return kernels("launch_qk").qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats)
-    return kernels("launch_qk").run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
+        return qk_kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats)
+    return qk_kernels().run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
 
 
 def qk_launch_key(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) -> tuple | None:
@@ -57,7 +57,7 @@ def qk_launch_key(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) 
 
 def qk_plan_of(q, k, q_weight, spec: NormSpec, cos=None):
     """The launch on plain tensors that `qk_norm_backend` gives to Triton."""
-    return kernels("launch_qk").forward_plan(q, k, q_weight, cos, spec)
+    return qk_kernels().forward_plan(q, k, q_weight, cos, spec)
 
 
 def fused_qk_norm(

@@ -133,7 +133,6 @@ def test_no_import_of_the_package_hides_in_a_function():
     assert calls == [PACKAGE / "__init__.py"]
 
 
-@pytest.mark.xfail(reason="files are still being moved")
 def test_no_files_import_each_other_in_a_circle():
     below = {path: {each.target for each in imports(path)} for path in files().values()}
     before = {}
@@ -153,7 +152,6 @@ def test_no_two_classes_have_one_name():
     assert not {name: paths for name, paths in where.items() if len(paths) > 1}
 
 
-@pytest.mark.xfail(reason="files are still being moved")
 def test_no_file_is_too_long():
     lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert not {str(path): lines for path, lines in lengths.items() if lines > MOST_LINES}
