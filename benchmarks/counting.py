@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from benchmarks.shapes import ModelShape
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.kernels import count_launches
 from hf_rmsnorm.ops import backend, use_backend
+from hf_rmsnorm.ops.direct import LaunchCache
 
 VIEWS = (
     "view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "as_strided",
@@ -59,6 +61,21 @@ def saved_bytes(function: Callable, parameters: Iterable[torch.Tensor] = ()) -> 
 
 
 @contextmanager
+def no_launch_kept() -> Iterator[None]:
+    """Empty the caches of launches before and after: what serves a device is another meanwhile."""
+
+    def empty():
+        for cache in [found for found in gc.get_objects() if type(found) is LaunchCache]:
+            cache.clear()
+
+    empty()
+    try:
+        yield
+    finally:
+        empty()
+
+
+@contextmanager
 def kernels_left_out() -> Iterator[None]:
     """In this process, have every device served by kernels that are counted and not run: results are not computed.
 
@@ -72,6 +89,7 @@ def kernels_left_out() -> Iterator[None]:
         stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
         stack.enter_context(mock.patch.object(launch, "device_limits", lambda *_: (132, 232_448)))
         stack.enter_context(mock.patch.object(launch.Kernel, "__call__", lambda self, *_: record_launch(self.name)))
+        stack.enter_context(no_launch_kept())
         stack.enter_context(use_backend("triton"))
         yield
 

@@ -13,13 +13,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from benchmarks.counting import Operators, kernels_left_out
+from benchmarks.counting import Operators, kernels_left_out, no_launch_kept
 from benchmarks.driver import StubDriver
 from benchmarks.peers import EAGER, EPS, OURS, Case, Implementation, calls_of, implementations, make_norms, make_set
 from benchmarks.peers import other_libraries as find_libraries
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm.ops import backend, rms_norm
-from hf_rmsnorm.ops.direct import LaunchCache
 
 FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
 MODES = ("inference", "forward", "forward+backward")
@@ -82,10 +81,9 @@ def launches_left_out() -> Iterator[None]:
         stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
         stack.enter_context(mock.patch.object(launch, "device_limits", lambda *_: (132, 232_448)))
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", initialise_once))
-        LaunchCache.forget()
+        stack.enter_context(no_launch_kept())
         for kernel in (*launch.KERNELS, *launch_qk.KERNELS):
             stack.enter_context(mock.patch.object(kernel, "_compiled", {}))
-        stack.callback(LaunchCache.forget)
         stack.callback(setattr, driver, "_active", driver._active)  # asking for `active` would look for a GPU
         driver.set_active(StubDriver(GPUTarget("cuda", 90, 32), 232_448))
         yield

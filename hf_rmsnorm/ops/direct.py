@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -44,25 +42,13 @@ class LaunchCache(dict):
     Each cache is for one formula (whose eps may differ) that has a weight and a bias, or has not, in all calls.
     """
 
-    _all: weakref.WeakSet = weakref.WeakSet()
     MOST = 8_192  # generation with a growing prompt makes one per length
-
-    __hash__ = object.__hash__
-
-    def __init__(self):
-        self._all.add(self)
 
     def keep(self, key: tuple, plan):
         if len(self) >= self.MOST:
             self.clear()
         self[key] = plan
         return plan
-
-    @classmethod
-    def forget(cls) -> None:
-        """Drop them all, where what serves a device has changed."""
-        for cache in list(cls._all):
-            cache.clear()
 
 
 def launch_key(

@@ -12,10 +12,11 @@ import torch
 from places import ROOT
 from torch.cuda._utils import _get_device_index
 
-from benchmarks import command, kernels, models, peers, plot, tables
+from benchmarks import command, counting, kernels, models, peers, plot, tables
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.timing import Stopwatch
+from hf_rmsnorm import count_launches, rms_norm
 
 ENVELOPE = {"format", "bench", "started", "versions", "device", "driver", "platform", "commit", "dtype", "not_measured"}
 MODES = ("inference", "forward", "forward+backward")
@@ -301,3 +302,15 @@ def test_bad_input_gets_one_line(capsys, arguments, message):
 def test_a_missing_matplotlib_is_named_before_anything_is_measured(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "--plot needs matplotlib: pip install matplotlib" in fails(capsys, "host", "--plot", "x.png")
+
+
+def test_counting_without_kernels_leaves_no_launch_behind():
+    """What was kept there is of other sizes of a chip, and of devices that no kernel serves."""
+    x, weight = torch.zeros(2, 8, device="meta"), torch.ones(8, device="meta")
+    with counting.kernels_left_out(), count_launches() as launches:
+        for _ in range(2):
+            rms_norm(x, weight)
+    assert launches["norm_forward"] == 2
+    with count_launches() as launches:
+        rms_norm(x, weight)
+    assert not launches
