@@ -30,7 +30,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _promote(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The dtype of arithmetic on both."""
     # Equal dtypes first: torch.promote_types leaves an operator in exported graphs.
     return a if a == b else torch.promote_types(a, b)
 
@@ -156,7 +157,7 @@ class NormSpec:
         """The dtype of ``xhat * weight`` where that is rounded, before a gate that follows is applied."""
         if self.rounding == "once" or weight_dtype is None:
             return x_dtype
-        return _promote(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
+        return promoted(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
 
     def output_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype the layer returns for an input of x_dtype; weight_dtype is None where there is no weight."""

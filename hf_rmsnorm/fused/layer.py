@@ -93,8 +93,9 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     plans = type(norm)._hf_rmsnorm_plans
     plan, backend = plans.get(key), "triton"
     if plan is None:
+        wider = left if left.element_size() >= right.element_size() else right
         backend = add_norm_backend(right, left, weight, bias, spec)
-        if backend == "original" or not recipe.fits(left, weight, bias):
+        if backend == "original" or not recipe.fits(wider, weight, bias):
             return left + right
         if key is not None and backend == "triton":
             plan = plans.keep(key, plan_of(right, weight, bias, spec, left))

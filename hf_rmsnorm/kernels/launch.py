@@ -34,7 +34,7 @@ def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None):
         weight, bias: contiguous, (hidden_size,), or (heads, hidden_size) for x of (..., heads, hidden_size); or None.
         stats: also return what the backward needs.
         gate: x's shape, any strides, where the spec has one.
-        residual: x's shape and dtype, any strides: then h = residual + x is what is normalised. Not with a gate, and
+        residual: x's shape, any strides and dtype: then h = residual + x is what is normalised. Not with a gate, and
             not where a parameter has heads.
 
     Returns:
@@ -51,7 +51,7 @@ def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, 
     """`norm_forward` of tensors like those that the plan was made for."""
     device, like, h, rstd, mean = x.device, x, None, None, None
     if residual is not None:
-        like = h = torch.empty_strided(x.shape, plan.sum_strides, dtype=x.dtype, device=device)
+        like = h = torch.empty_strided(x.shape, plan.sum_strides, dtype=plan.sum_dtype, device=device)
     if plan.output_like_input:  # without options, which take as long again as a dictionary look-up
         y = torch.empty_like(like)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..formula import NormSpec
+from ..formula import NormSpec, promoted
 from . import launch, qk
 from .compiled import BoundKernel, Kernel, aligned_pointers
 from .plan import formula_constants, remember
@@ -28,13 +28,14 @@ PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
 
 @dataclass(frozen=True)
 class QKPlan:
-    """One launch, with outputs of `strides`; a forward has a code without statistics and one with.
+    """One launch, with outputs of `strides` and `dtype`; a forward has a code without statistics and one with.
 
     A backward has the shape of its partial sums of the weights' gradients, and `sum`, which adds them up.
     """
 
     launch: BoundKernel
     strides: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
     rows: int
     centered: bool
     partials: tuple[int, int] = (0, 0)
@@ -51,6 +52,15 @@ def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, row_major: bool) 
             whole = cos.shape[-1] == x.shape[-1]
             y = y * torch.empty_like(cos, device="meta").unsqueeze(1) + joined if whole else joined
         return y.stride()
+
+
+def _output_dtype(q, weight, cos, spec: NormSpec) -> torch.dtype:
+    dtype = spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
+    return dtype if cos is None else promoted(dtype, cos.dtype)
+
+
+def _wanted(need: tuple[bool, ...]) -> tuple[bool, bool]:
+    return need[0] or need[1], need[2] or need[3]
 
 
 def _named(q, k, weight, cos, spec: NormSpec, config: ForwardConfig | BackwardConfig, addresses: dict):
@@ -82,7 +92,7 @@ def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
     Raises:
         NotImplementedError: the kernels do not compute this formula.
     """
-    dtypes = (q.device, q.dtype, weight is None, cos is None)
+    dtypes = (q.device, q.dtype, *(None if t is None else t.dtype for t in (weight, cos)))
     table = None if cos is None else (cos.shape, cos.stride())
     like = q.shape, q.stride(), k.shape, k.stride(), table
 
@@ -96,6 +106,7 @@ def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
         return QKPlan(
             launch=QK_NORM_FORWARD.bind(grid, config.num_warps, named, (*dtypes, False), (*dtypes, True)),
             strides=outputs,
+            dtype=_output_dtype(q, weight, cos, spec),
             rows=_rows(q) + _rows(k),
             centered=spec.centered,
         )
@@ -106,7 +117,7 @@ def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
 def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> QKPlan:
     """As `forward_plan`, of what a backward is given; dq or dk may be None. limits: as `plan.backward_plan`."""
     given = dq is not None, dk is not None
-    dtypes = (q.device, q.dtype, weight is None, cos is None, given, need[0] or need[1], need[2] or need[3])
+    dtypes = (q.device, *(None if t is None else t.dtype for t in (q, weight, cos, dq, dk)), *_wanted(need))
     table = None if cos is None else (cos.shape, cos.stride())
     dy_strides = tuple(None if d is None else d.stride() for d in (dq, dk))
     like = q.shape, q.stride(), k.shape, k.stride(), dy_strides, table
@@ -115,7 +126,8 @@ def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, .
         require(spec, "queries and keys")
         sms, shared = limits
         head_dim = q.shape[-1]
-        config = qk_backward_config(head_dim, spec.centered, q.element_size(), shared, cos is not None)
+        itemsize = max(t.element_size() for t in (q, cos, dq, dk) if t is not None)
+        config = qk_backward_config(head_dim, spec.centered, itemsize, shared, cos is not None)
         outputs = tuple(_output_strides(t, None, False) for t in (q, k))
         tiles = [-(-_rows(t) // config.rows) for t in (q, k)]
         shares = _share(tiles, sms * config.programs_per_sm)
@@ -128,11 +140,12 @@ def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, .
         return QKPlan(
             launch=QK_NORM_BACKWARD.bind((parts, 1, 1), config.num_warps, named, dtypes),
             strides=outputs,
+            dtype=q.dtype,
             rows=_rows(q) + _rows(k),
             centered=spec.centered,
             partials=(parts, head_dim),
             sum=QK_REDUCE_PARTIALS.bind(
-                (-(-head_dim // REDUCE.block), 2, 1), REDUCE.num_warps, of_sum, (q.device, q.dtype, need[2:])
+                (-(-head_dim // REDUCE.block), 2, 1), REDUCE.num_warps, of_sum, (*dtypes, need[2:])
             ),
         )
 
@@ -162,9 +175,9 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
     """Launch the norms of q and k, and their rotary embedding; see `hf_rmsnorm.ops` for the public function.
 
     Args:
-        q, k: (batch, heads, length, head_dim), columns of unit stride, of one dtype with the weights, cos and sin.
-        q_weight, k_weight: (head_dim,), or both None.
-        cos, sin: (batch or 1, length, turned columns), of the same strides, or both None.
+        q, k: (batch, heads, length, head_dim), columns of unit stride, of one dtype.
+        q_weight, k_weight: (head_dim,), of one dtype, or both None.
+        cos, sin: (batch or 1, length, turned columns), of the same dtype and strides, or both None.
         stats: also return what the backward needs.
 
     Returns:
@@ -177,7 +190,7 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
 
 def run_forward(plan: QKPlan, q, k, q_weight, k_weight, cos, sin, eps: float, stats: bool):
     """`qk_norm_forward` of tensors like those that the plan was made for."""
-    device, dtype = q.device, q.dtype
+    device, dtype = q.device, plan.dtype
     q_strides, k_strides = plan.strides
     yq = torch.empty_strided(q.shape, q_strides, dtype=dtype, device=device)
     yk = torch.empty_strided(k.shape, k_strides, dtype=dtype, device=device)
@@ -211,7 +224,7 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
     dq, dk = (d if d is None or d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
     plan = backward_plan(dq, dk, q, k, q_weight, cos, spec, need, launch.device_limits(device.type, device.index))
     dxq, dxk = (
-        torch.empty_strided(t.shape, strides, dtype=q.dtype, device=device) if need[0] or need[1] else None
+        torch.empty_strided(t.shape, strides, dtype=plan.dtype, device=device) if need[0] or need[1] else None
         for t, strides in zip((q, k), plan.strides, strict=True)
     )
     dwq, dwk = (torch.empty_like(w) if n else None for w, n in zip((q_weight, k_weight), need[2:], strict=True))

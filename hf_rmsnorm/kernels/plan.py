@@ -36,9 +36,9 @@ _plans: dict = {}
 class ForwardPlan:
     """One forward launch, without statistics or with.
 
-    `other` is the second operand of x's shape, a gate or a residual; `sum_strides` are those of residual + x.
-    `in_place` says that nothing is copied, neither operands nor outputs. `backward` holds the plans of backwards of
-    such calls.
+    `other` is the second operand of x's shape, a gate or a residual; `sum_dtype` and `sum_strides` are those
+    of residual + x. `in_place` says that nothing is copied, neither operands nor outputs. `backward` holds the plans of
+    backwards of such calls.
     """
 
     launch: BoundKernel
@@ -52,6 +52,7 @@ class ForwardPlan:
     memory_format: torch.memory_format
     output_like_input: bool
     flat_output: bool
+    sum_dtype: torch.dtype
     sum_strides: tuple[int, ...] | None
     flat_sum: bool
     in_place: bool
@@ -132,7 +133,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         NotImplementedError: no kernel computes this formula.
     """
     heads = heads_of(weight, bias)
-    dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate)))
+    dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate, residual)))
     other = gate if residual is None else residual
 
     def make() -> ForwardPlan:
@@ -141,7 +142,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         total = x if residual is None else _sum_of(x, residual)
         order, memory_format, flat_output = _layout(total, spec, weight, heads)
         x_rows, other_rows = OperandRows.of(x, order), OperandRows.of(other, order)
-        config, output_dtype = forward_config(hidden_size), spec.output_dtype(x.dtype, _dtype(weight))
+        config, output_dtype = forward_config(hidden_size), spec.output_dtype(total.dtype, _dtype(weight))
 
         named = {
             "N": hidden_size, "BLOCK": config.block, **formula_constants(spec, weight),
@@ -150,7 +151,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         if not config.loop:
             named |= {"ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": spec.gate}
         kernel, grid = NORM_FORWARD_LOOP if config.loop else NORM_FORWARD, (-(-rows // (config.rows * heads)), heads, 1)
-        keys = ((*dtypes, output_dtype, residual is None, stats) for stats in (False, True))
+        keys = ((*dtypes, output_dtype, stats) for stats in (False, True))
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)
         return ForwardPlan(
             launch=kernel.bind(grid, config.num_warps, named, *keys),
@@ -162,8 +163,9 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
             other=other_rows,
             output_dtype=output_dtype,
             memory_format=memory_format,
-            output_like_input=output_dtype == x.dtype and memory_format == torch.preserve_format,
+            output_like_input=output_dtype == total.dtype and memory_format == torch.preserve_format,
             flat_output=flat_output,
+            sum_dtype=total.dtype,
             sum_strides=None if residual is None else total.stride(),
             flat_sum=flat_sum,
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
@@ -171,7 +173,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         )
 
     strides = x.stride(), None if other is None else other.stride()
-    key = ("forward", x.shape, strides, dtypes, spec.but_eps, heads, residual is None)
+    key = ("forward", x.shape, strides, dtypes, spec.but_eps, heads)
     return remember(key, make)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward import eps_outside_factor, reduce_partials
-from .device import load, normalised, root, round_hat, scale_of, step
+from .device import load, normalised, root, round_hat, round_product, scale_of, step
 from .forward import affine
 
 
@@ -40,6 +40,16 @@ def rounded(value, X):
 
 
 @triton.jit
+def as_output(y, X, W, ROUNDING: tl.constexpr):
+    """A norm's result, in float32, with the rounding of a tensor that holds it before it is rotated."""
+    if W is not None:
+        y = round_product(y, X, W, ROUNDING)
+    if W is None or ROUNDING == "once":
+        y = rounded(y, X)
+    return y
+
+
+@triton.jit
 def opposite(cols, R: tl.constexpr):
     """The column that rotate_half brings to each of the first R columns; columns behind them stay."""
     other = tl.where(cols < R // 2, cols + R // 2, cols - R // 2)
@@ -47,14 +57,14 @@ def opposite(cols, R: tl.constexpr):
 
 
 @triton.jit
-def rotated(value, other, cos, sin, cols, X, R: tl.constexpr):
-    """value * cos + rotate_half(value) * sin, every operator rounded to x's dtype; columns from R on pass through.
+def rotated(value, other, cos, sin, cols, Y, R: tl.constexpr):
+    """value * cos + rotate_half(value) * sin, every operator rounded to Y's dtype; columns from R on pass through.
 
     `other` holds the value at the opposite column. With `sin` negative and taken at the opposite column this is the
     transposed map, which takes a gradient back.
     """
     half = tl.where(cols < R // 2, -other, other)
-    result = rounded(rounded(value * cos, X) + rounded(half * sin, X), X)
+    result = rounded(rounded(value * cos, Y) + rounded(half * sin, Y), Y)
     return tl.where(cols < R, result, value)
 
 
@@ -108,7 +118,7 @@ def rows_forward(
         rotary_mask = mask & (cols < R)
         cos = load(COS + rotary_at, rotary_mask, False).to(tl.float32)
         sin = load(SIN + rotary_at, rotary_mask, False).to(tl.float32)
-        y = rotated(rounded(y, X), rounded(other, X), cos, sin, cols, X, R)
+        y = rotated(as_output(y, X, W, ROUNDING), as_output(other, X, W, ROUNDING), cos, sin, cols, Y, R)
     y_at = offsets(batch, position, head, y_batch, y_position, y_head, UNIT)
     tl.store(Y + y_at + cols, y.to(Y.dtype.element_ty), mask=mask)
 
@@ -182,7 +192,7 @@ def rows_backward(
             other = load(DY + dy_at + across, mask, False).to(tl.float32)
             cos = load(COS + rotary_at + cols, rotary_mask, False).to(tl.float32)
             sin = load(SIN + rotary_at + across, rotary_mask, False).to(tl.float32)
-            g = rotated(g, other, cos, -sin, cols, X, R)
+            g = rotated(g, other, cos, -sin, cols, DY, R)
         rstd = load(RSTD + stats_at + rows, row_mask, False)
         x = x.to(tl.float32)
         if CENTERED:

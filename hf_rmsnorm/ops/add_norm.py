@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..formula import NormSpec
+from ..formula import NormSpec, promoted
 from ..kernels.serves import unserved
 from ..reference import reference_norm
-from .backend import resolve_backend
+from .backend import KERNEL_DTYPES, resolve_backend
 from .direct import DIRECT_TYPES, is_direct, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
@@ -104,9 +104,9 @@ def add_norm_backend(
 ) -> str:
     """What `fused_add_norm` makes of a call: ``"triton"`` (one launch), ``"reference"``, or ``"original"``.
 
-    ``"original"`` is the answer where x and residual differ in shape, dtype or device; where no kernel computes the
-    formula behind a sum (a gate, groups), or a parameter has heads; for wrappers of tensors other than DTensors; where
-    autocast gives the norm another dtype than the sum; and where `resolve_backend` says so of the norm.
+    ``"original"`` is the answer where x and residual differ in shape or device, or are float16 and bfloat16; where no
+    kernel computes the formula behind a sum (a gate, groups), or a parameter has heads; for wrappers of tensors other
+    than DTensors; where autocast gives the norm another dtype than the sum; and where `resolve_backend` says so.
 
     Raises:
         RuntimeError: as `resolve_backend`.
@@ -116,14 +116,17 @@ def add_norm_backend(
     backend = resolve_backend(x, weight, bias, spec)
     if backend != "triton":
         return backend
-    if x.dtype != residual.dtype or x.shape != residual.shape or x.device != residual.device:
+    if x.shape != residual.shape or x.device != residual.device or residual.dtype not in KERNEL_DTYPES:
+        return "original"
+    dtype = promoted(x.dtype, residual.dtype)
+    if dtype not in (x.dtype, residual.dtype):
         return "original"
     for t in (x, residual, weight, bias):
         if t is not None and type(t) not in DIRECT_TYPES and is_traceable_wrapper_subclass(t) and not is_dtensor(t):
             return "original"
     if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
         return "original"
-    if spec.functional and x.dtype != torch.float32 and autocasts_functional(x.device.type):
+    if spec.functional and dtype != torch.float32 and autocasts_functional(x.device.type):
         return "original"
     return "triton"
 
@@ -147,7 +150,7 @@ def fused_add_norm(
 
     Args:
         x: (..., hidden_size), any strides: what the attention or MLP returned.
-        residual: the same shape, any strides.
+        residual: the same shape, any strides; of x's dtype, or one of the two is float32, as under autocast.
         weight, bias: (hidden_size,) or None, as the spec says.
         backend: what `add_norm_backend` answered, if the caller has asked already.
         keep_output: what `keeps_output` answered: y is kept for the backward, not h.

@@ -135,13 +135,17 @@ def qk_fits(q, k, q_weight, k_weight, spec: NormSpec, cos, sin) -> bool:
         return False
     if (q_weight is None) == spec.has_weight or (k_weight is None) == spec.has_weight or (cos is None) != (sin is None):
         return False
-    dtype, device = q.dtype, q.device
-    for t in (q, k, q_weight, k_weight, cos, sin):
-        if t is not None:
-            if type(t) not in DIRECT_TYPES and not isinstance(t, FakeTensor) and not is_dtensor(t):
-                return False
-            if t.dtype != dtype or t.device != device:
-                return False
+    device, mixed = q.device, False
+    for pair in ((q, k), (q_weight, k_weight), (cos, sin)):
+        for t in pair:
+            if t is not None:
+                if type(t) not in DIRECT_TYPES and not isinstance(t, FakeTensor) and not is_dtensor(t):
+                    return False
+                if t.dtype != pair[0].dtype or t.dtype not in KERNEL_DTYPES or t.device != device:
+                    return False
+                mixed = mixed or t.dtype != q.dtype
+    if mixed and spec.rounding == "weight_dtype":
+        return False
     if q.dim() != 4 or k.dim() != 4:
         return False
     batch, _, length, head_dim = q.shape

@@ -73,14 +73,15 @@ def fused_qk_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise the heads of q and of k, then turn them by the rotary embedding if cos and sin are given.
 
-    The norm is `spec` on both, rounded to x's dtype; the rotary embedding is `apply_rotary_pos_emb` of the Llama family
+    The norm is `spec` on both; the rotary embedding is `apply_rotary_pos_emb` of the Llama family
     (Su et al. 2021), each of its operators rounded.
 
     Args:
         q: (batch, heads, length, head_dim), and k: (batch, key heads, length, head_dim), of any strides: transposed
             views and slices of a packed projection are read in place.
-        q_weight, k_weight: (head_dim,), or None as the spec says.
-        cos, sin: (batch or 1, length, head_dim) in x's dtype; or fewer, even columns: the columns behind them pass.
+        q_weight, k_weight: (head_dim,), or None as the spec says. They may have another dtype than q and k, and so may
+            cos and sin, as under autocast: what is computed is then promoted as in plain torch.
+        cos, sin: (batch or 1, length, head_dim); or fewer, even columns: the columns behind them pass.
         backend: what `qk_norm_backend` answered, if the caller has asked already.
         plan: what `qk_plan_of` answered for such tensors.
 

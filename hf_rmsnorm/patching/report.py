@@ -121,4 +121,6 @@ class PatchReport:
         for (class_name, said), paths in layers.items():
             lines.append(f"  layers  {len(paths):>4} x {class_name}: {said}")
             lines += [f"      {path}" for path in compact_paths(paths)]
+        if any(record.fused for record in self.layers):
+            lines.append("      in float32, float16 and bfloat16, and under autocast, which mixes them")
         return "\n".join(lines)

@@ -153,6 +153,51 @@ def test_the_layers_of_hugging_face(name, dtype, turn):
             assert (a == b).double().mean() > 0.999
 
 
+MIXED = [  # q and k, the weights, cos and sin
+    (BF16, FP32, FP32),  # autocast
+    (FP16, FP32, FP32),
+    (BF16, BF16, FP32),
+    (BF16, FP32, BF16),
+    (FP32, BF16, BF16),
+    (BF16, FP16, BF16),
+]
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+@pytest.mark.parametrize("name", [name for name in NORMS if not NORMS[name][1].functional])
+def test_the_layers_of_hugging_face_on_other_dtypes(name, dtypes, turn):
+    of_rows, of_weights, of_tables = dtypes
+    pair, spec, rotary = norms(name, 64, of_weights)
+    weights = weights_of(pair)
+    q, k = projected(2, 4, 5, 64, of_rows, 0), projected(2, 2, 5, 64, of_rows, 1)
+    tables = angles(2, 5, 64, of_tables) if turn else ()
+    with torch.no_grad():
+        expected = eager(pair, rotary, q, k, *tables)
+        with use_backend("reference"):
+            exact = fused_qk_norm(*doubled(q, k, *weights), spec, *doubled(*tables))
+        with use_backend("triton"):
+            assert qk_norm_backend(q, k, *weights, spec, *tables) == "triton"
+            fused = fused_qk_norm(q, k, *weights, spec, *tables)
+    assert_strides(fused, expected)
+    for side, a, b, c in zip("qk", fused, expected, exact, strict=True):
+        assert_as_accurate(a, b, c, side)
+        if a.dtype == BF16 and DEVICE == "cpu":
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "l2"])
+def test_backward_on_other_dtypes(name, dtypes, turn):
+    of_rows, of_weights, of_tables = dtypes
+    spec = SPECS[name]
+    q, k = projected(2, 4, 9, 80, of_rows, 0), packed(2, 2, 9, 80, of_rows, 1)
+    dq, dk = length_first(2, 4, 9, 80, FP32, 7), contiguous(2, 2, 9, 80, FP32, 8)
+    tables = angles(2, 9, 80, of_tables, shared=False) if turn else ()
+    check_backward(spec, q, k, parameters(spec, 80, of_weights), dq, dk, tables)
+
+
 @pytest.mark.parametrize("k_layout", LAYOUTS[:4])
 @pytest.mark.parametrize("q_layout", LAYOUTS)
 @pytest.mark.parametrize("turn", ["no", "whole", "part"])

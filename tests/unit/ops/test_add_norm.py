@@ -1,5 +1,6 @@
 """Residual add + norm in one launch: bit for bit what the two do apart, and its gradients against float64."""
 
+import itertools
 import weakref
 
 import pytest
@@ -76,7 +77,8 @@ def check(spec, x, residual, weight, bias, dh, dy):
     for i, name in enumerate(names):
         orders = [s[i] for s in shuffled] if name in ("dweight", "dbias") else []
         assert_as_accurate(fused[i], expected[i], exact[i], name, orders)
-    assert torch.equal(fused[2], fused[3]), "x and residual share one gradient"
+    shared = (fused[2], fused[3].to(x.dtype)) if x.dtype != torch.float32 else (fused[2].to(residual.dtype), fused[3])
+    assert torch.equal(*shared), "x and residual share one gradient"
 
 
 def operands(shape, dtype):
@@ -118,6 +120,32 @@ def test_a_weight_of_another_dtype(name, weight_dtype):
     weight, bias = parameters(SPECS[name], 64, weight_dtype)
     x, residual, dh, dy = operands((4, 64), torch.bfloat16)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
+
+
+MIXED = [
+    (torch.bfloat16, torch.float32, torch.float32),  # autocast: a linear's output, the residual stream, the weight
+    (torch.float16, torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16, torch.float16),
+]
+
+
+def mixtures():
+    for name, dtypes in itertools.product(PLAIN, MIXED):
+        if not SPECS[name].functional or dtypes[2] == torch.float32:  # torch's own norms take one dtype
+            yield name, dtypes, 96
+    yield from (("llama", MIXED[0], 20000), ("llama", MIXED[1], 20000), ("layer_norm", MIXED[0], 20000))
+
+
+@pytest.mark.parametrize(("name", "dtypes", "hidden_size"), mixtures(), ids=str)
+def test_x_residual_and_weight_of_other_dtypes(name, dtypes, hidden_size):
+    of_x, of_residual, of_weight = dtypes
+    weight, bias = parameters(SPECS[name], hidden_size, of_weight)
+    x, residual, dh, dy = operands((3, hidden_size), torch.float32)
+    x, residual = x.to(of_x), residual.to(of_residual)
+    check(SPECS[name], x, residual, weight, bias, dh, dy)
+    check(SPECS[name], x, residual, weight, bias, None, dy)
 
 
 def contiguous(shape, dtype, seed):
@@ -335,7 +363,9 @@ def test_which_calls_are_served():
     llama = SPECS["llama"]
     with use_backend("triton"):
         assert add_norm_backend(x, residual, weight, None, llama) == "triton"
-        assert add_norm_backend(x, residual.float(), weight, None, llama) == "original"
+        assert add_norm_backend(x, residual.float(), weight, None, llama) == "triton"
+        assert add_norm_backend(x, residual.half(), weight, None, llama) == "original"
+        assert add_norm_backend(x, residual.double(), weight, None, llama) == "original"
         assert add_norm_backend(x, residual[:, :1], weight, None, llama) == "original"
         assert add_norm_backend(x, residual.to("meta"), weight, None, llama) == "original"
         assert add_norm_backend(x, residual, torch.ones(3, 64, device=DEVICE), None, llama) == "original"
