@@ -14,6 +14,7 @@ import torch
 
 from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
 from ..ops.direct import launch_key
+from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
 from .layer import untouched
 from .observe import observers, tell
@@ -38,11 +39,12 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
         return norm(x)
     weight, bias, spec = found
     key, plans = launch_key(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
-    if plans.get(("put off", key)) is None:
-        if resolve_backend(x, weight, bias, spec) == "original" or not recipe.fits(x, weight, bias):
+    if key is None or plans.get(key) is None:
+        backend = resolve_backend(x, weight, bias, spec)
+        if backend == "original" or not recipe.fits(x, weight, bias):
             return norm(x)
         if key is not None:
-            plans.keep(("put off", key), True)
+            plans.keep(key, backend, plan_of, x, weight, bias, spec)
     held[name] = found
     return x
 
@@ -64,11 +66,10 @@ def norm_and_rotate(
         if rotate is None or is_rotary(rotate):
             plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
             key = qk_launch_key(q, k, q_weight, k_weight, spec, *tables)
-            plan, backend = plans.get(key), "triton"
+            plan, backend = None if key is None else plans.get(key), "triton"
             if plan is None:
                 backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
-                if key is not None and backend == "triton":
-                    plan = plans.keep(key, qk_plan_of(q, k, q_weight, spec, *tables[:1]))
+                plan = None if key is None else plans.keep(key, backend, qk_plan_of, q, k, q_weight, spec, *tables[:1])
             if backend != "original":
                 return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
     q, k = (x if f is None else attention._modules[n](x) for n, f, x in zip(names, found, (q, k), strict=True))

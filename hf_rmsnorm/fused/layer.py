@@ -91,14 +91,13 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     if key is not None:
         key += ((left.shape, left.stride(), left.dtype, left.device),)
     plans = type(norm)._hf_rmsnorm_plans
-    plan, backend = plans.get(key), "triton"
+    plan, backend = None if key is None else plans.get(key), "triton"
     if plan is None:
         wider = left if left.element_size() >= right.element_size() else right
         backend = add_norm_backend(right, left, weight, bias, spec)
         if backend == "original" or not recipe.fits(wider, weight, bias):
             return left + right
-        if key is not None and backend == "triton":
-            plan = plans.keep(key, plan_of(right, weight, bias, spec, left))
+        plan = None if key is None else plans.keep(key, backend, plan_of, right, weight, bias, spec, left)
     if not seen or backend != "triton":
         if seen and torch.is_grad_enabled():
             return left + right

@@ -93,7 +93,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
         key = launch_key(x, weight, bias, functional) if is_simple and spec is not None else None
-        plan = None if key is None else plans.get(key)  # Dynamo guards on a dictionary that it sees
+        plan, backend = None if key is None else plans.get(key), "triton"  # Dynamo guards on a dictionary that it sees
         if plan is None:
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
@@ -110,10 +110,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             backend = resolve_backend(rows, weight, bias, spec, gate)
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
-            if key is not None and backend == "triton":
-                plan = plans.keep(key, plan_of(x, weight, bias, spec))
-        else:
-            backend = "triton"
+            plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)
         precomputed = handed_over(self, x, weight, bias, spec, backend) if is_simple and not _is_compiling() else None
         if isinstance(precomputed, torch.Tensor):
             return precomputed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -44,10 +46,13 @@ class LaunchCache(dict):
 
     MOST = 8_192  # generation with a growing prompt makes one per length
 
-    def keep(self, key: tuple, plan):
+    def keep(self, key: tuple, backend: str, make: Callable, *operands):
+        """The plan ``make(*operands)`` of a call, kept by its key; None where another backend serves it."""
+        if backend != "triton":
+            return None
         if len(self) >= self.MOST:
             self.clear()
-        self[key] = plan
+        plan = self[key] = make(*operands)
         return plan
 
 

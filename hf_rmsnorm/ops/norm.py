@@ -197,9 +197,9 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functiona
     if plan is None:
         _check(x, weight, bias)
         backend = resolve_backend(x, weight, bias, spec)
-        if key is None or backend != "triton":
+        plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)
+        if plan is None:
             return fused_norm(x, weight, bias, spec, backend)
-        plan = plans.keep(key, plan_of(x, weight, bias, spec))
     return launched_norm(x, weight, bias, None, spec, plan)
 
 
