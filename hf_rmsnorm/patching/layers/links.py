@@ -157,7 +157,7 @@ def _behind_each(rows, layers: dict[nn.Module, Examined]) -> dict[nn.Module, tup
     """Layer -> (name of the norm that reads what it returns, the module whose child that is)."""
     behind: dict[nn.Module, tuple[str, nn.Module]] = {}
     for parent, name, row in rows:
-        for here, there in zip(row, [*row[1:], None], strict=True):
+        for here, there in zip(row, [*row[1:], None], strict=False):  # a row may be empty
             layer = layers.get(here)
             if layer is None or layer.fusion is None or all(reader for _, reader in layer.fusion.sites):
                 continue

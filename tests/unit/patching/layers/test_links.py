@@ -76,3 +76,9 @@ def test_norms_that_no_sum_is_computed_with():
 
 def test_a_norm_by_itself_is_no_layer():
     assert patch_model(nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))).layers == ()
+
+
+def test_an_empty_list_of_layers_is_no_row():
+    """As ConvNext's first stage has, which does not downsample."""
+    model = nn.ModuleDict({"stages": nn.ModuleList(), "layers": nn.ModuleList([ReturnsASum(nn.RMSNorm(8))])})
+    assert len(patch_model(model).layers) == 1
