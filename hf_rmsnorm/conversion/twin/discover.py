@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ... import __version__
-from ... import record as invariant
+from ...record import RECORD_KEY, make_record
 from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord
 from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
 from .inputs import default_inputs
@@ -320,8 +320,8 @@ def _config(twin: Twin, hits: list[Hit], norms, bad, *, untied: bool) -> dict:
         for path, norm in norms.items()
         if path not in bad
     }
-    record = invariant.make_record(writers, rms, twin.shapes, norms)
-    config: dict = {invariant.RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
+    record = make_record(writers, rms, twin.shapes, norms)
+    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     if untied:
         config["tie_word_embeddings"] = False
     return config

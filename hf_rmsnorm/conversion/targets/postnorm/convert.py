@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .... import __version__
-from .... import record as invariant
+from ....record import RECORD_KEY, make_record
 from ...plan import ConversionRefused, NormRecord
 from ...twin.discover import ZERO_MEAN
 from ...twin.gauge import input_means
@@ -256,7 +256,7 @@ def _finish(
         "post_norm": level,
         **_record(work, found, hits, as_rms, put, measured),
     }
-    config = {**grown, **tie_changes(model, hits, found.undetermined), invariant.RECORD_KEY: record}
+    config = {**grown, **tie_changes(model, hits, found.undetermined), RECORD_KEY: record}
     name = type(model).__name__
     report = PostNormReport(level, name, tuple(records), neurons, stock, rms, rounded, measured or {})
     return PostNormConversion(tensors, config, report, as_rms)
@@ -274,5 +274,5 @@ def _record(work, found: Structure, hits: list[Hit], norms: dict[str, TwinNorm],
         writers[hit.parameter] = how
     rms = {path: {"eps": n.spec.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
     paths = [path for path, _ in work.named_modules()]
-    record = invariant.make_record(writers, rms, parameters, paths, put if measured is None else None)
+    record = make_record(writers, rms, parameters, paths, put if measured is None else None)
     return record if measured is None else {**record, "computes": "rms_norm", "approximate": True, "measured": measured}
