@@ -83,7 +83,8 @@ FAULTS = {
                                "race on shared memory"),
     "copy from outside": ("cp.async.ca.shared.global [%r2], [%rd4+4], 0x4;", "outside of argument 0"),
     "barrier of some": ("@%p1 bra $L1; bar.sync 0;\n$L1:\n", "some threads of a program are elsewhere"),
-    "shuffle of some": ("@%p1 bra $L1; shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1;\n$L1:\n", "threads of a warp are elsewhere"),
+    "shuffle of some": ("@%p1 bra $L1; shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1;\n$L1:\n",
+                        "some threads of a warp are elsewhere"),
     "division by zero": ("mov.b32 %r8, 0; div.u32 %r9, %r1, %r8;", "division by zero"),
     "endless loop": ("$L1:\nbra $L1;\n", "endless loop"),
 }  # fmt: skip
@@ -101,14 +102,14 @@ def test_a_fault_names_the_statement():
         launch("ld.global.b32 %r9, [%rd4+4];")
 
 
+PARTNER = "ld.shared.b32 %r8, [%r4]; xor.b32 %r9, %r8, 32; " + STORE  # what a thread of the other warp wrote
 FINE = {
     "what a thread wrote itself": "st.shared.b32 [%r2], %r1; ld.shared.b32 %r9, [%r2]; " + STORE,
-    "a barrier between": "st.shared.b32 [%r2], %r1; bar.sync 0; ld.shared.b32 %r8, [%r4]; xor.b32 %r9, %r8, 32; " + STORE,
+    "a barrier between": "st.shared.b32 [%r2], %r1; bar.sync 0; " + PARTNER,
     "equal values to one place": "mov.b32 %r8, 0; st.shared.b32 [%r8], %r8; mov.b32 %r9, %r1; " + STORE,
     "a copy": COPY + " cp.async.wait_group 0; ld.shared.b32 %r9, [%r2]; " + STORE,
-    "a copy of another thread": COPY + " cp.async.wait_all; bar.sync 0; ld.shared.b32 %r8, [%r4]; xor.b32 %r9, %r8, 32; "
-    + STORE,
-    "uninitialised lanes that nobody uses": "@%p1 mov.b32 %r8, %r1; selp.b32 %r9, %r8, %r1, %p1; mov.b32 %r9, %r1; " + STORE,
+    "a copy of another thread": COPY + " cp.async.wait_all; bar.sync 0; " + PARTNER,
+    "uninitialised lanes that nobody uses": "@%p1 mov.b32 %r8, %r1; add.s32 %r9, %r8, 1; mov.b32 %r9, %r1; " + STORE,
     "a branch": "mov.b32 %r9, %r1; @%p1 bra $L1; add.s32 %r9, %r9, 0;\n$L1:\nbar.sync 0;\n" + STORE,
 }  # fmt: skip
 
@@ -136,8 +137,11 @@ def test_a_tensor_that_is_read_and_written_by_two_names_is_refused():
         launch(LOAD + STORE, x, x)
 
 
-@pytest.mark.parametrize("statement", ["tex.1d.v4 %r9;", "bar.sync 1;", "add.sat.s32 %r9, %r1, %r1;", "fma.rz.f32 %r9, %r1, %r1;",
-                                       "mov.u32 %r9, %laneid;", "ld.volatile.global.b32 %r9, [%rd4];"])  # fmt: skip
+@pytest.mark.parametrize(
+    "statement",
+    ["tex.1d.v4 %r9;", "bar.sync 1;", "add.sat.s32 %r9, %r1, %r1;", "fma.rz.f32 %r9, %r1, %r1, %r1;",
+     "mov.u32 %r9, %laneid;", "ld.volatile.global.b32 %r9, [%rd4];"],
+)  # fmt: skip
 def test_what_is_not_known_is_an_error(statement):
     with pytest.raises(Unknown):
         launch(statement)
@@ -146,9 +150,7 @@ def test_what_is_not_known_is_an_error(statement):
 def computed(statement, *operands, blurred=False):
     """What an instruction makes of 32-bit operands, each an array or a list that is repeated."""
     operands = [np.resize(np.asarray(o), THREADS) for o in operands]
-    loads = []
-    for k, operand in enumerate(operands):
-        loads += [f"ld.global.b32 %r{20 + k}, [%rd4+{4 * THREADS * k}];"]
+    loads = [f"ld.global.b32 %r{20 + k}, [%rd4+{4 * THREADS * k}];" for k in range(len(operands))]
     source = torch.from_numpy(np.concatenate([o.view(np.int32) for o in operands]))
     return launch("\n".join([*loads, statement, STORE]), source, blurred=blurred).numpy()
 
@@ -168,8 +170,8 @@ def test_a_fused_multiply_add_rounds_once():
     assert got[1] > got[0] == got[2] and np.isinf(got[4])
 
 
-EDGES = floats(0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.4e38, 3.4e38, np.inf, -np.inf, np.nan, 1e-40, 65504.0, 65520.0,
-               6e-8, 0.1, -0.3)  # fmt: skip
+EDGES = floats(0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.4e38, 3.4e38, np.inf, -np.inf, np.nan, 1e-40, 65504.0,
+               65520.0, 6e-8, 0.1, -0.3)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
@@ -226,7 +228,8 @@ def test_shuffles_stay_in_their_warp():
 
 def test_approximations_are_blurred_by_an_ulp_where_that_is_asked_for():
     x = np.linspace(0.5, 3, THREADS, dtype=np.float32)
-    for name, exact in (("rsqrt.approx.ftz.f32", x.astype(np.float64) ** -0.5), ("ex2.approx.f32", 2 ** x.astype(np.float64))):
+    wide = x.astype(np.float64)
+    for name, exact in (("rsqrt.approx.ftz.f32", wide**-0.5), ("ex2.approx.f32", 2**wide)):
         plain, moved = (computed(f"{name} %r9, %r20;", x, blurred=b) for b in (False, True))
         assert np.array_equal(plain.view(np.float32), exact.astype(np.float32))
         assert set((moved - plain).tolist()) == {-1, 0, 1}
