@@ -58,11 +58,9 @@ def pytest_collection_modifyitems(config, items):
     if not config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
         items[:] = filter(runs, items)
-    # The longest files first, so that no worker is left with one of them at the end.
-    costs = {}
-    for item in items:
-        costs[item.path] = costs.get(item.path, 0) + (10 if item.get_closest_marker("full") else 1)
-    items.sort(key=lambda item: -costs[item.path])
+    # Files with full tests first, so that no worker is left with one of them at the end.
+    long = {item.path for item in items if item.get_closest_marker("full") is not None}
+    items.sort(key=lambda item: item.path not in long)
 
 
 class Clock:

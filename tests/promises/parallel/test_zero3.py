@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_map_only
 from hf_rmsnorm import patch_model, unpatch_model
 from hf_rmsnorm.fused.norm import fused_part
 
-pytestmark = pytest.mark.full
-
 # What DeepSpeed does, in one process: hooks on every module that owns parameters, and autograd functions around its
 # inputs and outputs that gather and release for the backward.
 

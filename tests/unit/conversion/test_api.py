@@ -130,6 +130,7 @@ def test_the_plan_is_printed_and_nothing_is_written(tmp_path, monkeypatch, capsy
     assert json.loads(capsys.readouterr().out)["proof"]["passed"]
 
 
+@pytest.mark.full
 def test_a_result_that_fails_is_not_published(tmp_path, monkeypatch, capsys):
     def damaged(*args, **kwargs):
         planned = plan_conversion(*args, **kwargs)

@@ -123,6 +123,7 @@ def test_a_model_trains_as_it_does_without(family):
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.full
 def test_it_compiles_without_a_graph_break_before_and_after_an_eager_call():
     ids = tiny_models.token_ids()
     for warm in (False, True):

@@ -109,7 +109,6 @@ def test_it_is_patched_once_and_the_report_is_logged_once(tmp_path, patches, log
     assert [line for line in logged if "norms swapped" in line[1]] == [("INFO", str(callback.report))]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("adapter", ["LoRA and all norms", "LNTuning"])
 def test_norms_that_an_adapter_trains(adapter, tmp_path):
     peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
@@ -191,7 +190,6 @@ def saved(folder):
     return sorted(path.name for path in folder.iterdir()), (folder / "config.json").read_bytes(), header, len(data)
 
 
-@pytest.mark.full
 def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     runs = {}
@@ -243,7 +241,6 @@ def logits(model):
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-@pytest.mark.full
 def test_recentre_keeps_what_the_trainer_saves_centred_through_a_resume(converted, tmp_path):
     made = make(tmp_path, load(converted), HfRmsNormCallback(recentre=True), **SAVING)
     whole = losses(made)
@@ -287,7 +284,6 @@ def test_a_callback_that_has_patched_is_pickled_for_a_search_in_other_processes(
     assert losses(make(tmp_path, model, again)) == whole and fused(model) == 1
 
 
-@pytest.mark.full
 def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_path):
     made = make(tmp_path, load(converted), HfRmsNormCallback(train_as_rms=True), **SAVING)
     with pytest.warns(UserWarning, match="computes LayerNorm, which is another function"):
