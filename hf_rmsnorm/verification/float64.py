@@ -8,6 +8,7 @@ rotary tables, router scores). Here the arithmetic is lifted underneath the mode
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ _WIDE = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
+_WIDEST = (torch.float64, torch.complex128)
 # These only pick elements: picking first and widening after gives the same values without a wide copy of the table.
 _GATHERS = {aten.embedding, aten.index, aten.index_select}
 # These compare the dtypes of their inputs before they reach an operator, so their inputs are widened earlier.
@@ -47,7 +49,22 @@ def widen(value):
 def _is_narrow(value) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
-    return (value.is_floating_point() or value.is_complex()) and value.dtype not in (torch.float64, torch.complex128)
+    return value.dtype not in _WIDEST and (value.is_floating_point() or value.is_complex())
+
+
+def _holds_narrow(value) -> bool:
+    """Whether `widen` changes anything in an argument; nearly always not, and then it need not be taken apart."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_narrow, value))
+    return value in _WIDE if isinstance(value, torch.dtype) else _is_narrow(value)
+
+
+@cache
+def _facts(func) -> tuple[list[bool], bool]:
+    """(which arguments an operator writes to, whether it takes a dtype)"""
+    arguments = func._schema.arguments
+    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    return written if any(written) else [], any(a.name == "dtype" for a in arguments)
 
 
 class _WidenEarly(TorchFunctionMode):
@@ -73,29 +90,25 @@ class Float64Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        schema = func._schema
-        written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+        written, takes_dtype = _facts(func)
         if func is not aten.lift_fresh.default and func.is_view:
             return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
-        if any(written):
-            for write, value in zip(written, args, strict=False):
-                if write and _is_narrow(value):
-                    raise RuntimeError(
-                        f"the model writes in place to a tensor stored in {value.dtype} ({schema.name}): "
-                        "its forward cannot be repeated in float64"
-                    )
-        if func.overloadpacket not in _GATHERS:
+        for write, value in zip(written, args, strict=False):
+            if write and _is_narrow(value):
+                raise RuntimeError(
+                    f"the model writes in place to a tensor stored in {value.dtype} ({func._schema.name}): "
+                    "its forward cannot be repeated in float64"
+                )
+        if (_holds_narrow(args) or _holds_narrow([*kwargs.values()])) and func.overloadpacket not in _GATHERS:
             args, kwargs = tree_map(widen, (args, kwargs))
         out = func(*args, **kwargs)
-        if any(written):
+        if written:
             return out
-        if _is_narrow(out) and not any(isinstance(a, torch.Tensor) for a in args) and _takes_dtype(schema):
+        if takes_dtype and _is_narrow(out) and not any(isinstance(a, torch.Tensor) for a in args):
             out = func(*args, **{**kwargs, "dtype": _WIDE.get(out.dtype, out.dtype)})  # made in the default dtype
+        if isinstance(out, torch.Tensor):
+            return widen(out) if _is_narrow(out) else out
         return tree_map(lambda v: widen(v) if _is_narrow(v) else v, out)
-
-
-def _takes_dtype(schema) -> bool:
-    return any(a.name == "dtype" for a in schema.arguments)
 
 
 @contextmanager

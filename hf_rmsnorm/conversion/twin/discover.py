@@ -12,11 +12,11 @@ import torch
 from ... import __version__
 from ...record import RECORD_KEY, make_record
 from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord
-from .gauge import Gauge, centre, fold_layer_scales, gauge_test, input_means
+from .gauge import Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, input_means
 from .inputs import default_inputs
 from .keys import Hit, KeyMap, named_as_stored, stored_names
-from .layer_norms import TwinNorm, find_layer_norms, hooked
-from .run import one_line, run
+from .layer_norms import TwinNorm, find_layer_norms
+from .run import hooked, one_line, run
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
@@ -65,8 +65,9 @@ def discover(
         )
     keys = KeyMap(twin.model)
     work = copy.deepcopy(twin.model)
-    folds = fold_layer_scales(work, twin.inputs)
-    gauge = _confirmed(_gauge_of_all(work, twin, norms), twin, norms)
+    folds = find_layer_scales(work, twin.inputs)
+    fold_layer_scales(work, folds)
+    gauge = _confirmed(_gauge_of_all(work, twin, norms), twin, norms, folds)
     unsaved = keys.unsaved()
     hits = [h for h in gauge.hits if h.parameter not in unsaved]
     used = {hit.parameter for hit in hits}
@@ -146,11 +147,11 @@ def _gauge_of_all(work, twin: Twin, norms) -> Gauge:
     return gauge
 
 
-def _confirmed(gauge: Gauge, twin: Twin, norms) -> Gauge:
+def _confirmed(gauge: Gauge, twin: Twin, norms, folds) -> Gauge:
     """What holds with other weights too: an activation that is saturated everywhere passes for a linear function."""
     other = copy.deepcopy(twin.model)
     give_weights(other, seed=5, lean=0.0)
-    fold_layer_scales(other, twin.inputs)
+    fold_layer_scales(other, folds)
     second = gauge_test(other, twin.inputs, norms)
     known = {(hit.parameter, hit.axis, hit.block): hit.blocks for hit in second.hits}
     hits = []
@@ -286,12 +287,12 @@ def _widths(twin: Twin, hits: list[Hit]) -> dict[int, int]:
 
 def _untie(twin: Twin, keys: KeyMap, hits: list[Hit]) -> tuple[Copy, ...]:
     """The copies that let every writer be centred by itself; none where no writer is tied."""
-    tied_model = new_model(type(twin.model), twin.config)
-    tied = KeyMap(tied_model)
-    shared = Counter(tied.aliases.values())
-    if not any(shared[tied.aliases.get(hit.parameter)] > 1 for hit in hits):
+    tied = new_model(type(twin.model), twin.config)
+    parameters = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}
+    names = Counter(parameters.values())
+    if not any(names[parameters.get(hit.parameter)] > 1 for hit in hits):
         return ()
-    return keys.untie(tied)
+    return keys.untie(KeyMap(tied))
 
 
 def would_tie_a_head(model, config, hits: list[Hit]) -> bool:

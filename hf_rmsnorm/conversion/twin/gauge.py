@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...record import centre_
 from .keys import Hit
-from .layer_norms import TwinNorm, hooked
-from .run import run
+from .layer_norms import TwinNorm
+from .run import hooked, run, weight_axis
 
 GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
 WRITES = 1e-9  # of the largest derivative of a norm's mean
@@ -103,35 +104,29 @@ def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1] // n, n)
 
 
-@torch.no_grad()
 def centre(model: torch.nn.Module, hits: list[Hit]) -> None:
     """Subtract its mean from each block, in place."""
     parameters = dict(model.named_parameters())
     for hit in hits:
-        p = parameters[hit.parameter]
-        p.copy_(centred(p, hit.axis, hit.block, hit.blocks))
+        centre_(parameters[hit.parameter], hit.axis, hit.block, hit.blocks)
 
 
-def centred(tensor: torch.Tensor, axis: int, block: int, blocks: tuple[int, ...] | None) -> torch.Tensor:
-    """A tensor of the same shape whose blocks of length `block` along `axis` have zero mean."""
-    moved = tensor.movedim(axis, -1)
-    rows = moved.reshape(*moved.shape[:-1], -1, block).clone()
-    chosen = slice(None) if blocks is None else list(blocks)
-    rows[..., chosen, :] -= rows[..., chosen, :].mean(-1, keepdim=True)
-    return rows.reshape(moved.shape).movedim(-1, axis)
-
-
-@torch.no_grad()
-def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]:
-    """path -> the largest |mean| / RMS of a row that enters the norm there."""
-    largest: dict[str, float] = {}
+def noting_means(largest: dict[str, float]):
+    """A hook that notes the largest |mean| / RMS of a row that enters a module, by its path."""
 
     def note(path, args, output):
         x = args[0].double()
         ratio = x.mean(-1).abs() / x.square().mean(-1).sqrt().clamp_min(1e-300)
         largest[path] = max(largest.get(path, 0.0), float(ratio.max()))
 
-    with hooked(model, norms, note):
+    return note
+
+
+@torch.no_grad()
+def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]:
+    """path -> the largest |mean| / RMS of a row that enters the norm there."""
+    largest: dict[str, float] = {}
+    with hooked(model, norms, noting_means(largest)):
         run(model, inputs)
     return largest
 
@@ -154,12 +149,8 @@ class _Products(TorchFunctionMode):
 
 
 @torch.no_grad()
-def fold_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, int, str]]:
-    """Move each layer scale into the linear module before it, in place.
-
-    Returns:
-        (parameter of the linear module, axis, the scale's parameter) of each product made.
-    """
+def find_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, int, str]]:
+    """(parameter of a linear module, axis, parameter that its output is multiplied by) of each such product."""
     vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
     made: dict[int, str] = {}
     kept = []  # a storage that is freed may be given to another tensor
@@ -172,37 +163,21 @@ def fold_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, i
 
     with hooked(model, linear, note), _Products(vectors, made) as products:
         run(model, inputs)
-    folded = []
+    found = []
     for path, by in dict.fromkeys(products.found):
-        module, scale = model.get_submodule(path), model.get_parameter(by)
-        axis = weight_axis(module)
-        view = [1] * module.weight.ndim
-        view[axis] = -1
-        module.weight.mul_(scale.reshape(view))
-        folded.append((f"{path}.weight", axis, by))
+        module = model.get_submodule(path)
+        found.append((f"{path}.weight", weight_axis(module), by))
         if module.bias is not None:
-            module.bias.mul_(scale)
-            folded.append((f"{path}.bias", 0, by))
-    for by in {by for _, _, by in folded}:
+            found.append((f"{path}.bias", 0, by))
+    return found
+
+
+@torch.no_grad()
+def fold_layer_scales(model: torch.nn.Module, scales: list[tuple[str, int, str]]) -> None:
+    """Move layer scales into the linear modules before them, in place."""
+    for name, axis, by in scales:
+        parameter = model.get_parameter(name)
+        view = [-1 if a == axis else 1 for a in range(parameter.ndim)]
+        parameter.mul_(model.get_parameter(by).reshape(view))
+    for by in {by for _, _, by in scales}:
         model.get_parameter(by).fill_(1.0)
-    return folded
-
-
-def weight_axis(module: torch.nn.Module) -> int | None:
-    """The axis of a linear module's weight that its output runs along; None if it is no linear module."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
-        return None
-    for axis in (0, 1):
-        matrix = weight if axis else weight.T
-        x = torch.ones(1, 1, matrix.shape[0], dtype=weight.dtype) / 3
-        try:
-            y = module(x)
-        except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or rows of the other length
-            continue
-        expected = x @ matrix
-        if bias is not None and bias.shape == expected.shape[-1:]:
-            expected = expected + bias
-        if torch.is_tensor(y) and y.shape == expected.shape and torch.allclose(y, expected):
-            return axis
-    return None

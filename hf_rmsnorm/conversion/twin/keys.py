@@ -71,7 +71,7 @@ class KeyMap:
             index = tensor.long() if tensor.is_floating_point() else None
             whole = index is not None and tensor.dtype == torch.float64 and torch.equal(index.double(), tensor)
             if whole and tensor.numel() and int(index.min()) >= 0 and int(index.max()) < self.total:
-                if tensor.unique().numel() == tensor.numel() and key not in buffers:
+                if _all_differ(index) and key not in buffers:
                     self.saved[key] = index
             elif key not in buffers and not any(key.endswith(b.rpartition(".")[2]) for b in buffers):
                 raise ConversionRefused(
@@ -80,7 +80,8 @@ class KeyMap:
         names, starts = list(self.offsets), torch.tensor(list(self.offsets.values()))
         self._keys: dict[str, list[str]] = {}
         for key, index in self.saved.items():
-            for place in torch.searchsorted(starts, index.flatten(), right=True).unique().tolist():
+            places = torch.searchsorted(starts, index.flatten(), right=True).bincount()
+            for place in places.nonzero().flatten().tolist():
                 self._keys.setdefault(names[place - 1], []).append(key)
 
     def of(self, parameter: str) -> list[str]:
@@ -121,13 +122,14 @@ class KeyMap:
             marks = group[index]
             if bool((marks < 0).all()):
                 continue
-            lengths = size[index][marks >= 0].unique().tolist()
-            found = _blocks(marks, lengths[0]) if len(lengths) == 1 else None
+            lengths = size[index][marks >= 0]
+            length = int(lengths[0])
+            found = _blocks(marks, length) if bool((lengths == length).all()) else None
             if found is None:
                 raise ConversionRefused(
                     f"tensor {key!r} of the checkpoint holds rows of the residual stream in an order unknown"
                 )
-            (axis, blocks), length = found, lengths[0]
+            axis, blocks = found
             count_here = marks.shape[axis] // length
             covered += int((marks >= 0).sum())
             done.append(Centre(key, axis, length, None if len(blocks) == count_here else blocks))
@@ -178,6 +180,14 @@ class KeyMap:
                 raise ConversionRefused(f"{key!r} is tied to something that the checkpoint does not hold")
             copies.append(Copy(key, source))
         return tuple(copies)
+
+
+def _all_differ(index: torch.Tensor) -> bool:
+    """Whether no number is there twice; `unique` would sort them."""
+    low = int(index.min())
+    there = torch.zeros(int(index.max()) - low + 1, dtype=torch.bool)
+    there[index.flatten() - low] = True
+    return int(there.sum()) == index.numel()
 
 
 def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | None:

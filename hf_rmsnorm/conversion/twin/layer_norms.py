@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -10,7 +9,7 @@ import torch
 
 from ...formula import NormSpec
 from ...reference import reference_norm
-from .run import MISFITS, in_double, run
+from .run import MISFITS, hooked, in_double, run, weight_axis
 
 TOLERANCE = 1e-9  # of the largest output; a wrong formula or eps is off by 1e-6 and more
 USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute may have in its code
@@ -39,26 +38,6 @@ class TwinNorm:
     def as_rms(self) -> TwinNorm:
         """The RMSNorm with the same eps and parameters."""
         return replace(self, spec=replace(self.spec, centered=False))
-
-
-@contextmanager
-def hooked(model: torch.nn.Module, paths, hook):
-    """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`.
-
-    What the hook returns, where it is not None, becomes the output.
-    """
-    handles = [
-        model.get_submodule(path).register_forward_hook(
-            lambda module, args, kwargs, output, path=path: hook(path, (*args, *kwargs.values()), output),
-            with_kwargs=True,
-        )
-        for path in paths
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -92,7 +71,7 @@ def _is_layer_norm(module: torch.nn.Module) -> bool:
     own = {p.shape for p in module.parameters(recurse=False)}
     shape = getattr(module, "normalized_shape", None)
     own |= {torch.Size(shape)} if isinstance(shape, (tuple, list)) else set()
-    rows = (torch.zeros(2, 3, *shape, dtype=torch.float64) for shape in own if 0 < len(shape) < 3)
+    rows = (torch.empty(2, 3, *shape, dtype=torch.float64) for shape in own if 0 < len(shape) < 3)
     return any(_recognise(module, (x,)) is not None for x in rows)
 
 
@@ -106,7 +85,7 @@ def _rows(shape: torch.Size) -> torch.Tensor:
 
 def _recognise(module: torch.nn.Module, args: tuple) -> TwinNorm | None:
     x = args[0].detach()
-    if not x.ndim or x.shape[-1] < 2:
+    if not x.ndim or x.shape[-1] < 2 or weight_axis(module) is not None:  # the quickest way to tell most of the rest
         return None
     rows = _rows(x.shape)
     try:

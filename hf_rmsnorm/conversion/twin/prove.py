@@ -12,10 +12,10 @@ from ..checkpoint.expressions import computed
 from ..checkpoint.steps import planned_tensors
 from ..checkpoint.values import MemoryValues
 from ..plan import CentringPlan, ConversionRefused
-from .gauge import input_means
+from .gauge import noting_means
 from .keys import named_as_stored, saved_tensors
-from .layer_norms import find_layer_norms, hooked
-from .run import quiet, run
+from .layer_norms import find_layer_norms
+from .run import hooked, quiet, run
 from .twin import Twin, give_weights, new_model
 
 BOUND = 1e-12
@@ -93,8 +93,9 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     scale = max(float(o.abs().max()) for o in expected if o.numel())
     norms, _ = find_layer_norms(converted, twin.inputs)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
-    means = input_means(converted, twin.inputs, norms)
-    stock = difference(expected, run(converted, twin.inputs)) / scale
+    means: dict[str, float] = {}
+    with hooked(converted, norms, noting_means(means)):
+        stock = difference(expected, run(converted, twin.inputs)) / scale
     as_rms = {path: norm for path, norm in norms.items() if path in chosen}
     if as_rms.keys() != chosen:
         raise ConversionRefused(f"{cls.__name__}: {sorted(chosen - as_rms.keys())[0]} is no LayerNorm once converted")

@@ -1,4 +1,4 @@
-"""Run a model of Transformers in float64, and take its outputs apart."""
+"""Run a model of Transformers in float64, look at what its modules take and give, and take its outputs apart."""
 
 from __future__ import annotations
 
@@ -85,3 +85,43 @@ def quiet():
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
+
+
+@contextmanager
+def hooked(model: torch.nn.Module, paths, hook):
+    """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`.
+
+    What the hook returns, where it is not None, becomes the output.
+    """
+    handles = [
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, kwargs, output, path=path: hook(path, (*args, *kwargs.values()), output),
+            with_kwargs=True,
+        )
+        for path in paths
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def weight_axis(module: torch.nn.Module) -> int | None:
+    """The axis of a linear module's weight that its output runs along; None if it is no linear module."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
+        return None
+    for axis in (0, 1):
+        matrix = weight if axis else weight.T
+        x = torch.ones(1, 1, matrix.shape[0], dtype=weight.dtype) / 3
+        try:
+            y = module(x)
+        except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or rows of the other length
+            continue
+        expected = x @ matrix
+        if bias is not None and bias.shape == expected.shape[-1:]:
+            expected = expected + bias
+        if torch.is_tensor(y) and y.shape == expected.shape and torch.allclose(y, expected):
+            return axis
+    return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
@@ -163,10 +164,19 @@ def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
     return config
 
 
+class _NoRandomNumbers(TorchFunctionMode):
+    """Leaves new tensors as they are: to draw numbers for the meta device takes most of the time there, for nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("normal_", "uniform_", "trunc_normal_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def shapes_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, torch.Size]:
     """The parameters of the untied model and their shapes; no memory is taken for them."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoRandomNumbers():
             model = cls(plain(config, tied=False))
     except MISFITS:  # a constructor that reads numbers back from tensors it made
         from accelerate import init_empty_weights

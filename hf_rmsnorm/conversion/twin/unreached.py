@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from ..plan import ConversionRefused
-from .gauge import Gauge, centre, gauge_test, input_means, weight_axis
+from .gauge import Gauge, centre, gauge_test, input_means
 from .keys import Hit, KeyMap
 from .layer_norms import TwinNorm
-from .run import MISFITS, run
+from .run import MISFITS, run, weight_axis
 from .twin import Twin, new_model
 
 _NUMBER = re.compile(r"\d+")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ....record import centre_
 from ...plan import ConversionRefused
 from ...twin.discover import ZERO_MEAN, would_tie_a_head
-from ...twin.gauge import centre, centred, gauge_test, input_means
+from ...twin.gauge import centre, gauge_test, input_means
 from ...twin.keys import Hit, KeyMap
 from ...twin.layer_norms import TwinNorm, find_layer_norms
 from ...twin.twin import Twin, make_twin, new_model, plain
@@ -123,8 +124,7 @@ def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: 
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
     for hit in (real_hit(found.twin, h) for h in hits):
-        p = parameters[hit.parameter]
-        p.copy_(centred(p, hit.axis, hit.block, hit.blocks))
+        centre_(parameters[hit.parameter], hit.axis, hit.block, hit.blocks)
     if grown:
         put_neurons(result, found.ffns)
     return result

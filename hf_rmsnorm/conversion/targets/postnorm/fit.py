@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ...twin.gauge import weight_axis
-from ...twin.layer_norms import TwinNorm, hooked
-from ...twin.run import run
+from ...twin.layer_norms import TwinNorm
+from ...twin.run import hooked, run, weight_axis
 from .trace import Sum
 
 RIDGE = 1e-6  # of the mean diagonal of the normal equations

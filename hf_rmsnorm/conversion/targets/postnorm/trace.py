@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from ...twin.gauge import weight_axis
-from ...twin.layer_norms import TwinNorm, hooked
-from ...twin.run import MISFITS, run
+from ...twin.layer_norms import TwinNorm
+from ...twin.run import MISFITS, hooked, run, weight_axis
 from ...twin.twin import shapes_of
 
 EQUAL = 1e-10  # of the largest element; float64 leaves 1e-15
