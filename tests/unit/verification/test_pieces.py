@@ -10,8 +10,7 @@ from torch import nn
 from hf_rmsnorm import patch_model, use_backend, verify_equivalence
 from hf_rmsnorm.fused import attention, layer
 from hf_rmsnorm.fused import norm as norm_module
-from hf_rmsnorm.ops.qk import rotated
-from hf_rmsnorm.reference import reference_norm
+from hf_rmsnorm.reference import reference_norm, rotated
 
 IDS = tiny_models.token_ids()
 MID, BEHIND, PAIR = "+ post_attention_layernorm", "+ the norm behind it", "q_norm and k_norm"
