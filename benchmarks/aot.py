@@ -193,7 +193,7 @@ def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False
     run(VARIANTS[variant], hidden_size)
     found = []
     for kernel in KERNELS:
-        for compiled in (entry.kernel for entry in kernel._compiled.values()):
+        for compiled, *_ in kernel._compiled.values():
             arguments = [arg for arg, kind in compiled.src.signature.items() if kind != "constexpr"]
             try:
                 if recorder.chip.target.backend == "hip":

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -123,11 +122,13 @@ class Kernel:
         if compiled is None:
             # FP fusion is asked for by name: its default differs between versions of Triton.
             kernel = self._variants[aligned][bound.grid](*args, num_warps=bound.num_warps, enable_fp_fusion=True)
-            self._compiled[code] = LoadedKernel.of(kernel)
+            active = triton.runtime.driver.active
+            described = kernel.run, active.get_current_stream, kernel.function, kernel.packed_metadata
+            self._compiled[code] = kernel, *described, active.get_current_device()
             return
         # Quicker than kernel[grid](*args), which makes a closure, finds out the device and builds what Triton's launch
         # hooks are told, each time.
-        kernel, run, function, metadata, stream_of, index = compiled
+        kernel, run, stream_of, function, metadata, index = compiled
         before, after = _hooks.launch_enter_hook, _hooks.launch_exit_hook
         if getattr(before, "calls", before) or getattr(after, "calls", after):
             kernel[bound.grid](*args)
@@ -138,23 +139,6 @@ class Kernel:
 def _code_of(*key) -> int:
     """A number for a key, quick to look up."""
     return _codes.setdefault(key, next(_numbers))
-
-
-class LoadedKernel(NamedTuple):
-    """A compiled kernel and what a launch on the device that it was compiled for needs of it."""
-
-    kernel: triton.compiler.CompiledKernel
-    run: Callable
-    function: object
-    metadata: tuple
-    stream_of: Callable[[int], int]
-    index: int
-
-    @classmethod
-    def of(cls, kernel) -> LoadedKernel:
-        active = triton.runtime.driver.active
-        described = kernel.run, kernel.function, kernel.packed_metadata
-        return cls(kernel, *described, active.get_current_stream, active.get_current_device())
 
 
 @cache

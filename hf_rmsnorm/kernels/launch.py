@@ -5,28 +5,16 @@ from __future__ import annotations
 import torch
 
 from .compiled import INTERPRETED, BoundKernel, Kernel, aligned_pointers, device_limits
-from .plan import (
-    KERNELS,
-    NORM_FORWARD,
-    NORM_FORWARD_LOOP,
-    REDUCE_PARTIALS,
-    BackwardPlan,
-    ForwardPlan,
-    backward_plan,
-    forward_plan,
-)  # fmt: skip
+from .plan import KERNELS, NORM_FORWARD, NORM_FORWARD_LOOP, REDUCE_PARTIALS, ForwardPlan, backward_plan, forward_plan
 
-__all__ = [
-    "INTERPRETED", "KERNELS", "Kernel", "backward_plan", "device_limits", "forward_plan", "norm_backward",
-    "norm_forward", "run_backward", "run_forward",
-]  # fmt: skip
+__all__ = ["INTERPRETED", "KERNELS", "Kernel", "device_limits", "forward_plan", "norm_backward", "norm_forward"]
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     return t if order is None else t.permute(*order, -1)
 
 
-def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None):
+def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None, plan: ForwardPlan | None = None):
     """Launch the forward of `spec`; see `hf_rmsnorm.ops` for the public function.
 
     Args:
@@ -36,6 +24,7 @@ def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None):
         gate: x's shape, any strides, where the spec has one.
         residual: x's shape, any strides and dtype: then h = residual + x is what is normalised. Not with a gate, and
             not where a parameter has heads.
+        plan: what `forward_plan` made of such tensors, if that has been called.
 
     Returns:
         (y, rstd, mean, h): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm, h without a residual.
@@ -43,12 +32,8 @@ def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None):
     Raises:
         NotImplementedError: no kernel computes this formula.
     """
-    plan = forward_plan(x, weight, bias, gate, spec, residual)
-    return run_forward(plan, x, weight, bias, gate, residual, spec.eps, stats)
-
-
-def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, stats: bool):
-    """`norm_forward` of tensors like those that the plan was made for."""
+    if plan is None:
+        plan = forward_plan(x, weight, bias, gate, spec, residual)
     device, like, h, rstd, mean = x.device, x, None, None, None
     if residual is not None:
         like = h = torch.empty_strided(x.shape, plan.sum_strides, dtype=plan.sum_dtype, device=device)
@@ -73,7 +58,7 @@ def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, 
     aligned = launch.vectorised and aligned_pointers(x, weight, bias, gate, residual)
     args = launch.pack(
         launch.values[aligned], X=x, W=weight, B=bias, G=gate, RES=residual, H=out_h, Y=out, RSTD=rstd, MEAN=mean,
-        eps=eps,
+        eps=spec.eps,
     )  # fmt: skip
     kernel(device, launch, args, aligned, stats)
     if out is not y:
@@ -84,8 +69,9 @@ def run_forward(plan: ForwardPlan, x, weight, bias, gate, residual, eps: float, 
 
 
 def norm_backward(
-    dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], gate=None, dh=None, from_output: bool = False
-):
+    dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], gate=None, dh=None, from_output: bool = False,
+    forward: ForwardPlan | None = None,
+):  # fmt: skip
     """Launch the backward of `spec`.
 
     Args:
@@ -95,6 +81,7 @@ def norm_backward(
         need: whether dx, dweight, dbias and (with a gate) dgate are wanted.
         dh: x's shape, any strides: another gradient of x, added to dx before that is rounded; or None. Not with a gate.
         from_output: x is what the forward returned, in the dtype and with the order of rows of its input; mean is None.
+        forward: the plan of the forward, which keeps those of its backwards.
 
     Returns:
         (dx, dweight, dbias, dgate), None where not wanted; parameter gradients are deterministic, summed in float32.
@@ -102,20 +89,21 @@ def norm_backward(
     Raises:
         NotImplementedError: no kernel computes this formula.
     """
-    device = x.device
-    limits = device_limits(device.type, device.index)
-    plan = backward_plan(dy, x, weight, bias, gate, spec, need, limits, dh, from_output)
-    return run_backward(plan, dy, x, weight, bias, rstd, mean, spec.eps, need, gate, dh)
-
-
-def run_backward(plan: BackwardPlan, dy, x, weight, bias, rstd, mean, eps: float, need, gate=None, dh=None):
-    """`norm_backward` of tensors like those that the plan was made for."""
+    device, plan = x.device, None
+    if forward is not None:  # the rest is as it was there
+        key = dy.stride(), dy.dtype, need, from_output, None if dh is None else (dh.stride(), dh.dtype)
+        plan = forward.backward.get(key)
+    if plan is None:
+        limits = device_limits(device.type, device.index)
+        plan = backward_plan(dy, x, weight, bias, gate, spec, need, limits, dh, from_output)
+        if forward is not None:
+            forward.backward[key] = plan
     need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
     dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
     dg = torch.empty_like(x, dtype=gate.dtype, memory_format=plan.memory_format) if need_dg else None
     if plan.rows == 0:
         return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None, dg
-    out, out_gate, device = dx, dg, x.device
+    out, out_gate = dx, dg
     if not plan.in_place:
         x, dy, gate, dh = (
             _in_order(t, plan.order).contiguous() if t is not None and rows.copy else t
@@ -131,7 +119,7 @@ def run_backward(plan: BackwardPlan, dy, x, weight, bias, rstd, mean, eps: float
         aligned = launch.vectorised and pointers
         args = launch.pack(
             launch.values[aligned], DY=dy, X=x, W=weight, B=shift, G=gate, DH=dh, RSTD=rstd, MEAN=mean, DX=out, DW=dw,
-            DB=db, DG=out_gate, eps=eps,
+            DB=db, DG=out_gate, eps=spec.eps,
         )  # fmt: skip
         kernel(device, launch, args, aligned)
     if out is not dx:

@@ -12,7 +12,7 @@ from . import launch, qk
 from .compiled import BoundKernel, Kernel, aligned_pointers
 from .plan import formula_constants, remember
 from .serves import require
-from .sizes import REDUCE, BackwardConfig, ForwardConfig, backward_config, forward_config
+from .sizes import REDUCE, BackwardConfig, TileConfig, backward_config, forward_config
 
 QK_NORM_FORWARD = Kernel(
     qk.qk_norm_forward, ("Q", "K", "WQ", "WK", "COS", "SIN", "YQ", "YK", "RSTD", "MEAN", "eps")
@@ -63,7 +63,7 @@ def _wanted(need: tuple[bool, ...]) -> tuple[bool, bool]:
     return need[0] or need[1], need[2] or need[3]
 
 
-def _named(q, k, weight, cos, spec: NormSpec, config: ForwardConfig | BackwardConfig, addresses: dict):
+def _named(q, k, weight, cos, spec: NormSpec, config: TileConfig | BackwardConfig, addresses: dict):
     """What forward and backward bind alike; addresses: strides of (batch, heads, length, head_dim) tensors, or None."""
     batch, q_heads, length, head_dim = q.shape
     named = {
@@ -171,7 +171,7 @@ def _share(tiles: list[int], programs: int) -> tuple[int, int]:
     return q_parts, programs - q_parts
 
 
-def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: bool):
+def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: bool, plan: QKPlan | None = None):
     """Launch the norms of q and k, and their rotary embedding; see `hf_rmsnorm.ops` for the public function.
 
     Args:
@@ -179,17 +179,14 @@ def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: b
         q_weight, k_weight: (head_dim,), of one dtype, or both None.
         cos, sin: (batch or 1, length, turned columns), of the same dtype and strides, or both None.
         stats: also return what the backward needs.
+        plan: what `forward_plan` made of such tensors, if that has been called.
 
     Returns:
         (q', k', rstd, mean): rstd and mean are float32, one for each row of q and then of k, or None; mean is None
         for RMSNorm.
     """
-    plan = forward_plan(q, k, q_weight, cos, spec)
-    return run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
-
-
-def run_forward(plan: QKPlan, q, k, q_weight, k_weight, cos, sin, eps: float, stats: bool):
-    """`qk_norm_forward` of tensors like those that the plan was made for."""
+    if plan is None:
+        plan = forward_plan(q, k, q_weight, cos, spec)
     device, dtype = q.device, plan.dtype
     q_strides, k_strides = plan.strides
     yq = torch.empty_strided(q.shape, q_strides, dtype=dtype, device=device)
@@ -201,7 +198,7 @@ def run_forward(plan: QKPlan, q, k, q_weight, k_weight, cos, sin, eps: float, st
         aligned = bound.vectorised and aligned_pointers(q, k, q_weight, k_weight, cos, sin)
         args = bound.pack(
             bound.values[aligned], Q=q, K=k, WQ=q_weight, WK=k_weight, COS=cos, SIN=sin, YQ=yq, YK=yk, RSTD=rstd,
-            MEAN=mean, eps=eps,
+            MEAN=mean, eps=spec.eps,
         )  # fmt: skip
         QK_NORM_FORWARD(device, bound, args, aligned, stats)
     return yq, yk, rstd, mean

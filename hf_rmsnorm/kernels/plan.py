@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formula import NormSpec
 from . import backward, backward_wide, forward
 from .compiled import BoundKernel, Kernel
-from .rows import OperandRows, flat_strides, heads_of, row_order
+from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
 from .sizes import COLUMNS, REDUCE, backward_config, forward_config
 
@@ -46,8 +46,8 @@ class ForwardPlan:
     rows: int
     centered: bool
     order: tuple[int, ...] | None
-    x: OperandRows
-    other: OperandRows
+    x: RowAddress
+    other: RowAddress
     output_dtype: torch.dtype
     memory_format: torch.memory_format
     output_like_input: bool
@@ -70,9 +70,9 @@ class BackwardPlan:
     launches: tuple[tuple[Kernel, BoundKernel], ...]
     rows: int
     order: tuple[int, ...] | None
-    x: OperandRows
-    dy: OperandRows
-    other: OperandRows
+    x: RowAddress
+    dy: RowAddress
+    other: RowAddress
     memory_format: torch.memory_format
     flat_output: bool
     in_place: bool
@@ -141,7 +141,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         require(spec, of_rows(spec, hidden_size, heads > 1)[0], *(() if residual is None else ("residual sum",)))
         total = x if residual is None else _sum_of(x, residual)
         order, memory_format, flat_output = _layout(total, spec, weight, heads)
-        x_rows, other_rows = OperandRows.of(x, order), OperandRows.of(other, order)
+        x_rows, other_rows = RowAddress.of(x, order), RowAddress.of(other, order)
         config, output_dtype = forward_config(hidden_size), spec.output_dtype(total.dtype, _dtype(weight))
 
         named = {
@@ -198,7 +198,7 @@ def backward_plan(
         require(spec, of_rows(spec, hidden_size, heads > 1)[1], *(("from the output",) if from_output else ()))
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, spec, weight, heads)
-        x_rows, dy_rows, other_rows = operands = [OperandRows.of(t, order) for t in (x, dy, other)]
+        x_rows, dy_rows, other_rows = operands = [RowAddress.of(t, order) for t in (x, dy, other)]
         itemsize = max(t.element_size() for t in (x, dy, weight, other) if t is not None)
         config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None)
         if config.loop:

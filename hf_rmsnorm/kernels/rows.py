@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 
 class RowAddress(NamedTuple):
-    """Row r starts at (r // length) * outer + (r % length) * inner elements."""
+    """Row r starts at (r // length) * outer + (r % length) * inner elements: in place, or in a `copy` made first."""
 
-    length: int
-    outer: int
-    inner: int
+    length: int = 1
+    outer: int = 0
+    inner: int = 0
+    copy: bool = False
+
+    @classmethod
+    def of(cls, t: torch.Tensor | None, order: tuple[int, ...] | None) -> RowAddress:
+        """Where the kernels read the rows of t, taken in `order`; no row where there is no t."""
+        if t is None:
+            return cls()
+        found = row_address(t.shape, t.stride(), order)
+        return found or cls(max(1, math.prod(t.shape[:-1])), 0, t.shape[-1], copy=True)
+
+    def arguments(self, name: str) -> dict[str, int]:
+        """The address as the kernels' parameters."""
+        return {f"{name}_len": self.length, f"{name}_outer": self.outer, f"{name}_inner": self.inner}
 
 
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -43,7 +55,7 @@ def row_address(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[i
     if len(levels) > 2:
         return None
     if not levels:
-        return RowAddress(1, 0, 0)
+        return RowAddress()
     size, stride = levels[-1]
     return RowAddress(size, levels[0][1] if len(levels) == 2 else 0, stride)
 
@@ -58,29 +70,6 @@ def flat_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[
             return False
         expected *= shape[d]
     return True
-
-
-@dataclass(frozen=True)
-class OperandRows:
-    """How one operand's rows are read: in place at `address`, or from a copy made first."""
-
-    address: RowAddress = RowAddress(1, 0, 0)
-    copy: bool = False
-
-    @classmethod
-    def of(cls, t: torch.Tensor | None, order: tuple[int, ...] | None) -> OperandRows:
-        """The rows of t taken in `order`; no row where there is no t."""
-        if t is None:
-            return cls()
-        address = row_address(t.shape, t.stride(), order)
-        if address is not None:
-            return cls(address)
-        return cls(RowAddress(max(1, math.prod(t.shape[:-1])), 0, t.shape[-1]), True)
-
-    def arguments(self, name: str) -> dict[str, int]:
-        """The address as the kernels' parameters."""
-        length, outer, inner = self.address
-        return {f"{name}_len": length, f"{name}_outer": outer, f"{name}_inner": inner}
 
 
 def row_order(x: torch.Tensor, row_major: bool, heads: int) -> tuple[int, ...] | None:

@@ -26,8 +26,8 @@ def backward_loops(hidden_size: int, centered: bool, single_pass: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """Shape of one forward launch: `block` columns by `rows` rows a program; `loop` picks the two-pass kernel."""
+class TileConfig:
+    """Shape of one launch: `block` columns by `rows` rows a program; `loop` picks the two-pass kernel."""
 
     block: int
     rows: int
@@ -48,27 +48,18 @@ class BackwardConfig:
     loop: bool = False
 
 
-@dataclass(frozen=True)
-class ColumnsConfig:
-    """Shape of the dweight/dbias launch for wide rows, and of the final reduction of partial rows."""
-
-    block: int
-    rows: int
-    num_warps: int
-
-
-COLUMNS = ColumnsConfig(block=256, rows=16, num_warps=8)
-REDUCE = ColumnsConfig(block=64, rows=32, num_warps=4)
+COLUMNS = TileConfig(block=256, rows=16, num_warps=8)  # dweight and dbias of wide rows
+REDUCE = TileConfig(block=64, rows=32, num_warps=4)  # the sum of partial rows
 
 
 @cache
-def forward_config(hidden_size: int) -> ForwardConfig:
+def forward_config(hidden_size: int) -> TileConfig:
     block = next_power_of_2(hidden_size)
     if forward_loops(hidden_size):
-        return ForwardConfig(8_192, 1, 16, loop=True)
+        return TileConfig(8_192, 1, 16, loop=True)
     if block <= 2_048:  # several short rows share a program, so that every thread still has 16 elements
-        return ForwardConfig(block, TILE_ELEMENTS // block, 4)
-    return ForwardConfig(block, 1, 8 if block <= 8_192 else 16)
+        return TileConfig(block, TILE_ELEMENTS // block, 4)
+    return TileConfig(block, 1, 8 if block <= 8_192 else 16)
 
 
 @cache

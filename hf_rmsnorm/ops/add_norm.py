@@ -13,7 +13,7 @@ from .direct import DIRECT_TYPES, is_direct, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
 from .loading import is_dtensor, kernels, load_sharding_rules
-from .norm import autocast_to_float32, autocasts_functional, fused_norm, plan_of
+from .norm import autocast_to_float32, autocasts_functional, fused_norm
 from .operators import add_norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
@@ -86,12 +86,10 @@ def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch
 
 
 def _launch(x, residual, weight, bias, spec, plan, stats):
-    if plan is None:
-        if _is_compiling() or not is_direct(x, residual, weight, bias):
-            load_sharding_rules()
-            return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)
-        plan = plan_of(x, weight, bias, spec, residual)
-    y, rstd, mean, h = kernels().run_forward(plan, x, weight, bias, None, residual, spec.eps, stats)
+    if plan is None and (_is_compiling() or not is_direct(x, residual, weight, bias)):
+        load_sharding_rules()
+        return add_norm_forward_op(x, residual, weight, bias, *spec_args(spec), stats)
+    y, rstd, mean, h = kernels().norm_forward(x, weight, bias, spec, stats, None, residual, plan)
     return h, y, rstd, mean
 
 

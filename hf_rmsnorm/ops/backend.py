@@ -141,9 +141,11 @@ def qk_fits(q, k, q_weight, k_weight, spec: NormSpec, cos, sin) -> bool:
             if t is not None:
                 if type(t) not in DIRECT_TYPES and not isinstance(t, FakeTensor) and not is_dtensor(t):
                     return False
-                if t.dtype != pair[0].dtype or t.dtype not in KERNEL_DTYPES or t.device != device:
+                if t.dtype != pair[0].dtype or t.device != device:
                     return False
                 mixed = mixed or t.dtype != q.dtype
+                if mixed and t.dtype not in KERNEL_DTYPES:  # `resolve_backend` asks the same of q
+                    return False
     if mixed and spec.rounding == "weight_dtype":
         return False
     if q.dim() != 4 or k.dim() != 4:

@@ -17,7 +17,7 @@ from ..reference import (
 from .direct import is_direct, under_transform
 from .from_output import note_backward
 from .loading import kernels, qk_kernels
-from .operators import as_saved, norm_backward_op, qk_as_saved, qk_norm_backward_op, spec_args
+from .operators import as_saved, norm_backward_op, qk_as_saved, qk_norm_backward_op, spec_args, wanted
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -37,8 +37,8 @@ def _differentiable(formula: Callable, inputs: tuple, gradients: tuple, need) ->
         inputs = [t if t is None else t.view_as(t) for t in inputs]
         given = [(y, d) for y, d in zip(formula(*inputs), gradients, strict=True) if d is not None]
         outputs, gradients = zip(*given, strict=True)
-        wanted = [t for t, needed in zip(inputs, need, strict=True) if needed]
-        found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
+        leaves = [t for t, needed in zip(inputs, need, strict=True) if needed]
+        found = iter(torch.autograd.grad(outputs, leaves, gradients, create_graph=True, allow_unused=True))
     return [next(found) if needed else None for needed in need]
 
 
@@ -55,7 +55,7 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
     if from_output:
         note_backward()
     if not (compiling or seen_through) and is_direct(dy, x, weight, bias, gate, dh):
-        return _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need)
+        return kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output, plan)
     if from_output:
         return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
     if seen_through:
@@ -67,22 +67,7 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
             grads = reference_backward(dy, x, weight, bias, spec, need, gate)
         return grads if dh is None else (dh + grads[0], *grads[1:])
     mean = rstd.new_empty(0) if mean is None else mean
-    grads = norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), list(need))
-    return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-
-
-def _launch_backward(dy, x, weight, bias, gate, dh, rstd, mean, spec, from_output, plan, need):
-    launch = kernels()
-    if plan is None:
-        return launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output)
-    # The rest is as in the forward.
-    key = dy.stride(), dy.dtype, need, from_output, None if dh is None else (dh.stride(), dh.dtype)
-    backward = plan.backward.get(key)
-    if backward is None:
-        limits = launch.device_limits(x.device.type, x.device.index)
-        backward = launch.backward_plan(dy, x, weight, bias, gate, spec, need, limits, dh, from_output)
-        plan.backward[key] = backward
-    return launch.run_backward(backward, dy, x, weight, bias, rstd, mean, spec.eps, need, gate, dh)
+    return wanted(norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), list(need)), need)
 
 
 def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
@@ -113,5 +98,4 @@ def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
         return qk_kernels().qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
     mean = rstd.new_empty(0) if mean is None else mean
     grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
-    given = (dq, dk, dq, dk)
-    return [g if n and d is not None else None for g, n, d in zip(grads, need, given, strict=True)]
+    return wanted(grads, [n and d is not None for n, d in zip(need, (dq, dk, dq, dk), strict=True)])

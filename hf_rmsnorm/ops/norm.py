@@ -41,12 +41,10 @@ _apply = super(torch.autograd.Function, _FusedNorm).apply
 
 
 def _launch_forward(x, weight, bias, gate, spec, stats, plan=None):  # (y, rstd, mean, ...)
-    if plan is None:
-        if _is_compiling() or not is_direct(x, weight, bias, gate):
-            load_sharding_rules()
-            return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
-        return kernels().norm_forward(x, weight, bias, spec, stats, gate)
-    return kernels().run_forward(plan, x, weight, bias, gate, None, spec.eps, stats)
+    if plan is None and (_is_compiling() or not is_direct(x, weight, bias, gate)):
+        load_sharding_rules()
+        return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
+    return kernels().norm_forward(x, weight, bias, spec, stats, gate, None, plan)
 
 
 def fused_norm(

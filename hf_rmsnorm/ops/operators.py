@@ -240,9 +240,15 @@ def qk_as_saved(tensors: tuple) -> tuple:
     return tuple(t if t is None else t.contiguous() for t in tensors)
 
 
+def wanted(grads, need) -> list:
+    """The gradients that are needed; an operator returns tensors for the others too."""
+    return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
+
+
 def _keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4], *output[1:])
-    ctx.formula, ctx.strides = inputs[4:-1], inputs[0].stride()
+    tensors = len(inputs) - len(_TYPES) - 1
+    ctx.save_for_backward(*inputs[:tensors], *output[-2:])
+    ctx.formula, ctx.strides = inputs[tensors:-1], inputs[0].stride()
 
 
 def _gradients(ctx, dy, *_):
@@ -250,21 +256,14 @@ def _gradients(ctx, dy, *_):
     x, weight, bias, rstd, mean = as_saved(ctx.strides, x, weight, bias, rstd, mean)
     need = list(ctx.needs_input_grad[:4])
     grads = norm_backward_op(dy, x, weight, bias, gate, None, rstd, mean, *ctx.formula, need)
-    wanted = [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-    return *wanted, *[None] * (len(ctx.formula) + 1)
-
-
-def _qk_keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:6], *output[2:])
-    ctx.formula = inputs[6:-1]
+    return *wanted(grads, need), *[None] * (len(ctx.formula) + 1)
 
 
 def _qk_gradients(ctx, dq, dk, *_):
     need = list(ctx.needs_input_grad[:4])
     grads = qk_norm_backward_op(dq, dk, *qk_as_saved(ctx.saved_tensors), *ctx.formula, need)
-    wanted = [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
-    return *wanted, *[None] * (len(ctx.formula) + 3)
+    return *wanted(grads, need), *[None] * (len(ctx.formula) + 3)
 
 
 torch.library.register_autograd("hf_rmsnorm::norm_forward", _gradients, setup_context=_keep, lib=_library)
-torch.library.register_autograd("hf_rmsnorm::qk_norm_forward", _qk_gradients, setup_context=_qk_keep, lib=_library)
+torch.library.register_autograd("hf_rmsnorm::qk_norm_forward", _qk_gradients, setup_context=_keep, lib=_library)

@@ -31,13 +31,11 @@ class _FusedQKNorm(torch.autograd.Function):
 
 
 def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan=None):
-    if plan is None:
-        if _is_compiling() or not is_direct(q, k, q_weight, k_weight, cos, sin):
-            load_sharding_rules()
-            stats = stats and not is_dtensor(q)  # those of k lie behind those of q: no rows of either to split
-            return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
-        return qk_kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats)
-    return qk_kernels().run_forward(plan, q, k, q_weight, k_weight, cos, sin, spec.eps, stats)
+    if plan is None and (_is_compiling() or not is_direct(q, k, q_weight, k_weight, cos, sin)):
+        load_sharding_rules()
+        stats = stats and not is_dtensor(q)  # those of k lie behind those of q: no rows of either to split
+        return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
+    return qk_kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan)
 
 
 def qk_launch_key(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) -> tuple | None:

@@ -52,14 +52,10 @@ def norm_forward(x, weight, bias, gate, eps, centered, *formula):
 
 
 @register_sharding(_operators.add_norm_forward.default)
-def add_norm_forward(x, residual, weight, bias, eps, centered, *formula):
-    rest, stats = [None] * (2 + len(formula)), formula[-1]
+def add_norm_forward(x, residual, weight, bias, *formula):
     return [
-        (
-            [rows, rows, _made(stats, rows), _made(stats and centered, rows)],
-            [rows, rows, _if(weight, parameters), _if(bias, parameters), *rest],
-        )
-        for rows, parameters, _ in [_WHOLE, *_splits(x, weight, bias)]
+        ([outputs[0], *outputs], [inputs[0], *inputs[:3], *inputs[4:]])
+        for outputs, inputs in norm_forward(x, weight, bias, None, *formula)
     ]
 
 
