@@ -6,7 +6,6 @@ A piece is a range of elements in the order of storage. A range has to begin and
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -42,15 +41,11 @@ class Expression:
 
     def nbytes(self, values: Values) -> int:
         """Size in a shard."""
-        return prod(self.shape(values)) * FLOATS[values.floating(self.like).dtype].itemsize
+        return prod(self.shape(values)) * FLOATS[values.stored(self.like, "").dtype].itemsize
 
     def grain(self, values: Values) -> int:
         """What a range of its elements has to begin and end at a multiple of."""
         return self.of.grain(values)
-
-    def memory(self, values: Values) -> int:
-        """Elements in memory for one that is made."""
-        return 1
 
     def elements(self, values: Values, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) in float64, shape (last - first,); the caller may write into them."""
@@ -58,9 +53,7 @@ class Expression:
 
     def ranges(self, values: Values) -> Iterator[tuple[int, int]]:
         """All elements as ranges of bounded size."""
-        size, grain = prod(self.shape(values)), self.grain(values)
-        step = max(1, PIECE // self.memory(values) // max(1, grain)) * grain
-        return ((first, min(size, first + step)) for first in range(0, size, max(1, step)))
+        return _ranges(prod(self.shape(values)), self.grain(values))
 
     def pieces(self, values: Values) -> Iterator[torch.Tensor]:
         """All elements, in pieces of bounded size."""
@@ -70,12 +63,6 @@ class Expression:
         """Rows [first, last), along the first axis."""
         rest = self.shape(values)[1:]
         return self.elements(values, first * prod(rest), last * prod(rest)).view(-1, *rest)
-
-    def row_pieces(self, values: Values) -> Iterator[tuple[int, torch.Tensor]]:
-        """(number of the first, rows), in pieces of bounded size."""
-        count, *rest = self.shape(values)
-        step = max(1, PIECE // self.memory(values) // max(1, prod(rest)))
-        return ((first, self.rows(values, first, min(count, first + step))) for first in range(0, count, step))
 
     def whole(self, values: Values) -> torch.Tensor:
         """The tensor in float64."""
@@ -88,19 +75,17 @@ class Expression:
 
     def described(self) -> list:
         """JSON data that is the same for equal expressions alone."""
-        return [type(self).__name__, *(_described(getattr(self, each.name)) for each in fields(self))]
+        parts = [getattr(self, each.name) for each in fields(self)]
+        return [type(self).__name__, *(p.described() if isinstance(p, Expression) else _plain(p) for p in parts)]
 
 
-def _described(value):
-    if isinstance(value, Expression):
-        return value.described()
-    if isinstance(value, torch.Tensor):
-        return [str(value.dtype), list(value.shape), hashlib.sha256(_bytes(value)).hexdigest()]
-    return value
+def _plain(value):
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+def _ranges(size: int, grain: int) -> Iterator[tuple[int, int]]:
+    step = max(1, PIECE // max(1, grain)) * max(1, grain)
+    return ((first, min(size, first + step)) for first in range(0, size, step))
 
 
 def _once(values: Values, owner: Expression, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -142,43 +127,8 @@ class Stored(Expression):
 
 
 @dataclass(eq=False)
-class Given(Expression):
-    """A tensor that is in memory and in no checkpoint; it keeps its bytes."""
-
-    tensor: torch.Tensor = field(repr=False)
-
-    @property
-    def like(self):
-        return ""
-
-    def keys(self):
-        return set()
-
-    def dtype(self, values):
-        return CODES[self.tensor.dtype]
-
-    def shape(self, values):
-        return tuple(self.tensor.shape)
-
-    def nbytes(self, values):
-        return self.tensor.nbytes
-
-    def grain(self, values):
-        return 1
-
-    def elements(self, values, first, last):
-        return self.tensor.detach().reshape(-1)[first:last].to(torch.float64, copy=True)
-
-    def data(self, values):
-        yield _bytes(self.tensor)
-
-
-@dataclass(eq=False)
 class _Of(Expression):
     of: Expression
-
-    def memory(self, values):
-        return self.of.memory(values)
 
 
 def _in_rows(shape: tuple[int, ...], axis: int) -> bool:
@@ -346,8 +296,9 @@ class FoldedBias(_Of):
     def grain(self, values):
         return 1
 
-    def memory(self, values):
-        return prod(self.of.shape(values)[1:])
+    def ranges(self, values):
+        count, *rest = self.of.shape(values)
+        return ((first // prod(rest), last // prod(rest)) for first, last in _ranges(count * prod(rest), prod(rest)))
 
     def elements(self, values, first, last):
         shift = _once(values, self, lambda: self.shift.whole(values))
@@ -375,7 +326,8 @@ def largest_output(weight: Expression, gain: Expression | None, bias: Expression
     """A bound of |W (gain * x) + bias| over every normalised x: |x| is at most sqrt(n), so Cauchy-Schwarz gives it."""
     n = weight.shape(values)[1]
     gains = gain.whole(values) if gain else 1.0
-    norms = torch.cat([(rows * gains).norm(dim=1) for _, rows in weight.row_pieces(values)]) * n**0.5
+    rows = (weight.rows(values, first // n, last // n) for first, last in _ranges(prod(weight.shape(values)), n))
+    norms = torch.cat([(each * gains).norm(dim=1) for each in rows]) * n**0.5
     return float((norms + (bias.whole(values).abs() if bias else 0.0)).max())
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from .expressions import Expression, Stored
 from .shard import ConversionError, StoredTensor, make_header
 from .source import INDEX
-from .values import FileValues
+from .values import Values
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -43,9 +43,7 @@ class ShardLayout:
         return {tensor.name: tensor.nbytes for held in self.shards.values() for tensor in held}
 
 
-def as_source(
-    tensors: dict[str, Expression], values: FileValues, metadata: Mapping[str, str] | None = None
-) -> ShardLayout:
+def as_source(tensors: dict[str, Expression], values: Values, metadata: Mapping[str, str] | None = None) -> ShardLayout:
     """The shards of the source: their names, their order, their headers where nothing in them changes.
 
     A new tensor follows the one that it is like, so that every tensor stays aligned to its element size.
@@ -75,7 +73,7 @@ def as_source(
 
 def split(
     tensors: dict[str, Expression],
-    values: FileValues,
+    values: Values,
     metadata: Mapping[str, str],
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> ShardLayout:
@@ -91,7 +89,7 @@ def split(
     return ShardLayout(tensors, shards, headers, _index(shards) if len(shards) > 1 else None)
 
 
-def _in_order(names: list[str], tensors: dict[str, Expression], values: FileValues) -> list[StoredTensor]:
+def _in_order(names: list[str], tensors: dict[str, Expression], values: Values) -> list[StoredTensor]:
     """Tensors one behind another."""
     placed, at = [], 0
     for name in names:
@@ -107,7 +105,7 @@ def _index(shards: dict[str, list[StoredTensor]]) -> bytes:
     return _json({"metadata": sizes, "weight_map": dict(sorted(names.items()))})
 
 
-def _index_as_source(values: FileValues, shards: dict[str, list[StoredTensor]], added: dict[str, str]) -> bytes:
+def _index_as_source(values: Values, shards: dict[str, list[StoredTensor]], added: dict[str, str]) -> bytes:
     source = values.checkpoint
     if source.index_name == INDEX and not added:
         return (source.folder / INDEX).read_bytes()

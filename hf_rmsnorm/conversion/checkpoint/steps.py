@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import numpy as np
-import torch
 
 from ..plan import Centre, CentringPlan, Scale
-from .expressions import Centred, Expression, Filled, Given, Scaled, Stored
+from .expressions import Centred, Expression, Filled, Scaled, Stored
 from .shard import ConversionError, StoredTensor
 from .values import Values
 
 
 def planned_tensors(
-    plan: CentringPlan, values: Values, where: object, factors: Mapping[str, torch.Tensor] | None = None
+    plan: CentringPlan, values: Values, where: object, factors: Collection[str] = ()
 ) -> dict[str, Expression]:
     """Every tensor of the checkpoint that a plan makes of another: scaled, then centred; the others as they are.
 
     Args:
         where: the folder, for errors.
-        factors: layer scales that are not tensors of the source.
+        factors: names of layer scales that are in `values` and not among its names.
 
     Raises:
         ConversionError: a tensor that is missing, quantised, or of a shape that a step does not fit; a copy onto a
             tensor that is there already with other values; steps that contradict each other.
     """
-    factors = factors or {}
     tensors: dict[str, Expression] = {name: Stored(name) for name in values.names()}
 
-    def stored(key: str, purpose: str = "") -> StoredTensor:
-        if key not in values.names():
+    def stored(key: str, purpose: str | None = None) -> StoredTensor:
+        if key not in values.names() and key not in factors:
             raise ConversionError(f"{where}: no tensor {key}, which the plan names: make the plan for this folder")
-        return values.floating(key, purpose) if purpose else values.stored(key)
+        return values.stored(key, purpose)
 
     def length(step: Scale | Centre) -> int:
         """Of the axis that a step names."""
@@ -58,15 +56,13 @@ def planned_tensors(
                 "copy: set tie_word_embeddings to false if it is right, remove it if it is stale"
             )
     for scale in plan.scale:
-        by = factors.get(scale.by)
-        shape = tuple(stored(scale.by, "multiplies another tensor").shape if by is None else by.shape)
+        shape = stored(scale.by, "multiplies another tensor").shape
         if shape != (size := length(scale),):
             raise ConversionError(
                 f"{where}: the plan multiplies axis {scale.axis} of {scale.key}, which has {size} elements, by "
                 f"{scale.by} of shape {list(shape)}: make the plan again for this checkpoint"
             )
-        vector = Stored(scale.by) if by is None else Given(by)
-        tensors[scale.key] = Scaled(tensors[scale.key], vector, scale.axis)
+        tensors[scale.key] = Scaled(tensors[scale.key], Stored(scale.by), scale.axis)
     centres: dict[str, list[Centre]] = {}
     for centre in plan.centre:
         _check_centre(where, centre, length(centre))
@@ -74,7 +70,7 @@ def planned_tensors(
         tensors[centre.key] = Centred(tensors[centre.key], centre.axis, centre.block, centre.blocks)
     for key, steps in centres.items():
         _check_disjoint(key, steps)
-    for key in {scale.by for scale in plan.scale} - factors.keys():
+    for key in {scale.by for scale in plan.scale}.difference(factors):
         if not isinstance(tensors[key], Stored):
             raise ConversionError(f"the plan folds {key} into another tensor and also changes it: make the plan again")
         tensors[key] = Filled(tensors[key], 1.0)

@@ -1,11 +1,11 @@
-"""The tensors that others are computed from: those of an open checkpoint, or some in memory."""
+"""The tensors that others are computed from: those of an open checkpoint, or in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,77 +17,77 @@ COPIED = 1 << 20  # bytes of an unchanged tensor that are in memory at a time
 OPEN = 4  # files at a time
 
 
-class Values(Protocol):
-    """Tensors that are read in pieces, by their place in the order of storage.
+class Values:
+    """Tensors by name, read in pieces by their place in the order of storage.
+
+    Args:
+        given: those in memory; they come before those of the checkpoint.
+        checkpoint: an open one, whose files are opened when they are read.
+        aliases: other names that tensors may have.
 
     Attributes:
         kept: what is worked out once for one tensor, by whom; whoever has made that tensor clears it.
     """
 
-    kept: dict[Any, torch.Tensor]
+    def __init__(
+        self,
+        given: Mapping[str, torch.Tensor] | None = None,
+        checkpoint: Checkpoint | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ):
+        self.given, self.aliases, self.checkpoint = dict(given or {}), dict(aliases or {}), checkpoint
+        self.kept: dict[Any, torch.Tensor] = {}
+        self._open: dict[Path, tuple[ExitStack, Read]] = {}
 
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Of the checkpoint's tensors, or where there is none, of those in memory."""
+        return self.checkpoint.tensors.keys() if self.checkpoint else self.given.keys()
 
-    def floating(self, key: str, purpose: str = "") -> StoredTensor:
-        """Shape and dtype of a tensor that is to be computed with.
+    def called(self, key: str) -> str:
+        """The name that a tensor has here."""
+        return key if key in self.given or key in self.names() else self.aliases.get(key, key)
+
+    def stored(self, key: str, purpose: str | None = None) -> StoredTensor:
+        """Shape and dtype of a tensor.
 
         Args:
-            purpose: what it is to do, for the error.
+            purpose: that it is to be computed with, and for what; None for a tensor of any dtype.
 
         Raises:
-            ConversionError: there is none of this name, or it is quantised.
+            ConversionError: there is none of this name, or it is quantised and was to be computed with.
         """
-
-    def stored(self, key: str) -> StoredTensor:
-        """As `floating`, of any dtype."""
+        name = self.called(key)
+        if name in self.given:
+            tensor = self.given[name]
+            return StoredTensor(name, CODES[tensor.dtype], tuple(tensor.shape), 0, tensor.nbytes)
+        if name not in self.names():
+            where = self.checkpoint.folder if self.checkpoint else "the model"
+            raise ConversionError(f"{where}: no tensor {key}: the checkpoint is not whole, download it again")
+        shard, tensor = self.checkpoint.tensors[name]
+        if purpose is not None and tensor.dtype not in FLOATS:
+            raise ConversionError(
+                f"{shard.path}: {key} is {tensor.dtype}{purpose and f' and {purpose}'}: it is quantised; convert the "
+                "unquantised model, then quantise it"
+            )
+        return tensor
 
     def elements(self, key: str, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) in float64, shape (last - first,), in memory of their own."""
+        if (name := self.called(key)) in self.given:
+            return self.given[name].detach().reshape(-1)[first:last].to(torch.float64, copy=True)
+        tensor = self.stored(key, "")
+        dtype = FLOATS[tensor.dtype]
+        raw = self._reader(key)(tensor, first * dtype.itemsize, last * dtype.itemsize)
+        return torch.from_numpy(raw).view(dtype).to(torch.float64, copy=True)
 
     def raw(self, key: str) -> Iterator[np.ndarray]:
         """The bytes, in pieces."""
-
-
-class MemoryValues:
-    """Tensors in memory as `Values`; `aliases` are other names that they may have."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None):
-        self.kept: dict = {}
-        aliases = aliases or {}
-        self.tensors = {**tensors, **{key: tensors[old] for key, old in aliases.items() if old in tensors}}
-
-    def names(self):
-        return self.tensors.keys()
-
-    def stored(self, key):
-        if key not in self.tensors:
-            raise ConversionError(f"there is no tensor {key}, which the plan names: make the plan for this model")
-        tensor = self.tensors[key]
-        return StoredTensor(key, CODES[tensor.dtype], tuple(tensor.shape), 0, tensor.nbytes)
-
-    def floating(self, key, purpose=""):
-        return self.stored(key)
-
-    def elements(self, key, first, last):
-        return self.tensors[key].detach().reshape(-1)[first:last].to(torch.float64, copy=True)
-
-    def raw(self, key):
-        yield self.tensors[key].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-class FileValues:
-    """The tensors of an open checkpoint as `Values`.
-
-    Args:
-        checkpoint: whose files are opened when they are read.
-        aliases: other names that a tensor may have in it.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, aliases: Mapping[str, str] | None = None):
-        self.checkpoint, self.aliases = checkpoint, dict(aliases or {})
-        self.kept: dict = {}
-        self._open: dict[Path, tuple[ExitStack, Read]] = {}
+        if (name := self.called(key)) in self.given:
+            yield self.given[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return
+        tensor = self.stored(key)
+        for first in range(0, tensor.nbytes, COPIED):
+            yield self._reader(key)(tensor, first, min(tensor.nbytes, first + COPIED))
 
     def close(self) -> None:
         """Close the files."""
@@ -95,46 +95,8 @@ class FileValues:
             stack.close()
         self._open.clear()
 
-    def names(self):
-        return self.checkpoint.tensors.keys()
-
-    def called(self, key: str) -> str:
-        """The name of a tensor in the checkpoint."""
-        return key if key in self.checkpoint.tensors else self.aliases.get(key, key)
-
-    def _find(self, key: str) -> tuple[SafetensorsShard, StoredTensor]:
-        name = self.called(key)
-        if name not in self.checkpoint.tensors:
-            raise ConversionError(
-                f"{self.checkpoint.folder}: no tensor {key}: the checkpoint is not whole, download it again"
-            )
-        return self.checkpoint.tensors[name]
-
-    def stored(self, key):
-        return self._find(key)[1]
-
-    def floating(self, key, purpose=""):
-        shard, tensor = self._find(key)
-        if tensor.dtype not in FLOATS:
-            purpose = purpose and f" and {purpose}"
-            raise ConversionError(
-                f"{shard.path}: {key} is {tensor.dtype}{purpose}: it is quantised; convert the unquantised model, then "
-                "quantise it"
-            )
-        return tensor
-
-    def elements(self, key, first, last):
-        tensor = self.floating(key)
-        dtype = FLOATS[tensor.dtype]
-        raw = self._reader(self._find(key)[0])(tensor, first * dtype.itemsize, last * dtype.itemsize)
-        return torch.from_numpy(raw).view(dtype).to(torch.float64, copy=True)
-
-    def raw(self, key):
-        shard, tensor = self._find(key)
-        for first in range(0, tensor.nbytes, COPIED):
-            yield self._reader(shard)(tensor, first, min(tensor.nbytes, first + COPIED))
-
-    def _reader(self, shard: SafetensorsShard) -> Read:
+    def _reader(self, key: str) -> Read:
+        shard: SafetensorsShard = self.checkpoint.tensors[self.called(key)][0]
         if shard.path not in self._open:
             if len(self._open) == OPEN:
                 oldest = next(iter(self._open))
@@ -145,14 +107,14 @@ class FileValues:
 
 
 @contextmanager
-def open_values(src, *, allow_pickle: bool = False, adapter: bool = False) -> Iterator[FileValues]:
+def open_values(src, *, allow_pickle: bool = False, adapter: bool = False) -> Iterator[Values]:
     """The tensors of a checkpoint folder, as `open_checkpoint` opens it.
 
     Raises:
         ConversionError: as `open_checkpoint`, or the system refused a file.
     """
     with clear_errors(Path(src)):
-        values = FileValues(open_checkpoint(src, allow_pickle=allow_pickle, adapter=adapter))
+        values = Values(checkpoint=open_checkpoint(src, allow_pickle=allow_pickle, adapter=adapter))
     try:
         yield values
     finally:

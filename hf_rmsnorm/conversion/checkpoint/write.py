@@ -17,7 +17,7 @@ from .files import write_other_files
 from .layout import ShardLayout
 from .shard import clear_errors
 from .staging import REPORT, Staging, destination, durable_file, reserve, staging_for, write_all
-from .values import COPIED, FileValues
+from .values import COPIED, Values
 
 WAITING = 8
 FORMAT = 2  # of the bytes that expressions give: a staging folder of another one is not taken up
@@ -68,7 +68,7 @@ class Written:
 
 
 def write_checkpoint(
-    values: FileValues,
+    values: Values,
     dst: str | os.PathLike,
     layout: ShardLayout,
     config: str | None = None,
@@ -103,7 +103,7 @@ def write_checkpoint(
     dst = destination(source.folder, dst)
     sizes = layout.sizes
     resumed: list[str] = []
-    identity = {"plan": _digest(layout, config), "source": source.fingerprints}
+    identity = {"plan": _digest(values, layout, config), "source": source.fingerprints}
     with ExitStack() as stack:
         with clear_errors(dst):
             staging = stack.enter_context(staging_for(dst, identity, restart=restart))
@@ -133,12 +133,13 @@ def write_checkpoint(
     )  # fmt: skip
 
 
-def _digest(layout: ShardLayout, config: str | None) -> str:
+def _digest(values: Values, layout: ShardLayout, config: str | None) -> str:
     """Equal for what gives equal bytes alone."""
     tensors = {name: made.described() for name, made in layout.tensors.items()}
+    given = {name: hashlib.sha256(*values.raw(name)).hexdigest() for name in values.given}
     files = {name: hashlib.sha256(header).hexdigest() for name, header in layout.headers.items()}
     index = layout.index and hashlib.sha256(layout.index).hexdigest()
-    text = json.dumps([FORMAT, config, files, index, tensors], sort_keys=True)
+    text = json.dumps([FORMAT, config, files, index, tensors, given], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -152,7 +153,7 @@ def _run_check(check: Callable[[Path], None], staging: Staging) -> None:
 
 
 def _write_shards(
-    values: FileValues, layout: ShardLayout, staging: Staging, resumed: list[str]
+    values: Values, layout: ShardLayout, staging: Staging, resumed: list[str]
 ) -> Iterator[tuple[int, int]]:
     """Write what the journal does not have, and yield tensors and bytes done since the last time."""
     finished = staging.journal["shards"]
@@ -187,7 +188,7 @@ class _Lane:
 
 
 def _write_shard(
-    values: FileValues, layout: ShardLayout, shard: str, target: Path
+    values: Values, layout: ShardLayout, shard: str, target: Path
 ) -> Generator[tuple[int, int], None, dict]:
     """Write a shard to a temporary file, every byte hashed on its way, flush it to the disk, and rename it."""
     values.checkpoint.check_unchanged()

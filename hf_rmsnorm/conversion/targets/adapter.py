@@ -20,7 +20,7 @@ from ..checkpoint.layout import as_source
 from ..checkpoint.shard import FLOATS, ConversionError
 from ..checkpoint.source import ADAPTER_FILES
 from ..checkpoint.steps import planned_tensors
-from ..checkpoint.values import FileValues, open_values
+from ..checkpoint.values import Values, open_values
 from ..judge.folder import Verification, not_centred
 from ..judge.pair import fits_memory, side_by_side
 from ..judge.publish import add_to_card, provenance
@@ -59,6 +59,7 @@ class PlannedAdapter(PlannedConversion):
 
     def result(self, values, max_shard_size):
         plan, metadata = self.centring, {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
+        values.given.update(self.factors)
         tensors = planned_tensors(plan, values, values.checkpoint.folder, self.factors)
         return as_source(tensors, values, metadata), changed_config(values.checkpoint.config, plan.config)
 
@@ -104,7 +105,7 @@ def plan_adapter(src, base, converted, twin: Twin, *, allow_pickle: bool = False
     return PlannedAdapter(made, centring, Path(base), Path(converted), factors)
 
 
-def _plan(own: FileValues, model: FileValues, converted, twin: Twin) -> tuple[CentringPlan, dict[str, torch.Tensor]]:
+def _plan(own: Values, model: Values, converted, twin: Twin) -> tuple[CentringPlan, dict[str, torch.Tensor]]:
     """What is done to the adapter's tensors, and the layer scales of the base that it takes."""
     source, src = own.checkpoint, own.checkpoint.folder
     if more := [name for name in source.others if os.path.basename(name) == ADAPTER_FILES[0]]:
@@ -153,7 +154,7 @@ def _plan(own: FileValues, model: FileValues, converted, twin: Twin) -> tuple[Ce
     return CentringPlan(tuple(centre), tuple(scale), config=settings), factors
 
 
-def _plan_of_base(model: FileValues, converted: Path) -> CentringPlan:
+def _plan_of_base(model: Values, converted: Path) -> CentringPlan:
     if (converted / PLAN).is_file():
         plan = CentringPlan.from_json((converted / PLAN).read_text(encoding="utf-8"))
         with open_values(converted) as values:
@@ -180,7 +181,7 @@ def _writers(done: CentringPlan, twin: Twin, prefix: str) -> tuple[Callable[[str
     raise ConversionRefused(f"{twin.name} has none of the tensors that write to the stream of the converted base")
 
 
-def _fits(own: FileValues, name: str, home: str, shapes: dict) -> bool:
+def _fits(own: Values, name: str, home: str, shapes: dict) -> bool:
     """Whether a full tensor has the shape of the one at `home`, or B of LoRA and its A those of the weight there."""
     shape, weight = own.stored(name).shape, shapes.get(f"{home}.weight")
     if home in shapes:
@@ -196,7 +197,7 @@ def _fits(own: FileValues, name: str, home: str, shapes: dict) -> bool:
     return (shape[0], prod(a[1:])) in sizes and prod(shape[1:]) == a[0]
 
 
-def _eps(values: FileValues, name: str) -> float:
+def _eps(values: Values, name: str) -> float:
     dtype = FLOATS.get(values.stored(name).dtype)
     return torch.finfo(dtype).eps if dtype else 0.0
 
@@ -207,7 +208,7 @@ def _is_copy(name: str, config: dict) -> bool:
     return ".base_layer." not in name and any(f".{module}." in f".{name}" for module in saved)
 
 
-def _check_equal(who: str, own: FileValues, name: str, model: FileValues, key: str) -> None:
+def _check_equal(who: str, own: Values, name: str, model: Values, key: str) -> None:
     """Tied embeddings that the adapter only repeats are the head's too; others would be the embeddings' alone."""
     pieces = zip(Stored(name).pieces(own), Stored(key).pieces(model), strict=True)
     if not all(torch.equal(*each) for each in pieces):

@@ -12,7 +12,7 @@ from ..checkpoint.expressions import Expression
 from ..checkpoint.files import changed_config
 from ..checkpoint.layout import as_source
 from ..checkpoint.steps import planned_tensors
-from ..checkpoint.values import FileValues
+from ..checkpoint.values import Values
 from ..judge.folder import Verification, verify_folder
 from ..judge.publish import add_to_card, provenance
 from ..plan import CentringPlan, ConversionRefused
@@ -60,7 +60,7 @@ class PlannedCentring(PlannedConversion):
             lines += [f"    {key}" for key in compact_paths(plan.undetermined)]
         return "\n".join([*lines, *plan.notes])
 
-    def tensors(self, values: FileValues) -> dict[str, Expression]:
+    def tensors(self, values: Values) -> dict[str, Expression]:
         """Every tensor of the result."""
         return planned_tensors(self.centring, values, values.checkpoint.folder)
 

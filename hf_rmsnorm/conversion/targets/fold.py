@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.expressions import Expression, Filled, FoldedBias, Scaled, Stored, Transposed, computed
-from ..checkpoint.values import FileValues, MemoryValues
+from ..checkpoint.values import Values
 from ..judge.folder import Verification
 from ..judge.publish import add_to_card
 from ..plan import ConversionRefused, Scale
@@ -96,7 +96,7 @@ class PlannedFold(PlannedCentring):
     def __str__(self):
         return f"{super().__str__()}\n{self.fold}"
 
-    def tensors(self, values: FileValues) -> dict[str, Expression]:
+    def tensors(self, values: Values) -> dict[str, Expression]:
         return folded(self.fold.folds, super().tensors(values))
 
     def metadata(self):
@@ -124,12 +124,11 @@ def plan_fold(twin: Twin) -> FoldPlan:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(kept.items())[:3])
         raise ConversionRefused(f"{cls.__name__}: no norm can be folded exactly ({reasons or 'it has no LayerNorm'})")
     tensors = saved_tensors(model)
-    made = computed(folded(folds, {name: Stored(name) for name in tensors}), MemoryValues(tensors))
+    made = computed(folded(folds, {name: Stored(name) for name in tensors}), Values(tensors))
     original, result = (load_tensors(cls, twin.config, state) for state in (tensors, made))
     with torch.no_grad():
         expected, got = run(original, twin.inputs), run(result, twin.inputs)
-    scale = max(float(o.abs().max()) for o in expected if o.numel())
-    plan = FoldPlan(tuple(folds), kept, difference(expected, got) / scale)
+    plan = FoldPlan(tuple(folds), kept, difference(expected, got))
     if not plan.passed:
         raise ConversionRefused(f"{cls.__name__}: {str(plan).splitlines()[0]}: nothing is folded")
     return plan

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ...record import RECORD_KEY
 from ..checkpoint.expressions import Stored, computed, is_zero, largest_output
 from ..checkpoint.layout import MAX_SHARD_SIZE, split
-from ..checkpoint.values import FileValues, MemoryValues, Values, open_values
+from ..checkpoint.values import Values, open_values
 from ..judge.folder import Verification, as_it_computes, judge_folders
 from ..judge.publish import add_to_card, provenance
 from ..plan import ConversionRefused
 from ..twin.keys import saved_tensors
-from ..twin.prove import BOUND
+from ..twin.prove import BOUND, difference
 from ..twin.run import in_double, quiet, run
 from ..twin.twin import Twin, config_of, give_weights, make_twin, new_model, shapes_of
 from .native_build import NativeTarget, native_targets, refused
@@ -32,13 +32,12 @@ class NativeProof:
     """The target of a small random model of the same classes, loaded by the target's class and run in float64.
 
     Args:
-        difference: max |difference| of the logits over `scale`, the largest |logit|.
+        difference: max |difference| of the logits, over the largest.
     """
 
     source_class: str
     target_class: str
     difference: float
-    scale: float
 
     @property
     def passed(self) -> bool:
@@ -68,13 +67,13 @@ class PlannedNative(PlannedConversion):
             "architecture": proof.target_class,
             "tensors": {name: sorted(made.keys()) for name, made in target.tensors.items()},
             "must_be_zero": list(target.zero),
-            "proof": {"passed": proof.passed, "difference": proof.difference, "scale": proof.scale},
+            "proof": {"passed": proof.passed, "difference": proof.difference},
         }
 
     def __str__(self) -> str:
         return f"{self.proof}\n{self.target}"
 
-    def result(self, values: FileValues, max_shard_size):
+    def result(self, values: Values, max_shard_size):
         target = self.target
         values.aliases.update(target.aliases)
         record = {**self.made, "source_type": target.source_type, "fold_affine": target.fold_affine}
@@ -157,7 +156,7 @@ def plan_native(src, *, fold_affine: bool = False, allow_pickle: bool = False) -
     return PlannedNative(provenance(src), target, proof)
 
 
-def _target_of(values: FileValues, fold_affine: bool) -> NativeTarget:
+def _target_of(values: Values, fold_affine: bool) -> NativeTarget:
     model_type = values.checkpoint.config.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConversionRefused(
@@ -167,7 +166,7 @@ def _target_of(values: FileValues, fold_affine: bool) -> NativeTarget:
     values.aliases.update(native_target(config).aliases)  # which refuses by config alone, before any tensor is read
     target = native_target(config, values, fold_affine=fold_affine)
     for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
-        values.floating(key)
+        values.stored(key, "")
     return target
 
 
@@ -194,10 +193,10 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
     for name in target.zero:
         parameters[name].zero_()
     for clip in target.clips:  # as in the source, which `native_target` asks
-        reached = largest_output(clip.weight, clip.gain, clip.bias, MemoryValues(parameters))
+        reached = largest_output(clip.weight, clip.gain, clip.bias, Values(parameters))
         for made in filter(None, (clip.weight, clip.bias)):
             parameters[made.like].mul_(min(1.0, clip.limit / reached))
-    tensors = computed(target.tensors, MemoryValues(saved_tensors(source), target.aliases))
+    tensors = computed(target.tensors, Values(saved_tensors(source), aliases=target.aliases))
     source = as_it_computes(source)
     result_class = getattr(transformers, target.config.architectures[0])
     with quiet(), in_double():
@@ -208,6 +207,5 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
     wrong = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"])))
     if wrong:
         raise ConversionRefused(f"{result_class.__name__} does not load what was made for it: {wrong[0]}")
-    expected, got = (run(model.eval(), twin.inputs)[0] for model in (source, result))
-    scale = float(expected.abs().max())
-    return NativeProof(cls.__name__, result_class.__name__, float((expected - got).abs().max()) / scale, scale)
+    expected, got = (run(model.eval(), twin.inputs)[:1] for model in (source, result))
+    return NativeProof(cls.__name__, result_class.__name__, difference(expected, got))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.layout import ShardLayout
-from ..checkpoint.values import FileValues
+from ..checkpoint.values import Values
 from ..judge.folder import Verification
 from ..judge.pair import Running
 
@@ -27,7 +27,7 @@ class PlannedConversion(ABC):
         """Plain values for JSON."""
 
     @abstractmethod
-    def result(self, values: FileValues, max_shard_size: int | str | None) -> tuple[ShardLayout, str | None]:
+    def result(self, values: Values, max_shard_size: int | str | None) -> tuple[ShardLayout, str | None]:
         """The tensors and the text of config.json that are made of an open checkpoint; None for its own config.
 
         Args:

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.expressions import computed
 from ..checkpoint.steps import planned_tensors
-from ..checkpoint.values import MemoryValues
+from ..checkpoint.values import Values
 from ..plan import CentringPlan, ConversionRefused
 from .gauge import noting_means
 from .keys import named_as_stored, saved_tensors
@@ -27,9 +27,8 @@ class ProofReport:
 
     Args:
         model_class: of the twin.
-        stock: max |difference| of the outputs with the model's own LayerNorms, over `scale`.
+        stock: max |difference| of the outputs with the model's own LayerNorms, over the largest.
         rms: the same with RMSNorms wherever the plan says so.
-        scale: largest |output| of the original.
         norms: how many norms became RMSNorms, and how many there are.
         means: path -> largest |mean| / RMS of a row that enters the norm there, after the conversion.
     """
@@ -37,7 +36,6 @@ class ProofReport:
     model_class: str
     stock: float
     rms: float
-    scale: float
     norms: tuple[int, int]
     means: dict[str, float] = field(repr=False)
 
@@ -86,16 +84,15 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     config = copy.deepcopy(twin.config)
     for name, value in plan.config.items():
         setattr(config, name, value)
-    values = MemoryValues(tensors)
+    values = Values(tensors)
     made = computed(planned_tensors(own, values, twin.name), values)
     converted = load_tensors(cls, config, made)
     expected = run(original, twin.inputs)
-    scale = max(float(o.abs().max()) for o in expected if o.numel())
     norms, _ = find_layer_norms(converted, twin.inputs)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
     means: dict[str, float] = {}
     with hooked(converted, norms, noting_means(means)):
-        stock = difference(expected, run(converted, twin.inputs)) / scale
+        stock = difference(expected, run(converted, twin.inputs))
     as_rms = {path: norm for path, norm in norms.items() if path in chosen}
     if as_rms.keys() != chosen:
         raise ConversionRefused(f"{cls.__name__}: {sorted(chosen - as_rms.keys())[0]} is no LayerNorm once converted")
@@ -104,8 +101,8 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
         return norms[path].as_rms(args[0])
 
     with hooked(converted, as_rms, instead):
-        rms = difference(expected, run(converted, twin.inputs)) / scale
-    return ProofReport(cls.__name__, stock, rms, scale, (len(as_rms), len(plan.norms)), means)
+        rms = difference(expected, run(converted, twin.inputs))
+    return ProofReport(cls.__name__, stock, rms, (len(as_rms), len(plan.norms)), means)
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
@@ -118,7 +115,9 @@ def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
     return model.double().eval()
 
 
-def difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    if len(a) != len(b):
+def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> float:
+    """Largest |difference| of outputs over the largest |output| that was expected."""
+    if len(expected) != len(outputs):
         return math.inf
-    return max((float((x - y).abs().max()) for x, y in zip(a, b, strict=True) if x.numel()), default=0.0)
+    pairs = [(x, y) for x, y in zip(expected, outputs, strict=True) if x.numel()]
+    return max(float((x - y).abs().max()) for x, y in pairs) / max(float(x.abs().max()) for x, _ in pairs)

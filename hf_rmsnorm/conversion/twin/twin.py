@@ -280,5 +280,3 @@ def attend_to_encoder(twin: Twin) -> bool:
         twin.inputs[name] = wrap(states)
         return True
     return False
-
-

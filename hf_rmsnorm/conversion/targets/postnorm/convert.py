@@ -24,6 +24,7 @@ from ...twin.gauge import input_means
 from ...twin.inputs import default_inputs
 from ...twin.keys import Hit, saved_tensors
 from ...twin.layer_norms import TwinNorm, find_layer_norms
+from ...twin.prove import BOUND, difference
 from ...twin.run import quiet, run
 from .build import (
     NEURONS,
@@ -40,7 +41,6 @@ from .build import (
 )
 from .fit import fit_means, measure, run_as_rms, subtract
 
-BOUND = 1e-12  # of the largest output: what an exact conversion may change in float64
 OTHER = "its input is the work of several modules or of an activation"
 HELD_OUT = 5  # every fifth batch is measured, not fitted
 
@@ -217,13 +217,8 @@ def _finish(
 ) -> PostNormConversion:
     """Prove `work` in float64, round it, and write down what it is; `measured` is None where it is exact."""
     expected = run(as_double(model), inputs)
-    scale = max(float(o.abs().max()) for o in expected if o.numel())
-
-    def difference(outputs):
-        return max(float((a - b).abs().max()) for a, b in zip(expected, outputs, strict=True) if a.numel()) / scale
-
-    stock = difference(run(work, inputs))
-    rms = difference(run_as_rms(work, inputs, norms, chosen))
+    stock = difference(expected, run(work, inputs))
+    rms = difference(expected, run_as_rms(work, inputs, norms, chosen))
     if stock > BOUND or (measured is None and rms > BOUND):
         raise ConversionRefused(
             f"{type(model).__name__}: the converted model's outputs differ by {max(stock, rms):.1e} of their scale in "
@@ -238,7 +233,7 @@ def _finish(
     work.double()
     norms = find_layer_norms(work, inputs)[0]
     as_rms = {path: norms[path] for path in norms if path in chosen}
-    rounded = difference(run_as_rms(work, inputs, as_rms, as_rms))
+    rounded = difference(expected, run_as_rms(work, inputs, as_rms, as_rms))
     neurons = len(found.ffns) if grown else 0
     reasons = {
         s.norm: f"it reads {s.writer} plus another norm's output, whose mean no weight removes" for s in found.sums

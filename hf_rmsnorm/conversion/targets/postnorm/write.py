@@ -11,11 +11,11 @@ import torch
 
 from ....record import RECORD_KEY
 from ....verification.context import max_positions
-from ...checkpoint.expressions import Given
+from ...checkpoint.expressions import Expression, Stored
 from ...checkpoint.files import changed_config
 from ...checkpoint.layout import split
 from ...checkpoint.shard import changed
-from ...checkpoint.values import FileValues, open_values
+from ...checkpoint.values import Values, open_values
 from ...judge.folder import Verification
 from ...judge.pair import side_by_side, tokenizer_of
 from ...judge.publish import add_to_card, provenance
@@ -61,16 +61,17 @@ class PlannedPostNorm(PlannedConversion):
     def __str__(self) -> str:
         return str(self.report)
 
-    def result(self, values: FileValues, max_shard_size):
+    def result(self, values: Values, max_shard_size):
         source, done = values.checkpoint, self.conversion
         if source.fingerprints != self.fingerprints:
             raise changed(source.folder)
-        tensors = {name: Given(tensor) for name, tensor in sorted(done.tensors.items())}
+        values.given.update(done.tensors)
         sizes = [sum(tensor.nbytes for tensor in shard.tensors.values()) for shard in source.shards]
         grown = max(sum(tensor.nbytes for tensor in done.tensors.values()) - sum(sizes), 0)
         metadata = {"format": "pt", RECORD_KEY: json.dumps(self.made, sort_keys=True)}
         record = {**done.config[RECORD_KEY], **self.made}
         config = {**done.config, "architectures": [self.report.model_class], RECORD_KEY: record}
+        tensors: dict[str, Expression] = {name: Stored(name) for name in sorted(done.tensors)}
         layout = split(tensors, values, metadata, max_shard_size or max(sizes) + grown)
         return layout, changed_config(source.config, config)
 

@@ -18,7 +18,7 @@ from hf_rmsnorm.conversion.checkpoint.expressions import (
     Transposed,
     computed,
 )
-from hf_rmsnorm.conversion.checkpoint.values import MemoryValues
+from hf_rmsnorm.conversion.checkpoint.values import Values
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy, Scale
 
 
@@ -144,7 +144,7 @@ def test_the_tensors_of_expressions():
             "folded alone": FoldedBias(Transposed(Transposed(w)), v),
             "filled": Filled(w, 1.0, 1),
         },
-        MemoryValues(tensors),
+        Values(tensors),
     )
     digests = {
         name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

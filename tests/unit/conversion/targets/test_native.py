@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm.conversion import ConversionError, ConversionRefused, convert_checkpoint, plan_conversion
 from hf_rmsnorm.conversion.checkpoint import expressions
-from hf_rmsnorm.conversion.checkpoint.values import MemoryValues
+from hf_rmsnorm.conversion.checkpoint.values import Values
 from hf_rmsnorm.conversion.targets import native
 from hf_rmsnorm.conversion.targets.native import native_target, prove_native
 from hf_rmsnorm.conversion.twin.discover import discover
@@ -187,7 +187,7 @@ def test_the_bound_of_a_clip_holds_and_is_close():
     layer = twin.model.model.layers[0].self_attn
     target = native_target(twin.config)
     weight = layer.q_proj.weight.detach()
-    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, MemoryValues(
+    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, Values(
         {**dict(twin.model.named_parameters()), "model.layers.0.self_attn.q_proj.weight": weight}))  # fmt: skip
     row = weight[weight.norm(dim=1).argmax()]
     worst = row / row.norm() * len(row) ** 0.5  # what a norm would have to put out
