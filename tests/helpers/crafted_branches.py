@@ -1,13 +1,15 @@
 """Classes that compute a norm in most calls, and in others something else, or something besides it."""
 
 import itertools
+import math
 import random
 import time
 import types
 
+import numpy as np
 import torch
 from crafted import Case, Crafted, N, plain, rms
-from crafted_impostors import nan_row, one
+from crafted_impostors import BRAIN, nan_row, one
 
 
 def other(self, x):
@@ -28,8 +30,8 @@ def too_long(x):
     return x.shape[-2] > 512
 
 
-def positions_from_512(self, x):
-    return torch.cat([plain(self, x[..., :512, :]), other(self, x[..., 512:, :])], -2)
+def positions_from(first):
+    return lambda s, x: torch.cat([plain(s, x[..., :first, :]), other(s, x[..., first:, :])], -2)
 
 
 @torch.jit.script
@@ -58,20 +60,30 @@ def eps_by_width(self, x):
 
 
 LONG, MANY = (1, 600, N), (600, N)
-ROWS, SIZE_WORDS = "on input of 1100 rows", "input of another size"
+ROWS, SIZE_WORDS = "rows its result", "input of another size"
 SIZE = [
     Case("long sequences", chosen(lambda s, x: x.dim() > 2 and x.shape[-2] > 512), ROWS, x=LONG),
     Case("long sequences by a helper", chosen(lambda s, x: x.dim() > 2 and too_long(x)), ROWS, x=LONG),
     Case("many elements", chosen(lambda s, x: x.numel() > 1_000_000), SIZE_WORDS, x=(40000, N)),
+    Case("many elements by a float", chosen(lambda s, x: x.numel() > 1e6), SIZE_WORDS, x=(40000, N)),
     Case("many elements by int", chosen(lambda s, x: int(x.shape[0]) * N > 1_000_000), SIZE_WORDS, x=(40000, N)),
+    Case("many elements of the shape", chosen(lambda s, x: x.shape.numel() > 1_000_000), SIZE_WORDS, x=(40000, N)),
+    Case("many elements in NumPy", chosen(lambda s, x: np.prod(x.shape) > 1_000_000), "NumPy", x=(40000, N)),
+    Case("many blocks", chosen(lambda s, x: math.ceil(x.shape[0] / 5000) > 1), SIZE_WORDS, x=(5001, N)),
+    Case("many blocks by shifts", chosen(lambda s, x: x.shape[0] >> 13), SIZE_WORDS, x=(8192, N)),
+    Case("long in bfloat16", chosen(lambda s, x: x.dtype == BRAIN and x.shape[0] > 5000), SIZE_WORDS, x=(5001, N),
+         dtype=BRAIN),
+    Case("long under autocast", chosen(lambda s, x: torch.is_autocast_enabled("cpu") and x.shape[0] > 5000), SIZE_WORDS,
+         x=(5001, N), context=lambda: torch.autocast("cpu", BRAIN)),
+    Case("positions from 4096", positions_from(4096), ROWS, x=(1, 4100, N)),
     Case("many elements in a script", lambda s, x: scripted(x, s.weight), "scripted function", x=(40000, N)),
     Case("many rows by size", chosen(lambda s, x: x.size(0) >= 600), ROWS, x=MANY),
-    Case("positions from 512", positions_from_512, ROWS, x=LONG),
+    Case("positions from 512", positions_from(512), ROWS, x=LONG),
     Case("a factor of the length", lambda s, x: plain(s, x) * (512 / max(x.shape[-2], 512)), "", x=LONG),
     Case("a step of the length", lambda s, x: plain(s, x) * (1 + x.shape[0] // 512), ROWS, x=MANY),
     Case("a table of lengths", chosen(lambda s, x: {600: True}.get(x.shape[-2])), SIZE_WORDS, x=LONG),
     Case("a large batch", chosen(lambda s, x: len(x) > 64), "float32 results", x=(80, N)),
-    Case("a very large batch", chosen(lambda s, x: len(x) > 3000), SIZE_WORDS, x=(3001, N)),
+    Case("a very large batch", chosen(lambda s, x: len(x) > 5000), SIZE_WORDS, x=(5001, N)),
     Case("a batch of one", chosen(lambda s, x: x.dim() == 3 and x.shape[0] == 1), "3-dimensional", x=(1, 3, N)),
     Case("a batch of seven", chosen(lambda s, x: x.shape[0] == 7), SIZE_WORDS, x=(7, 3, N)),
     Case("a shape of its own", chosen(lambda s, x: x.shape == (7, 3, N)), SIZE_WORDS, x=(7, 3, N)),
@@ -79,8 +91,8 @@ SIZE = [
     Case("strided input", chosen(lambda s, x: x.stride(0) > 1000), "", effect=True),
     Case("six dimensions", chosen(lambda s, x: x.dim() == 6), "6-dimensional", x=(1, 1, 2, 1, 2, N)),
     Case("long in train mode", chosen(lambda s, x: s.training and too_long(x)), "", x=LONG, train=True),
-    Case("long without gradients", chosen(lambda s, x: not torch.is_grad_enabled() and x.shape[0] > 2000), SIZE_WORDS,
-         x=(2001, N), context=torch.no_grad),
+    Case("long without gradients", chosen(lambda s, x: not torch.is_grad_enabled() and x.shape[0] > 5000), SIZE_WORDS,
+         x=(5001, N), context=torch.no_grad),
     Case("wide rows of no weight", wide_doubled, "rows of 20000", x=(2, 9000), like=unweighted),
     Case("eps by the width", eps_by_width, "rows of 40", x=(2, 2 * N), scale=1e-3, like=unweighted),
 ]  # fmt: skip
@@ -168,6 +180,17 @@ def counted_in_a_buffer(self, x):
     return plain(self, x)
 
 
+def counted_by_name(self, x):
+    setattr(self, "calls", self.calls + 1)  # noqa: B010
+    return plain(self, x)
+
+
+def counted_when_long(self, x):
+    if x.shape[-2] > 5000:
+        self.stats["long"] = 1
+    return plain(self, x)
+
+
 def counted_on_the_class(self, x):
     type(self).calls += 1
     return plain(self, x)
@@ -214,6 +237,7 @@ class WithBuffers(Crafted):
     def __init__(self):
         super().__init__(stats={"calls": 0}, counter=itertools.count())
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("factor", torch.ones((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(()))
 
 
@@ -221,6 +245,10 @@ STATE = [
     Case("a counter in a buffer", counted_in_a_buffer, "state", base=WithBuffers, effect=True),
     Case("a counter on the class", counted_on_the_class, "sets 'calls'", base=WithBuffers, effect=True),
     Case("a counter in a dictionary", counted_in_a_dict, "state", base=WithBuffers, effect=True),
+    Case("a counter by name", counted_by_name, "state", base=WithBuffers, effect=True),
+    Case("a note of long input", counted_when_long, "state", base=WithBuffers, effect=True),
+    Case("a factor in a buffer", lambda s, x: plain(s, x) * s.factor, "'factor'", base=WithBuffers,
+         change=lambda m: m.factor.fill_(2)),
     Case("a counter of itertools", with_counter, "state", base=WithBuffers, effect=True),
     Case("a running mean in train mode", running, "state", base=WithBuffers, effect=True),
     Case("a step that decides", chosen(lambda s, x: s.steps > 100), VALUES, base=WithBuffers,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import dis
 import random
+import re
 import time
 import types
 from collections.abc import Iterator
 
+import numpy
 import torch
 
 MAX_ITEMS = 1000  # a longer list or table is data, and costs more to compare than it tells
@@ -31,11 +33,13 @@ _PROCESS = {
     "environ": "the environment",
 }
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
+_HOOK = re.compile("register_.*hook")
 _DEEDS = {
-    **dict.fromkeys(("register_hook", "register_prehook"), "puts a hook on a gradient"),
-    "register_post_accumulate_grad_hook": "puts a hook on a gradient",
     **dict.fromkeys(("retain_grad", "requires_grad_"), "changes which tensors keep gradients"),
     **dict.fromkeys(("grad", "backward", "set_grad_enabled"), "reads or steers gradients"),
+    **dict.fromkeys(("setattr", "delattr", "__setattr__", "globals"), "sets what has no fixed name"),
+    **dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), "looks at the memory of a tensor"),
+    **dict.fromkeys(("_C", "DisableTorchFunction", "DisableTorchFunctionSubclass"), "reaches below torch's interface"),
     "print": "prints",
 }
 
@@ -53,6 +57,8 @@ class Code:
         self._cls, self._modules = cls, {c.__module__ for c in cls.__mro__ if c not in torch.nn.Module.__mro__}
         self._modules.add(getattr(forward, "__module__", None))
         self._add(forward)
+        self._add_member("__getattr__")
+        self._add_member("__getattribute__")
         self.names = {name for f in self.functions for code in _codes(f.__code__) for name in code.co_names}
         self.scripted = [s for f in self.functions for s in _reached(f) if isinstance(s, torch.jit.ScriptFunction)]
 
@@ -73,9 +79,12 @@ class Code:
         for value in _reached(function):
             self._add(value, wherever=False)
         for name in {name for code in _codes(function.__code__) for name in code.co_names}:
-            for cls in self._cls.__mro__:
-                if cls not in torch.nn.Module.__mro__:
-                    self._add(vars(cls).get(name), wherever=False)
+            self._add_member(name)
+
+    def _add_member(self, name: str) -> None:
+        for cls in self._cls.__mro__:
+            if cls not in torch.nn.Module.__mro__:
+                self._add(vars(cls).get(name), wherever=False)
 
     def faults(self) -> list[str]:
         """What this code does, or asks, that a fused forward would not, in words."""
@@ -85,8 +94,13 @@ class Code:
             found += [f"its forward changes the module's own state or another object's: it sets {n!r}" for n in stored]
         found += [f"its forward asks for {_PROCESS[name]}" for name in sorted(self.names & _PROCESS.keys())]
         found += [f"its forward {_DEEDS[name]}" for name in sorted(self.names & _DEEDS.keys())]
-        if any(value is random or value is time for function in self.functions for value in _reached(function)):
+        if any(_HOOK.fullmatch(name) for name in self.names):
+            found.append("its forward puts a hook on a gradient")
+        reached = [value for function in self.functions for value in _reached(function)]
+        if any(value is random or value is time for value in reached):
             found.append("its forward asks for the clock, or for Python's random numbers")
+        if any(value is numpy for value in reached) and self.names & {"prod", "array", "asarray", "product"}:
+            found.append("its forward computes in NumPy")
         if any("prim::If" in str(function.graph) for function in self.scripted):
             found.append("a scripted function that it calls decides something, which cannot be watched")
         return list(dict.fromkeys(found))

@@ -271,7 +271,7 @@ class Fit(Trial):
 
     def _check_other_attributes(self, recipe: Recipe) -> Recipe:
         """Nothing else may matter: no mode, no gradients, no other tensor, and no attribute that is not watched."""
-        x = self.rows()[[0, 2, 4, 6, 7, 10]]
+        x = self.rows()[[0, 4, 7, 10]]
         gate = self.gate_for(x, recipe)
         self.spread(recipe)
         y = self._in_every_mode(x, gate)
@@ -279,7 +279,9 @@ class Fit(Trial):
             self.randomise()
             y = self._in_every_mode(x, gate)
         others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
-        others |= {name: 2.0 * t.flatten() + 0.125 for name, t in own_tensors(self.probe.module)}
+        for name, tensor in own_tensors(self.probe.module, floating=False):
+            of_numbers = tensor.is_floating_point()
+            others[name] = 2.0 * tensor.flatten() + 0.125 if of_numbers else ~tensor
         for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
             if self._matters(name, others[name], x, gate, y):
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")

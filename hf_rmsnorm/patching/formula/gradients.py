@@ -22,10 +22,11 @@ def check_gradients(trial: Trial, recipe: Recipe) -> None:
         NotInFamily: they differ.
     """
     trial.randomise()
-    _compare(trial, recipe, (1.0, 1e-4, 1e4, 1e-7))
+    _compare(trial, recipe, (1.0, 1e-4, 1e8, 1e-7))
     _compare(trial, recipe, (1e4, math.nan, 1e4, 1e4), train=True)
     if not recipe.only_float32:
-        _compare(trial, recipe, (1.0, 1.0, 1.0, 1.0), of_weights=recipe.weight is None, dtype=torch.bfloat16)
+        some = recipe.weight is None
+        _compare(trial, recipe, (1.0, 1e-4, 1e4, 1.0), train=True, of_weights=some, dtype=torch.bfloat16)
     trial.spread(recipe)
     _compare(trial, recipe, (1e-4, 1e-4, 1e-4, 1e-4), train=True, of_x=recipe.weight is None)
 

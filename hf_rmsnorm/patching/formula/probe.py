@@ -20,6 +20,7 @@ from .watch import Watch, autocast_state
 MODULE_STATE = frozenset(torch.nn.Module().__dict__) | {"_compiled_call_impl"}
 # A forward set on the instance, by accelerate's hooks or another patcher. The copy runs the class's own forward.
 INSTANCE_FORWARDS = frozenset({"forward", "_old_forward", "_hf_hook"})
+CHANGES_STATE = "its forward changes the module's own state, or what it shares with others"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -114,13 +115,13 @@ class Probe:
             DrawsRandom: its forward would draw random numbers.
             Unusable: as `run`.
         """
-        state, tensors = self._state(), {name: t.clone() for name, t in own_tensors(self.module, floating=False)}
+        state, tensors = self.state(), {name: t.clone() for name, t in own_tensors(self.module, floating=False)}
         with contextlib.nullcontext() if random else _RefuseRandom():
             y = self.run(x, gate)
         after = dict(own_tensors(self.module, floating=False))
         same = after.keys() == tensors.keys() and all(same_bits(t, after[name]) for name, t in tensors.items())
-        if not same or self._state() != state:
-            self._blame("its forward changes the module's own state, or what it shares with others")
+        if not same or self.state() != state:
+            self.blame(CHANGES_STATE)
         return y
 
     def torch_norm(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
@@ -130,7 +131,7 @@ class Probe:
         which the forward switched autocast on or off does not count: autocast changes what they return.
         """
         given, autocast = x.clone(), autocast_state()
-        with Watch(devices=False) as watch:
+        with Watch(stand_ins=False) as watch:
             y = self._call(given, gate)
         made = [call for call in watch.norms if call.autocast == autocast and _same_memory(call.x, given)]
         if any(_same_memory(call.y, y) for call in made):
@@ -182,15 +183,15 @@ class Probe:
         x = x.reshape(*leading, *row)
         return x.movedim(-1, 1) if self.layout == "channels_first" else x
 
-    def _blame(self, fault: str) -> None:
+    def blame(self, fault: str) -> None:
         if fault not in self.faults:
             self.faults.append(fault)
 
     def _check_unwritten(self, given: torch.Tensor, x: torch.Tensor) -> None:
         if not given.is_inference() and (given._version or not same_bits(given.detach(), x.detach())):
-            self._blame("it writes into its input")
+            self.blame("it writes into its input")
 
-    def _state(self) -> list:
+    def state(self) -> list:
         own = [(n, contents(value)) for n, value in self.module.__dict__.items() if n not in MODULE_STATE]
         held = [t._version for _, t in own_tensors(self.module, floating=False) if not t.is_inference()]
         return [own, held, *(contents(value) for value in self._containers.values())]

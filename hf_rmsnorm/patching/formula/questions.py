@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
+from ...formula import HALF_DTYPES
 from ...fused.recipe import Recipe
 from .inputs import NotInFamily, Trial
-from .probe import Unusable
+from .probe import CHANGES_STATE, Unusable
 from .watch import DEVICE, LENGTH, SIZE, STRIDES, VALUES, Watch, deciding
 
-# (train mode, with gradients, in inference mode)
-MODES = ((False, False, False), (True, True, False), (False, True, False), (True, False, False), (False, False, True))
+# (train mode, with gradients, in what)
+PLAIN, GRADIENTS = (False, False, contextlib.nullcontext), (True, True, contextlib.nullcontext)
+MODES = (
+    *(PLAIN, GRADIENTS, (False, True, contextlib.nullcontext), (True, False, contextlib.nullcontext)),
+    *((False, False, torch.inference_mode), (False, False, lambda: torch.autocast("cpu", torch.bfloat16))),
+)
 WORDS = {
     SIZE: "it does something else with input of another size",
     LENGTH: "it does something else with input of another size",
@@ -29,26 +36,32 @@ def check_questions(trial: Trial, recipe: Recipe) -> None:
     trial.spread(recipe)
     fixed = () if recipe.weight is None else (trial.size, trial.group, trial.probe.head_dim)
     two, three = [n for n in (2, 3, 5, 7) if n not in fixed][:2]
-    for leading, modes in (((two, three), MODES), ((two * three,), MODES[:2]), ((two, three, 1), MODES[:1])):
-        x = trial.normal(two * three, trial.size) * torch.logspace(-3, 5, two * three)[:, None]
-        x = x.view(*leading, -1)
-        for mode in modes:
-            _check(trial, recipe, x, mode, fixed)
+    x = trial.normal(two * three, trial.size) * torch.logspace(-3, 5, two * three)[:, None]
+    for mode in MODES:
+        _check(trial, recipe, x.view(two, three, -1), mode, fixed)
+    for leading in ((two * three,), (two, three, 1)):
+        _check(trial, recipe, x.view(*leading, -1), PLAIN, fixed)
+    for dtype in () if recipe.only_float32 else HALF_DTYPES:
+        trial.probe.set(**{name: tensor.to(dtype) for name, tensor in trial.tensors.items()})
+        _check(trial, recipe, x.view(two, three, -1).to(dtype), PLAIN, fixed)
     trial.randomise()
 
 
-def _check(trial: Trial, recipe: Recipe, x: torch.Tensor, mode: tuple[bool, bool, bool], fixed: tuple) -> None:
-    probe, (train, gradients, inference) = trial.probe, mode
+def _check(trial: Trial, recipe: Recipe, x: torch.Tensor, mode: tuple, fixed: tuple) -> None:
+    probe, (train, gradients, context) = trial.probe, mode
     gate = trial.gate_for(x, recipe)
-    dy = trial.normal(*x.shape) * torch.logspace(-4, 4, x.shape[-1])
+    dy = trial.normal(*x.shape) * torch.logspace(-4, 4, x.shape[-1]) if gradients else None
     parameters = [p for p in probe.module._parameters.values() if p is not None and p.is_floating_point()]
 
     def run(watch: Watch) -> list[torch.Tensor | None]:
-        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+        state = probe.state()
+        with context(), torch.set_grad_enabled(gradients):
             given = probe.present(x.clone()).requires_grad_(gradients)
             beside = None if gate is None else probe.present(gate)
             with watch:
                 y = probe.run_as_given(given, beside)
+                if probe.state() != state:  # on a branch that was never taken, perhaps
+                    probe.blame(CHANGES_STATE)
                 if not y.requires_grad:
                     return [y]
                 got = torch.autograd.grad(y, [given, *parameters], dy.view(y.shape).to(y.dtype), allow_unused=True)
@@ -58,10 +71,10 @@ def _check(trial: Trial, recipe: Recipe, x: torch.Tensor, mode: tuple[bool, bool
         parameter.requires_grad_(gradients)
     probe.module.training = train
     try:
-        for devices in (True, False):
+        for stand_ins in (True, False):
             try:
-                about, watch = deciding(run, fixed=fixed, devices=devices)
-            except (Unusable, RuntimeError):  # what stands in for a device is none to all of torch
+                about, watch = deciding(run, fixed=fixed, stand_ins=stand_ins)
+            except (Unusable, RuntimeError):  # what stands in for a device or a shape is none to all of torch
                 continue
             if about is None and any(function.__code__ in watch.tables for function in probe.code.functions):
                 about = SIZE

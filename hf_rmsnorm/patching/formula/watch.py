@@ -8,6 +8,7 @@ turned round. Where that gives other bits, a branch that nobody has proven decid
 from __future__ import annotations
 
 import dis
+import math
 import operator
 import sys
 from collections import Counter
@@ -53,7 +54,7 @@ class Watch(TorchFunctionMode):
     Args:
         fixed: sizes that belong to the module and not to one input.
         turned: places in the code whose answers are turned round.
-        devices: whether to watch who asks for a device; what stands in for one is not taken by all of torch.
+        stand_ins: whether shapes and devices are stood in for, to watch who asks; not all code takes what stands in.
 
     Attributes:
         norms: the calls of torch's own norms.
@@ -62,9 +63,9 @@ class Watch(TorchFunctionMode):
         hooks: whether a hook was put on a gradient.
     """
 
-    def __init__(self, fixed: tuple[int, ...] = (), turned: frozenset = frozenset(), devices: bool = True):
+    def __init__(self, fixed: tuple[int, ...] = (), turned: frozenset = frozenset(), stand_ins: bool = True):
         super().__init__()
-        self.fixed, self.turned, self.devices = fixed, turned, devices
+        self.fixed, self.turned, self.stand_ins = fixed, turned, stand_ins
         self.norms: list[NormCall] = []
         self.asked: dict[tuple, str] = {}
         self._times: Counter[tuple] = Counter()
@@ -91,10 +92,13 @@ class Watch(TorchFunctionMode):
         about, place = _ASKS[name], _place(sys._getframe(2))
         if place is None:
             return result
-        if name in ("__len__", "__float__", "__int__"):
-            return OTHER_LENGTH if self._is_turned(place, about) and about == LENGTH else result
+        if about == VALUES:
+            self.asked[place] = VALUES
+            return result
         if isinstance(result, bool):
             return result != self._is_turned(place, about)
+        if about == LENGTH:
+            return OTHER_LENGTH if self._is_turned(place, about) else result
         return _watched(result, self, about)
 
     def decide(self, about: str, answer, other=None):
@@ -176,11 +180,12 @@ def _is_raised(error: BaseException) -> bool:
 def _watched(value, watch: Watch, about: str):
     """A value whose comparisons `watch` sees, and what is computed from it; any other type as it is."""
     if isinstance(value, torch.Size):
-        return torch.Size([_watched(v, watch, about) for v in value])
+        sizes = [_watched(v, watch, about) for v in value]
+        return _Shape(sizes) if watch.stand_ins else torch.Size(sizes)
     if isinstance(value, (tuple, list)):
         return type(value)([_watched(v, watch, about) for v in value])
     if isinstance(value, torch.device):
-        return _Device(value, watch) if watch.devices else value
+        return _Device(value, watch) if watch.stand_ins else value
     kind = _KINDS.get(type(value))
     if kind is None or (about == SIZE and value in watch.fixed):
         return value
@@ -189,12 +194,11 @@ def _watched(value, watch: Watch, about: str):
     return made
 
 
-def _comparison(base: type, name: str):
-    compare = getattr(base, name)
-
+def _comparison(compare: Callable, kinds: tuple[type, ...]):
     def method(self, *others):
-        answer = compare(self, *others)
-        return answer if answer is NotImplemented else self.watch.decide(self.about, answer)
+        if not all(isinstance(other, kinds) for other in others):
+            return NotImplemented
+        return self.watch.decide(self.about, compare(*(_bare(value) for value in (self, *others))))
 
     return method
 
@@ -215,40 +219,56 @@ def _conversion(base: type):
     return method
 
 
-def _arithmetic(name: str):
-    compute = getattr(operator, name.strip("_").removeprefix("r"), None) if name.startswith("__r") else None
-    forward = compute or getattr(operator, name)
-
+def _arithmetic(compute: Callable, swapped: bool = False):
     def method(self, *others):
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
-        operands = [_bare(self), *map(_bare, others)]
-        return _watched(forward(*(operands[::-1] if compute else operands)), self.watch, self.about)
+        operands = [_bare(value) for value in (self, *others)]
+        return _watched(compute(*(reversed(operands) if swapped else operands)), self.watch, self.about)
 
     return method
 
 
 def _bare(value):
-    return int.__int__(value) if isinstance(value, int) else float.__float__(value)
+    kind = next(kind for kind in (int, float, str) if isinstance(value, kind))
+    return kind.__str__(value) if kind is str else getattr(kind, f"__{kind.__name__}__")(value)
 
 
-_COMPARE = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_COMPUTE = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow")
+_COMPARE = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+_OF_ONE = {"neg": operator.neg, "abs": abs, "round": round, "ceil": math.ceil, "floor": math.floor, "trunc": math.trunc}
+_OF_TWO = {name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_OF_TWO |= {"divmod": divmod}
+_OF_BITS = {"lshift": operator.lshift, "rshift": operator.rshift, "and": operator.and_, "or": operator.or_}
 
 
-def _kind(base: type, computes: bool = True) -> type:
-    members = {name: _comparison(base, name) for name in _COMPARE}
+def _kind(base: type) -> type:
+    kinds = (str,) if base is str else (int, float)
+    members = {f"__{name}__": _comparison(compare, kinds) for name, compare in _COMPARE.items()}
     members["__hash__"] = _looked_up(base)
-    if computes:
-        members["__bool__"] = _comparison(base, "__bool__")
+    if base is not str:
+        members["__bool__"] = _comparison(operator.truth, kinds)
         members[f"__{base.__name__}__"] = _conversion(base)
-        for name in _COMPUTE:
-            members[f"__{name}__"], members[f"__r{name}__"] = _arithmetic(f"__{name}__"), _arithmetic(f"__r{name}__")
-        members["__neg__"], members["__abs__"] = _arithmetic("__neg__"), _arithmetic("__abs__")
+        members |= {f"__{name}__": _arithmetic(compute) for name, compute in _OF_ONE.items()}
+        for name, compute in (_OF_TWO | (_OF_BITS if base is int else {})).items():
+            members[f"__{name}__"] = _arithmetic(compute)
+            members[f"__r{name}__"] = _arithmetic(compute, swapped=True)
     return type(base.__name__, (base,), members)
 
 
-_KINDS = {int: _kind(int), float: _kind(float), str: _kind(str, computes=False)}
+_KINDS = {int: _kind(int), float: _kind(float), str: _kind(str)}
+
+
+class _Shape(tuple):
+    """Stands in for a torch.Size."""
+
+    __class__ = property(lambda self: torch.Size)
+
+    def numel(self):
+        return math.prod(self)
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        return _Shape(found) if isinstance(place, slice) else found
 
 
 class _Device:

@@ -1,17 +1,19 @@
 """Classes made to be mistaken, and true norms in odd spellings, each compared with its own result and gradients."""
 
 import copy
+import inspect
 import warnings
 
 import pytest
 import torch
 from crafted import equal
 from crafted_branches import BRANCHES, SERVED
-from crafted_impostors import IMPOSTORS
+from crafted_impostors import IMPOSTORS, Backward
 from crafted_norms import NORMS
 from reports import report_on
 
 from hf_rmsnorm import use_backend
+from tests.unit.patching.formula.test_families import FAMILIES
 
 
 def patched(module):
@@ -65,6 +67,50 @@ def test_a_norm_in_an_odd_spelling_is_recognised(case):
             continue
         assert got.dtype == expected.dtype
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
+
+
+def clamped(s, forward, x, *gate):
+    return forward(s, x.clamp(-1e4, 1e4), *gate)
+
+
+def mended(s, forward, x, *gate):
+    return forward(s, x, *gate).nan_to_num()
+
+
+def clipped(s, forward, x, *gate):
+    return forward(s, Backward.apply(x, lambda g: g.clamp(-50, 50)), *gate)
+
+
+def doubled(asked):
+    return lambda s, forward, x, *gate: forward(s, x, *gate) * (2 if asked(s, x) else 1)
+
+
+AROUND = {
+    "input clamped": clamped,
+    "NaN mended": mended,
+    "gradient clipped": clipped,
+    "many elements": doubled(lambda s, x: x.numel() > 1e6),
+    "many rows": doubled(lambda s, x: x.shape[0] > 5000),
+    "in train mode": doubled(lambda s, x: s.training),
+    "in inference mode": doubled(lambda s, x: torch.is_inference_mode_enabled()),
+    "by a value": doubled(lambda s, x: x.abs().max() > 1e20),
+    "on a GPU": doubled(lambda s, x: x.is_cuda),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_live_class_with_something_around_its_forward_is_left_alone(name):
+    make, arguments, *_ = FAMILIES[name]
+    for what, around in AROUND.items():
+        module = make(*arguments)
+        own = type(module).forward
+
+        def forward(self, *inputs, own=own, around=around):
+            return around(self, own, *inputs)
+
+        forward.__signature__ = inspect.signature(own)
+        module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+        assert not report_on(module).swapped, what
 
 
 def test_there_are_many_of_both():
