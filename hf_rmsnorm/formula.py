@@ -60,7 +60,8 @@ class NormSpec:
             - ``"every_step"``: nothing is computed in float32, each operator rounds to x's dtype, and x is divided by
               the root (`ImageGPTLayerNorm`); then as ``"before_weight"``.
         functional: the layer calls torch's own `F.layer_norm` or `F.rms_norm` instead of spelling the formula out.
-            Under autocast on an accelerator those compute, and return, float32.
+            Under autocast on an accelerator those compute, and return, float32. Their results are row-major, where
+            pointwise arithmetic keeps the order of its input's strides.
         eps_outside: divide by ``sqrt(mean(...)) + eps``, as the textbook does, instead of ``sqrt(mean(...) + eps)``.
         round_offset: ``weight_offset + weight`` is rounded to the weight's dtype before use
             (`MuseSparkTextCenteredRMSNorm`). So it is wherever `rounding` is not ``"once"``, whatever this says.
@@ -125,11 +126,6 @@ class NormSpec:
     def kind(self) -> str:
         """``"LayerNorm"`` if centered, else ``"RMSNorm"``."""
         return "LayerNorm" if self.centered else "RMSNorm"
-
-    @property
-    def row_major(self) -> bool:
-        """Whether the result is contiguous: torch's own norms make it so, pointwise arithmetic keeps x's order."""
-        return self.functional
 
     def with_eps(self, eps: float) -> NormSpec:
         """The same formula with another eps."""

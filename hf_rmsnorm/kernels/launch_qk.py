@@ -63,7 +63,7 @@ def _wanted(need: tuple[bool, ...]) -> tuple[bool, bool]:
     return need[0] or need[1], need[2] or need[3]
 
 
-def _named(q, k, weight, cos, spec: NormSpec, config: TileConfig | BackwardConfig, addresses: dict):
+def _named(q, k, weight, cos, spec: NormSpec, config: TileConfig, addresses: dict) -> dict:
     """What forward and backward bind alike; addresses: strides of (batch, heads, length, head_dim) tensors, or None."""
     batch, q_heads, length, head_dim = q.shape
     named = {
@@ -99,7 +99,7 @@ def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
     def make() -> QKPlan:
         require(spec, "queries and keys")
         config = forward_config(q.shape[-1])
-        outputs = tuple(_output_strides(t, cos, spec.row_major) for t in (q, k))
+        outputs = tuple(_output_strides(t, cos, spec.functional) for t in (q, k))
         grid = (sum(-(-_rows(t) // config.rows) for t in (q, k)), 1, 1)
         addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}
         named = _named(q, k, weight, cos, spec, config, addresses)

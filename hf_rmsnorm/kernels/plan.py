@@ -94,9 +94,9 @@ def remember(key: tuple, make: Callable):
 
 def _layout(x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, heads: int):
     """(order in which rows are numbered, memory format of the output, whether that output is flat in this order)."""
-    if spec.row_major:
+    if spec.functional:
         return None, torch.contiguous_format, True
-    order = row_order(x, False, heads)
+    order = row_order(x, spec, heads)
     with _disable_current_modes():  # what eager's strides would be is our question, not an operator of the caller's
         output = torch.empty_like(x, device="meta")
         if heads > 1 and weight is not None:  # such a weight has a say in the order of their product
@@ -143,7 +143,6 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         order, memory_format, flat_output = _layout(total, spec, weight, heads)
         x_rows, other_rows = RowAddress.of(x, order), RowAddress.of(other, order)
         config, output_dtype = forward_config(hidden_size), spec.output_dtype(total.dtype, _dtype(weight))
-
         named = {
             "N": hidden_size, "BLOCK": config.block, **formula_constants(spec, weight),
             **x_rows.arguments("x"), **other_rows.arguments("other"), "rows_total": rows,
@@ -154,27 +153,17 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         keys = ((*dtypes, output_dtype, stats) for stats in (False, True))
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)
         return ForwardPlan(
-            launch=kernel.bind(grid, config.num_warps, named, *keys),
-            loop=config.loop,
-            rows=rows,
-            centered=spec.centered,
-            order=order,
-            x=x_rows,
-            other=other_rows,
-            output_dtype=output_dtype,
-            memory_format=memory_format,
+            launch=kernel.bind(grid, config.num_warps, named, *keys), loop=config.loop, rows=rows,
+            centered=spec.centered, order=order, x=x_rows, other=other_rows, output_dtype=output_dtype,
+            memory_format=memory_format, flat_output=flat_output, sum_dtype=total.dtype, flat_sum=flat_sum,
             output_like_input=output_dtype == total.dtype and memory_format == torch.preserve_format,
-            flat_output=flat_output,
-            sum_dtype=total.dtype,
             sum_strides=None if residual is None else total.stride(),
-            flat_sum=flat_sum,
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
             backward={},
-        )
+        )  # fmt: skip
 
     strides = x.stride(), None if other is None else other.stride()
-    key = ("forward", x.shape, strides, dtypes, spec.but_eps, heads)
-    return remember(key, make)
+    return remember(("forward", x.shape, strides, dtypes, spec.but_eps, heads), make)
 
 
 def backward_plan(
@@ -206,7 +195,6 @@ def backward_plan(
         else:
             programs = min(config.programs_per_sm, 4) if from_output else config.programs_per_sm  # as many as fit
             parts = max(1, min(-(-rows // (config.rows * heads)), sms * programs // heads))
-
         named = {
             "N": hidden_size, "FROM_OUTPUT": from_output, **formula_constants(spec, weight),
             **x_rows.arguments("x"), **dy_rows.arguments("dy"),
@@ -227,19 +215,12 @@ def backward_plan(
             columns = named | block | {"rows_total": rows, "rows_per_program": -(-rows // parts)}
             launches.append((NORM_BACKWARD_COLUMNS, grid, COLUMNS.num_warps, columns))
         return BackwardPlan(
-            launches=tuple((kernel, kernel.bind(*rest, dtypes)) for kernel, *rest in launches),
-            rows=rows,
-            order=order,
-            x=x_rows,
-            dy=dy_rows,
-            other=other_rows,
-            memory_format=memory_format,
-            flat_output=flat_output,
+            launches=tuple((kernel, kernel.bind(*rest, dtypes)) for kernel, *rest in launches), rows=rows, order=order,
+            x=x_rows, dy=dy_rows, other=other_rows, memory_format=memory_format, flat_output=flat_output,
             in_place=flat_output and not any(operand.copy for operand in operands),
-            reads_bias=from_output or (spec.gated_after and need[3]),
-            partials=(parts, heads * hidden_size),
+            reads_bias=from_output or (spec.gated_after and need[3]), partials=(parts, heads * hidden_size),
             sums=tuple(_sum_of_partials(x.device, _dtype(t), parts, heads * hidden_size) for t in (weight, bias)),
-        )
+        )  # fmt: skip
 
     strides = x.stride(), dy.stride(), None if other is None else other.stride()
     key = ("backward", x.shape, strides, dtypes, spec.but_eps, heads, limits, from_output)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..formula import NormSpec
+
 
 class RowAddress(NamedTuple):
     """Row r starts at (r // length) * outer + (r % length) * inner elements: in place, or in a `copy` made first."""
@@ -72,13 +74,13 @@ def flat_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[
     return True
 
 
-def row_order(x: torch.Tensor, row_major: bool, heads: int) -> tuple[int, ...] | None:
+def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> tuple[int, ...] | None:
     """The leading dimensions of x in the order in which the kernels number its rows, or None where that is their own.
 
     Rows keep their own where the output is row-major, and where each head has a weight of its own: the kernel tells the
     head by the row's number.
     """
-    if row_major or heads > 1 or x.is_contiguous():
+    if spec.functional or heads > 1 or x.is_contiguous():
         return None
     return memory_order(tuple(x.shape), x.stride())
 

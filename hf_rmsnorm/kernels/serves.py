@@ -7,7 +7,7 @@ another formula, until somebody writes it into the kernels and then here.
 from __future__ import annotations
 
 from ..formula import NormSpec
-from .sizes import backward_loops, forward_loops
+from .sizes import TILE_MAX, backward_loops
 
 _ANY_WIDTH = frozenset({
     "centered", "has_bias", "weight_offset", "functional", "eps_outside", "round_offset", "rounding=before_weight",
@@ -36,7 +36,7 @@ def unserved(spec: NormSpec, *families: str) -> str | None:
 
 def of_rows(spec: NormSpec, hidden_size: int, of_heads: bool = False) -> tuple[str, str]:
     """The families that compute rows of this size, forward and backward; `of_heads`: with a weight for each head."""
-    forward = "forward loop" if forward_loops(hidden_size) else "forward"
+    forward = "forward loop" if hidden_size > TILE_MAX else "forward"
     loops = backward_loops(hidden_size, spec.centered, spec.gate is not None or of_heads)
     return forward, "wide backward" if loops else "backward"
 

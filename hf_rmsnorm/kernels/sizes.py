@@ -15,13 +15,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def forward_loops(hidden_size: int) -> bool:
-    """Whether rows are too wide for one tile in the forward."""
-    return hidden_size > TILE_MAX
-
-
 def backward_loops(hidden_size: int, centered: bool, single_pass: bool) -> bool:
-    """The same for the backward, whose loop knows neither gates nor heads: their rows stay in registers, and spill."""
+    """Whether rows are too wide for one tile; the loop knows neither gates nor heads, whose rows stay, and spill."""
     return hidden_size > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX)
 
 
@@ -36,16 +31,12 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(TileConfig):
     """Shape of one backward launch; `programs_per_sm` sizes the persistent grid (and so the partial sums)."""
 
-    block: int
-    rows: int
-    num_warps: int
-    stages: int
-    reload_weight: bool
-    programs_per_sm: int
-    loop: bool = False
+    stages: int = 1
+    reload_weight: bool = False
+    programs_per_sm: int = 1
 
 
 COLUMNS = TileConfig(block=256, rows=16, num_warps=8)  # dweight and dbias of wide rows
@@ -55,7 +46,7 @@ REDUCE = TileConfig(block=64, rows=32, num_warps=4)  # the sum of partial rows
 @cache
 def forward_config(hidden_size: int) -> TileConfig:
     block = next_power_of_2(hidden_size)
-    if forward_loops(hidden_size):
+    if hidden_size > TILE_MAX:
         return TileConfig(8_192, 1, 16, loop=True)
     if block <= 2_048:  # several short rows share a program, so that every thread still has 16 elements
         return TileConfig(block, TILE_ELEMENTS // block, 4)
@@ -81,7 +72,7 @@ def backward_config(
     """
     block = next_power_of_2(hidden_size)
     if backward_loops(hidden_size, centered, gated or heads > 1):
-        return BackwardConfig(8_192, 1, 16, 1, False, 1, loop=True)
+        return BackwardConfig(8_192, 1, 16, loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
     num_warps = 4 if block <= 2_048 else 8 if block <= 4_096 else 16

@@ -74,7 +74,7 @@ def _by_row(stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parame
     """Statistics of the kernels, flat, in the shape of x's rows: whoever splits x can then split them alike."""
     if stats is None:
         return _none(x)
-    order = row_order(x, spec.row_major, heads_of(*parameters))
+    order = row_order(x, spec, heads_of(*parameters))
     if order is None:
         return stats.view(x.shape[:-1])
     own_order = sorted(range(len(order)), key=order.__getitem__)
@@ -85,7 +85,7 @@ def _flat(stats: torch.Tensor, x: torch.Tensor, spec: NormSpec, *parameters) -> 
     """`_by_row` undone; what is flat, as the direct launch keeps it, stays as it is."""
     if stats.dim() < 2:
         return stats.reshape(-1)
-    order = row_order(x, spec.row_major, heads_of(*parameters))
+    order = row_order(x, spec, heads_of(*parameters))
     return (stats if order is None else stats.permute(order)).reshape(-1)
 
 
@@ -95,7 +95,7 @@ def _none(t: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_output(x, spec, dtype):
-    memory_format = torch.contiguous_format if spec.row_major else torch.preserve_format
+    memory_format = torch.contiguous_format if spec.functional else torch.preserve_format
     return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 

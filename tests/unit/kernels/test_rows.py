@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_rmsnorm.kernels.rows import flat_strides, memory_order, row_address
+from hf_rmsnorm.kernels.rows import RowAddress, flat_strides, memory_order, row_address
 
 COLUMNS = 3
 
@@ -69,7 +69,9 @@ def test_rows_that_need_no_copy():
         (torch.empty(16)[:1], (1, 0, 0)),
         (torch.empty(4, 32)[:, ::2], None),
     ):
-        assert row_address(view.shape, view.stride(), None) == two_levels
+        assert row_address(view.shape, view.stride(), None) == (two_levels and RowAddress(*two_levels))
     transposed = batch_first.transpose(1, 2)
     order = memory_order(transposed.shape, transposed.stride())
-    assert order == (0, 2, 1) and row_address(transposed.shape, transposed.stride(), order) == (80, 0, 16)
+    assert order == (0, 2, 1)
+    assert row_address(transposed.shape, transposed.stride(), order) == RowAddress(80, 0, 16)
+    assert RowAddress.of(transposed, None) == RowAddress(80, 0, 16, copy=True)
