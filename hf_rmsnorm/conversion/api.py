@@ -18,7 +18,7 @@ from .targets.centred import plan_centring
 from .targets.fold import with_folds
 from .targets.native import plan_native
 from .targets.planned import PlannedConversion
-from .targets.postnorm.write import plan_post_norm
+from .targets.postnorm.plan import plan_post_norm
 from .twin.twin import make_twin
 
 TARGETS = ("same", "native")

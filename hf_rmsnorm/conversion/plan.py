@@ -101,18 +101,14 @@ class CentringPlan:
         """
         try:
             data = json.loads(text)
-            return cls(
-                centre=tuple(
-                    Centre(**{**c, "blocks": None if c["blocks"] is None else tuple(c["blocks"])})
-                    for c in data["centre"]
-                ),
-                scale=tuple(Scale(**s) for s in data["scale"]),
-                copy=tuple(Copy(**c) for c in data["copy"]),
-                norms=tuple(NormRecord(**n) for n in data["norms"]),
-                config=data["config"],
-                undetermined=tuple(data["undetermined"]),
-                margins=data["margins"],
-                notes=tuple(data["notes"]),
-            )
+            steps = {name: tuple(cls_(**_tuples(each)) for each in data.pop(name)) for name, cls_ in _STEPS.items()}
+            return cls(**steps, **_tuples(data))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no conversion plan: {type(error).__name__}: {error}") from error
+
+
+_STEPS = {"centre": Centre, "scale": Scale, "copy": Copy, "norms": NormRecord}
+
+
+def _tuples(data: dict) -> dict:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}

@@ -30,7 +30,7 @@ class Expression:
 
     def keys(self) -> set[str]:
         """The tensors that it is computed from."""
-        return self.of.keys()
+        return set().union(*(part.keys() for part in self._parts() if isinstance(part, Expression)))
 
     def dtype(self, values: Values) -> str:
         """As in a header, ``BF16``."""
@@ -45,7 +45,7 @@ class Expression:
 
     def grain(self, values: Values) -> int:
         """What a range of its elements has to begin and end at a multiple of."""
-        return self.of.grain(values)
+        return 1
 
     def elements(self, values: Values, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) in float64, shape (last - first,); the caller may write into them."""
@@ -75,12 +75,16 @@ class Expression:
 
     def described(self) -> list:
         """JSON data that is the same for equal expressions alone."""
-        parts = [getattr(self, each.name) for each in fields(self)]
-        return [type(self).__name__, *(p.described() if isinstance(p, Expression) else _plain(p) for p in parts)]
+        return [type(self).__name__, *map(_described, self._parts())]
+
+    def _parts(self) -> list:
+        return [getattr(self, each.name) for each in fields(self)]
 
 
-def _plain(value):
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+def _described(part):
+    if isinstance(part, Expression):
+        return part.described()
+    return part.tolist() if isinstance(part, torch.Tensor) else part
 
 
 def _ranges(size: int, grain: int) -> Iterator[tuple[int, int]]:
@@ -115,9 +119,6 @@ class Stored(Expression):
 
     def nbytes(self, values):
         return values.stored(self.key).nbytes
-
-    def grain(self, values):
-        return 1
 
     def elements(self, values, first, last):
         return values.elements(self.key, first, last)
@@ -167,11 +168,11 @@ class Centred(_Of):
             return x
         means = _once(values, self, lambda: self._means(values))
         rows = x.view(-1, inner)
-        for index, start, stop in self._parts(length, block, first // inner, last // inner):
+        for index, start, stop in self._in_blocks(length, block, first // inner, last // inner):
             rows[start:stop] -= means[index]
         return x
 
-    def _parts(self, length: int, block: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    def _in_blocks(self, length: int, block: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """(number of a block, where it begins and ends) of those blocks that lie in rows [first, last), from first."""
         chosen = None if self.blocks is None else set(self.blocks)
         for index in range(first // block, -(-last // block)):
@@ -183,7 +184,7 @@ class Centred(_Of):
         sums = torch.zeros(prod(self.of.shape(values)) // (block * inner), inner, dtype=torch.float64)
         for first, last in self.ranges(values):
             rows = self.of.elements(values, first, last).view(-1, inner)
-            for index, start, stop in self._parts(length, block, first // inner, last // inner):
+            for index, start, stop in self._in_blocks(length, block, first // inner, last // inner):
                 sums[index] += rows[start:stop].sum(0)
         return sums.div_(block)
 
@@ -214,9 +215,6 @@ class Transposed(_Of):
     def shape(self, values):
         return self.of.shape(values)[::-1]
 
-    def grain(self, values):
-        return 1
-
     def elements(self, values, first, last):
         whole = _once(values, self, lambda: self.of.whole(values).T.contiguous().view(-1))
         return whole[first:last].clone()
@@ -228,6 +226,9 @@ class Plus(_Of):
 
     number: float
 
+    def grain(self, values):
+        return self.of.grain(values)
+
     def elements(self, values, first, last):
         return self.of.elements(values, first, last) + self.number
 
@@ -238,9 +239,6 @@ class Scaled(_Of):
 
     by: Expression
     axis: int
-
-    def keys(self):
-        return self.of.keys() | self.by.keys()
 
     def grain(self, values):
         shape = self.of.shape(values)
@@ -266,9 +264,6 @@ class Filled(_Of):
     def shape(self, values):
         return (self.of.shape(values)[self.axis],)
 
-    def grain(self, values):
-        return 1
-
     def elements(self, values, first, last):
         return torch.full((last - first,), self.number, dtype=torch.float64)
 
@@ -287,14 +282,8 @@ class FoldedBias(_Of):
     def dtype(self, values):
         return (self.bias or self.of).dtype(values)
 
-    def keys(self):
-        return self.of.keys() | self.shift.keys() | (self.bias.keys() if self.bias else set())
-
     def shape(self, values):
         return self.of.shape(values)[:1]
-
-    def grain(self, values):
-        return 1
 
     def ranges(self, values):
         count, *rest = self.of.shape(values)

@@ -1,4 +1,4 @@
-"""A converted post-norm model as a folder: small enough to be held in memory, staged and published like any other."""
+"""A post-norm model planned: converted in memory, and what is written of it, small enough to be held whole."""
 
 from __future__ import annotations
 
