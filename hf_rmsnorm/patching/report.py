@@ -122,5 +122,5 @@ class PatchReport:
             lines.append(f"  layers  {len(paths):>4} x {class_name}: {said}")
             lines += [f"      {path}" for path in compact_paths(paths)]
         if any(record.fused for record in self.layers):
-            lines.append("      in float32, float16 and bfloat16, and under autocast, which mixes them")
+            lines.append("  fused in   float32, float16, bfloat16, and mixtures of them, as under autocast")
         return "\n".join(lines)

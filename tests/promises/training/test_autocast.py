@@ -73,4 +73,4 @@ def test_generation_under_autocast(family):
 
 def test_the_report_says_in_which_dtypes_what_is_fused():
     text = str(patch_model(tiny_models.build("qwen3")))
-    assert "in float32, float16 and bfloat16, and under autocast" in text
+    assert "fused in   float32, float16, bfloat16, and mixtures of them, as under autocast" in text
