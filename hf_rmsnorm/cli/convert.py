@@ -45,7 +45,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--text", metavar="FILE", type=Path, help="with fit: a text to fit on in each line (default: "
                         "Python's own help texts)")  # fmt: skip
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help="5GB and the like, where the shards are not those of SRC"
+        "--max-shard-size", metavar="SIZE", help="bytes, or 5GB and the like, with --target native or --post-norm"
     )
     parser.add_argument("--restart", action="store_true", help="drop an unfinished conversion of something else")
     parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
@@ -68,7 +68,12 @@ def run(args) -> Result:
     texts = [line for line in read_text(args.text).splitlines() if line.strip()] if args.text else None
     models.quieten()
     from .. import conversion
+    from ..conversion.checkpoint.staging import destination
 
+    size = args.max_shard_size
+    how = {"max_shard_size": int(size) if size and size.isdecimal() else size}
+    if args.dst is not None:
+        destination(source.where, args.dst)
     options = {
         "target": args.target,
         "fold_affine": args.fold_affine,
@@ -83,8 +88,8 @@ def run(args) -> Result:
     if not args.json:
         say(str(planned))
     convert = partial(
-        conversion.convert_checkpoint, source.where, args.dst, planned=planned, max_shard_size=args.max_shard_size,
-        **options,
+        conversion.convert_checkpoint, source.where, args.dst, planned=planned, **how,
+        allow_pickle=args.allow_pickle, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
     return _result(args, convert)
 

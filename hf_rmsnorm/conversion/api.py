@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from .checkpoint.staging import destination
 from .checkpoint.values import open_values
 from .checkpoint.write import Written, write_checkpoint
 from .judge.folder import Verification
@@ -96,6 +99,7 @@ def plan_conversion(
 
 def _check(target, fold_affine, post_norm, texts, model_class, inputs) -> None:
     """Refuse options that do not go together."""
+    _check_texts("texts", texts)
     native = target == "native"
     for name, value, choices in (("target", target, TARGETS), ("post_norm", post_norm, (*POST_NORM, None))):
         if value not in choices:
@@ -108,6 +112,26 @@ def _check(target, fold_affine, post_norm, texts, model_class, inputs) -> None:
         raise ConversionRefused("model_class does not go with target='native', which converts causal language models")
     if (native or post_norm) and inputs:
         raise ConversionRefused("inputs goes with target='same' alone: pass texts or prompts")
+
+
+def _check_texts(name: str, texts) -> None:
+    if texts is not None and (isinstance(texts, str) or not all(isinstance(t, str) and t.strip() for t in texts)):
+        raise ConversionRefused(f"{name}={texts!r}: pass a list of texts, none of them empty")
+
+
+def _check_shard_size(size: int | str | None, keeps_shards: bool) -> None:
+    if size is None:
+        return
+    if keeps_shards:
+        raise ConversionRefused("max_shard_size goes with target='native' or post_norm: here shards stay the source's")
+    try:
+        split_state_dict_into_shards_factory({"w": 1}, get_storage_size=int, filename_pattern="{suffix}",
+                                             max_shard_size=size)  # fmt: skip
+        fits = not isinstance(size, int) or size > 0
+    except (ValueError, TypeError):
+        fits = False
+    if not fits:
+        raise ConversionRefused(f"max_shard_size={size!r}: pass a number of bytes, or a size like '5GB'")
 
 
 def convert_checkpoint(
@@ -142,9 +166,10 @@ def convert_checkpoint(
         dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
         prompts: texts to verify on, where there is a tokenizer.
         verify: run source and result after writing, and publish only what passes.
-        max_shard_size: bytes, or "5GB" and the like, where the shards are not those of the source.
+        max_shard_size: bytes, or "5GB" and the like; with ``target="native"`` or `post_norm` alone, as shards stay the
+            source's otherwise.
         restart: drop the unfinished conversion of something else into the same DST.
-        planned: what `plan_conversion` returned for the same arguments, if it has been called.
+        planned: what `plan_conversion` returned for this source, instead of target, fold_affine, post_norm and texts.
         progress: called as ``progress(tensors, bytes, total_bytes)`` with what is done so far.
 
     Raises:
@@ -152,6 +177,13 @@ def convert_checkpoint(
         ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
+    _check(target, fold_affine, post_norm, texts, model_class, inputs)
+    _check_texts("prompts", prompts)
+    if planned is not None and (target != "same" or fold_affine or post_norm or texts):
+        raise ConversionRefused("planned says how to convert: leave out target, fold_affine, post_norm and texts")
+    keeps_shards = planned.keeps_shards if planned is not None else target == "same" and post_norm is None
+    _check_shard_size(max_shard_size, keeps_shards)
+    destination(src, dst)  # refused before anything is planned
     planned = planned or plan_conversion(
         src, target=target, fold_affine=fold_affine, post_norm=post_norm, texts=texts, allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,

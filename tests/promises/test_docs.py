@@ -17,7 +17,6 @@ from places import PYTHONPATH, ROOT
 import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
-from scripts.coverage import __main__ as coverage
 from scripts.coverage.__main__ import parser as coverage_parser
 
 MOST = 8192  # bytes of a landing page
@@ -69,8 +68,6 @@ def parses(words: list[str]) -> bool:
         return parser.parse_args(words[3:]) is not None
     if words[:3] == ["python", "-m", "scripts.coverage"]:
         return coverage_parser().parse_args(words[3:]) is not None
-    if words[:3] == ["python", "-m", "scripts.coverage"]:
-        return coverage.parser().parse_args(words[3:]) is not None
     return False
 
 

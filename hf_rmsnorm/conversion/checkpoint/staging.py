@@ -131,11 +131,13 @@ def destination(src: str | os.PathLike, dst: str | os.PathLike) -> Path:
     """DST as an absolute path.
 
     Raises:
-        ConversionError: it lies inside of the source.
+        ConversionError: it lies inside of the source, or exists and is not what a killed run left to be cleaned up.
     """
     dst, inside = Path(os.path.abspath(dst)), os.path.realpath(src)
     if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
         raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
+    if os.path.lexists(dst) and not os.path.lexists(f"{dst}.converting"):
+        raise already_exists(dst)
     return dst
 
 

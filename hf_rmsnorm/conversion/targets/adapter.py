@@ -46,6 +46,8 @@ class PlannedAdapter(PlannedConversion):
         factors: the layer scales of the base that B takes in.
     """
 
+    keeps_shards = True
+
     centring: CentringPlan
     base: Path
     converted: Path

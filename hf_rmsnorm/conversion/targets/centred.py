@@ -29,6 +29,8 @@ PLAN = "conversion_plan.json"
 class PlannedCentring(PlannedConversion):
     """A plan, and its proof in float64 on a small random model of the same classes."""
 
+    keeps_shards = True
+
     centring: CentringPlan
     proof: ProofReport
 

@@ -1,4 +1,4 @@
-"""`write_native`: a LayerNorm checkpoint written as one of an architecture that is RMSNorm by birth."""
+"""`plan_native`: a LayerNorm checkpoint written as one of an architecture that is RMSNorm by birth."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ..checkpoint.layout import ShardLayout
 from ..checkpoint.values import Values
@@ -21,6 +22,7 @@ class PlannedConversion(ABC):
     """
 
     made: dict[str, str]
+    keeps_shards: ClassVar[bool] = False  # whether the result's shards are the source's
 
     @abstractmethod
     def to_dict(self) -> dict:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,13 @@ from transformers import (
 
 from hf_rmsnorm import patch_model, use_backend
 from hf_rmsnorm.cli.main import main
-from hf_rmsnorm.conversion import ConversionRefused, VerificationFailed, convert_checkpoint, plan_conversion
+from hf_rmsnorm.conversion import (
+    ConversionError,
+    ConversionRefused,
+    VerificationFailed,
+    convert_checkpoint,
+    plan_conversion,
+)
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.verification import inspect_norms
 
@@ -293,3 +300,36 @@ def test_what_memory_does_not_hold_is_verified_module_by_module(converted, tmp_p
 
 def tensors(folder):
     return {path.name: digest(folder)[path.name] for path in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"max_shard_size": "1MB"}, "shards stay the source's"),
+        ({"target": "native", "max_shard_size": "nonsense"}, "pass a number of bytes, or a size like '5GB'"),
+        ({"target": "native", "max_shard_size": 0}, "pass a number of bytes"),
+        ({"prompts": "hello"}, "pass a list of texts"),
+        ({"prompts": [""]}, "none of them empty"),
+        ({"post_norm": "fit", "texts": "hello"}, "pass a list of texts"),
+        ({"target": "bogus"}, "choose one of same, native"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_planned(tmp_path, monkeypatch, options, part):
+    monkeypatch.setattr("hf_rmsnorm.conversion.api.plan_conversion", lambda *_, **__: pytest.fail("it was planned"))
+    with pytest.raises(ConversionRefused, match=re.escape(part)):
+        convert_checkpoint(GPT2, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_goes_with_no_other_way_to_convert(tmp_path):
+    planned = plan_conversion(GPT2)
+    with pytest.raises(ConversionRefused, match="planned says how"):
+        convert_checkpoint(GPT2, tmp_path / "out", planned=planned, fold_affine=True)
+    with pytest.raises(ConversionRefused, match="shards stay"):
+        convert_checkpoint(GPT2, tmp_path / "out", planned=planned, max_shard_size="5GB")
+
+
+def test_a_destination_that_exists_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_rmsnorm.conversion.api.plan_conversion", lambda *_, **__: pytest.fail("it was planned"))
+    with pytest.raises(ConversionError, match="exists already"):
+        convert_checkpoint(GPT2, tmp_path)
