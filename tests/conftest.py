@@ -163,6 +163,7 @@ def fused_calls(monkeypatch):
         return real(q, k, *args, **kwargs)
 
     spy_on(layers, "fused_norm")
+    spy_on(layers, "launched_norm")
     spy_on(fused_layers, "fused_add_norm")
     monkeypatch.setattr(fused_attention, "fused_qk_norm", spy_on_pairs)
     return calls

@@ -125,7 +125,7 @@ CASES = {
     "DDP, only norms trained": Case(ddp(), 4, only("norm")),
     "DDP, norms frozen": Case(ddp(), 4, only("proj", "embed", "head")),
     "accelerate": Case(prepared(), 4),
-    "accelerate, bf16": Case(prepared(mixed_precision="bf16"), 0),
+    "accelerate, bf16": Case(prepared(mixed_precision="bf16"), 4),
     "accelerate, compiled": Case(prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager")), 0),
     "accelerate, compiled by layers": Case(
         prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)), 0
