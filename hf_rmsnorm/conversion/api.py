@@ -179,7 +179,8 @@ def convert_checkpoint(
     """
     _check(target, fold_affine, post_norm, texts, model_class, inputs)
     _check_texts("prompts", prompts)
-    if planned is not None and (target != "same" or fold_affine or post_norm or texts):
+    other = planned is not None and target == "native" and planned.keeps_shards
+    if planned is not None and (other or fold_affine or post_norm or texts):
         raise ConversionRefused("planned says how to convert: leave out target, fold_affine, post_norm and texts")
     keeps_shards = planned.keeps_shards if planned is not None else target == "same" and post_norm is None
     _check_shard_size(max_shard_size, keeps_shards)
