@@ -20,6 +20,8 @@ from benchmarks.driver import StubDriver
 from benchmarks.machine_code import read_amd, read_nvidia, sums
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.kernels import launch, launch_qk
+from hf_rmsnorm.kernels.serves import of_rows, unserved
+from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
 
 KERNELS = (*launch.KERNELS, *launch_qk.KERNELS)
 SIZES = (64, 96, 128, 896, 2048, 2560, 4096, 5120, 8192, 14336, 16384, 65536)
@@ -101,6 +103,13 @@ VARIANTS = {
     "add_llama-fp32": Variant(_LLAMA, torch.float32, torch.float32, added=True),
     "add_layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, added=True),
 }
+
+
+def is_served(variant: Variant, hidden_size: int) -> bool:
+    """Whether the kernels compute it for rows of this size; the others are refused, and there is nothing to compile."""
+    if variant.heads:
+        return hidden_size <= MAX_HEAD_DIM
+    return unserved(variant.spec, *of_rows(variant.spec, hidden_size)) is None
 
 
 class CompileOnly(StubDriver):

@@ -56,8 +56,7 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
     Raises:
         CliError: it names a target or variant that is none, or a size that is no number.
     """
-    from benchmarks.aot import CHIPS, SIZES, VARIANTS
-    from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
+    from benchmarks.aot import CHIPS, SIZES, VARIANTS, is_served
 
     def choose(part: str, known) -> list[str]:
         chosen = part.split(",") if part else list(known)
@@ -71,7 +70,7 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
     except ValueError:
         raise CliError(f"{text}: {sizes} is no list of hidden sizes, as in 128,4096") from None
     cases = product(choose(targets, CHIPS), choose(variants, VARIANTS), sizes)
-    return [case for case in cases if not VARIANTS[case[1]].heads or case[2] <= MAX_HEAD_DIM]
+    return [case for case in cases if is_served(VARIANTS[case[1]], case[2])]
 
 
 def tighten(table: dict, found: list) -> None:

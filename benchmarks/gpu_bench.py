@@ -17,6 +17,7 @@ CASES = (  # the most telling first: what is left when time runs out is skipped
     Case("RMSNorm", (8192, 4096), compiled=True),
     Case("add + RMSNorm", (8192, 4096), compiled=True),
     Case("q/k norm", (2, 4096, 32, 8, 128), compiled=True),
+    Case("q/k norm + rotary", (2, 4096, 32, 8, 128), compiled=True),
     Case("LayerNorm", (8192, 1024), compiled=True),
     Case("RMSNorm", (2048, 4096)),
     Case("RMSNorm", (1, 4096), compiled=True),
@@ -36,6 +37,7 @@ DRY_CASES = (
     Case("RMSNorm", (6, 64), compiled=True),
     Case("add + RMSNorm", (6, 64)),
     Case("q/k norm", (2, 3, 4, 2, 32)),
+    Case("q/k norm + rotary", (2, 3, 4, 2, 32)),
     Case("LayerNorm", (6, 64)),
 )
 MODELS = {"llama": "Llama-3-8B", "qwen3": "Qwen3-8B"}  # sections and the shapes they take eight layers of

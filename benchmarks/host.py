@@ -13,11 +13,14 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from benchmarks.counting import Operators, kernels_left_out, no_launch_kept
+from benchmarks.counting import Operators, build, kernels_left_out, no_launch_kept
 from benchmarks.driver import StubDriver
 from benchmarks.peers import EAGER, EPS, OURS, Case, Implementation, calls_of, implementations, make_norms, make_set
 from benchmarks.peers import other_libraries as find_libraries
+from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
+from hf_rmsnorm import patch_model
+from hf_rmsnorm.fused import layer
 from hf_rmsnorm.ops import backend, rms_norm
 
 FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
@@ -30,6 +33,11 @@ STUBBED = (
 LOOPS = 50  # few enough that a launch queue never fills up
 ROUNDS = 60  # of so many loops
 HIDDEN_SIZE = 64  # small, so that the arithmetic of a CPU weighs little
+DEFAULT, EVERY_SUM = "patched", "every sum fused"
+DECODERS = {
+    "LLaMA": ModelShape("llama", 64, 96, 4, 2, 16, 128),
+    "Qwen3": ModelShape("qwen3", 64, 96, 4, 2, 16, 128, qk_norm=True),
+}
 CASES = (
     Case("RMSNorm", (1, 1, HIDDEN_SIZE)),
     Case("add + RMSNorm", (1, 1, HIDDEN_SIZE)),
@@ -89,7 +97,7 @@ def launches_left_out() -> Iterator[None]:
         yield
 
 
-def host_us(calls: dict[str, Callable], rounds: int, sync: Callable = lambda: None) -> dict[str, dict]:
+def host_us(calls: dict, rounds: int, sync: Callable = lambda: None, loops: int = LOOPS) -> dict[str, dict]:
     """Microseconds that a call keeps the host busy, the calls taking turns so that a busy machine slows them alike.
 
     Returns:
@@ -103,9 +111,9 @@ def host_us(calls: dict[str, Callable], rounds: int, sync: Callable = lambda: No
         for name, call in calls.items():
             sync()  # then the device runs behind, and nobody waits for it
             start = time.perf_counter()
-            for _ in range(LOOPS):
+            for _ in range(loops):
                 call()
-            samples[name].append((time.perf_counter() - start) * 1e6 / LOOPS)
+            samples[name].append((time.perf_counter() - start) * 1e6 / loops)
     return {name: {"us": statistics.median(s), "us_min": min(s)} for name, s in samples.items()}
 
 
@@ -136,7 +144,7 @@ def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
 
     Returns:
         ``cases``: by case, implementation and mode the figures of `host_us`, with ``operators``, how many are
-        dispatched in inference; ``ratios``: those that a fused norm is held to.
+        dispatched in inference; ``ratios``: those that a fused norm is held to; ``decoding``: as `_decoding`.
     """
     libraries, found = find_libraries()
     cuda = device != "cpu"
@@ -148,6 +156,7 @@ def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
     with nullcontext() if cuda else kernels_left_out() if rehearsal else launches_left_out():
         for case in CASES:
             data["cases"][str(case)] = _time(case, made[case], device, dtype, 2 if rehearsal else ROUNDS)
+        data["decoding"] = _decoding(device, dtype, 2 if rehearsal else max(2, ROUNDS // 4))
     return data | {"ratios": _ratios(data["cases"][str(CASES[0])])}
 
 
@@ -171,6 +180,39 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
             for name, figures in host_us(of_mode, rounds, Stopwatch(device).sync).items():
                 entries[name][mode] = figures
     return entries
+
+
+def _decoding(device: str, dtype: torch.dtype, rounds: int) -> dict[str, dict]:
+    """Microseconds that one decoder layer keeps the host busy for one token, by architecture and kind of patch.
+
+    The difference of a model of six layers and one of two, by four. The models are small: what the host does is not.
+    """
+    kinds = {"unpatched": None, "norms alone": {"fuse_residual": False}, DEFAULT: {}, EVERY_SUM: {}}
+    found = {}
+    for name, shape in DECODERS.items():
+        calls = {}
+        for kind, options in kinds.items():
+            for layers in (2, 6):
+                model = build(shape, layers, device, dtype).eval()
+                if options is not None:
+                    patch_model(model, **options)
+                calls[kind, layers] = _token(model, 0 if kind == EVERY_SUM else layer.LEAST_ELEMENTS)
+        with torch.no_grad():
+            timed = host_us(calls, rounds, Stopwatch(device).sync, loops=5)
+        least = {key: figures["us_min"] for key, figures in timed.items()}
+        found[name] = {kind: (least[kind, 6] - least[kind, 2]) / 4 for kind in kinds}
+    return found
+
+
+def _token(model: torch.nn.Module, least_elements: int) -> Callable[[], None]:
+    ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
+
+    def call():
+        layer.LEAST_ELEMENTS, before = least_elements, layer.LEAST_ELEMENTS
+        model(ids, use_cache=False)
+        layer.LEAST_ELEMENTS = before
+
+    return call
 
 
 def _ratios(entries: dict) -> dict:

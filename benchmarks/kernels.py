@@ -9,9 +9,20 @@ import torch
 import torch._functorch.config
 
 from benchmarks.counting import saved_bytes
-from benchmarks.peers import EAGER, OURS, Case, calls_of, implementations, judge, make_norms, make_set, other_libraries
+from benchmarks.peers import (
+    AGAIN,
+    EAGER,
+    OURS,
+    Case,
+    calls_of,
+    implementations,
+    judge,
+    make_norms,
+    make_set,
+    other_libraries,
+)
 from benchmarks.shapes import AGAINST_LAYER_NORM, ModelShape
-from benchmarks.timing import Stopwatch, copy_bandwidth
+from benchmarks.timing import Stopwatch, copy_bandwidth, copy_rate
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
 UNTIMED = (
@@ -28,7 +39,8 @@ def cases(shapes: dict[str, ModelShape], tokens: Iterable[int]) -> list[Case]:
             offset = shape.weight_offset
             of_model = [Case(kind, (count, shape.hidden_size), offset) for kind in ("RMSNorm", "add + RMSNorm")]
             if shape.qk_norm:
-                of_model.append(Case("q/k norm", (1, count, shape.heads, shape.key_heads, shape.head_dim), offset))
+                sizes = 1, count, shape.heads, shape.key_heads, shape.head_dim
+                of_model += [Case(kind, sizes, offset) for kind in ("q/k norm", "q/k norm + rotary")]
             for case in of_model:
                 found.setdefault(case, []).append(name)
     return [Case(c.kind, c.shape, c.weight_offset, True, tuple(names)) for c, names in found.items()]
@@ -43,7 +55,8 @@ def time_case(
         best_copy: GB/s, measured in the same run. None: nothing is timed.
 
     Returns:
-        ``implementations``: by name ``gate``, ``saved_bytes_per_row``, and for each direction its figures.
+        ``implementations``: by name ``gate``, ``saved_bytes_per_row``, and for each direction its figures: ``of_copy``
+        is its share of the best copy's bandwidth, ``of_own_copy`` of that of a copy of as many bytes.
     """
     torch._dynamo.reset()  # the compiled code of the case before would count towards the limit of recompiles
     torch._functorch.config.donated_buffer = False  # the backward is timed with retain_graph=True
@@ -54,6 +67,10 @@ def time_case(
     count = 1 if best_copy is None else watch.sets(touched, 6 * touched)  # with results and what eager saves
     sets = [make_set(case, watch.device, dtype) for _ in range(count)]
     verdicts = judge(case, made, norms, *sets[0])
+    own_copy = {}
+    if best_copy is not None and watch.cuda:  # a copy of what a direction moves at least: small ones reach less
+        for direction in DIRECTIONS:
+            own_copy[direction] = copy_rate(watch, case.passes(direction) * size // 2)
     result = {
         "case": str(case),
         "kind": case.kind,
@@ -79,6 +96,7 @@ def time_case(
                     timing |= watch.device_us(calls)
                     timing["gb_per_s"] = case.passes(direction) * size / timing["us"] / 1e3
                     timing["of_copy"] = timing["gb_per_s"] / best_copy
+                    timing["of_own_copy"] = timing["gb_per_s"] / own_copy[direction]
                 entry[direction] = timing
         except Exception as error:  # as in `judge`
             entry["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -105,7 +123,8 @@ def _compare(entries: dict) -> None:
         timed = {name: e[direction] for name, e in entries.items() if "us" in e.get(direction, {})}
         for timing in timed.values():
             timing["times_ours"] = timing["us"] / mine
-        rivals = [t["us"] for name, t in timed.items() if name not in (OURS, EAGER) and same_numerics(entries[name])]
+        others = timed.keys() - {OURS, AGAIN, EAGER}
+        rivals = [timed[name]["us"] for name in others if same_numerics(entries[name])]
         ours[direction]["of_best_with_same_numerics"] = min(rivals) / mine if rivals else None
 
 

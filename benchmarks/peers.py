@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.counting import build
+from benchmarks.shapes import TINY
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.attention import norm_and_rotate, norm_later
@@ -21,7 +23,8 @@ from hf_rmsnorm.verification import tolerance as gate
 
 EPS = 1e-6
 OURS, EAGER = "hf_rmsnorm", "hf_eager"
-Kind = Literal["RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm"]
+AGAIN = f"{OURS} again"  # the same once more: what lies between the two is what a difference has to exceed
+Kind = Literal["RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm", "q/k norm + rotary"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Case:
 
     Args:
         kind: "add + RMSNorm" is ``h = residual + x`` and the norm of h; "q/k norm" that of the heads of q and of k,
-            which are slices of a packed projection and whose gradients arrive transposed, as attention sends them.
-        shape: of x; for "q/k norm" (batch, length, heads, key heads, head_dim).
+            which are slices of a packed projection and whose gradients arrive transposed, as attention sends them; "+
+            rotary" turns both by their positions behind that, as LLaMA's `apply_rotary_pos_emb` does.
+        shape: of x; for q and k (batch, length, heads, key heads, head_dim).
         weight_offset: 1.0 for the norms of Gemma.
         compiled: also measure torch.compile, which takes seconds to compile.
         models: names of the shapes that it comes from.
@@ -48,9 +52,13 @@ class Case:
         return f"{self.kind} {'x'.join(map(str, self.shape))}{offset}"
 
     @property
+    def paired(self) -> bool:
+        return self.kind.startswith("q/k norm")
+
+    @property
     def elements(self) -> int:
         """Elements of x, or of q and k together."""
-        if self.kind != "q/k norm":
+        if not self.paired:
             return torch.Size(self.shape).numel()
         batch, length, heads, key_heads, head_dim = self.shape
         return batch * length * (heads + key_heads) * head_dim
@@ -133,10 +141,21 @@ def make_norms(case: Case, device: str, dtype: torch.dtype) -> list[nn.Module]:
                 norm.bias.uniform_(-0.5, 0.5)
         return norm
 
-    return [make() for _ in range(2 if case.kind == "q/k norm" else 1)]
+    return [make() for _ in range(2 if case.paired else 1)]
 
 
-def composed(kind: Kind, norms: Sequence[Callable]) -> Callable:
+def tables_of(case: Case, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(cos, sin) of a case with a rotary embedding, each (1, length, head_dim); of others none."""
+    if case.kind != "q/k norm + rotary":
+        return ()
+    _, length, _, _, head_dim = case.shape
+    powers = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / 10_000**powers
+    angles = torch.cat([angles, angles], -1)[None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def composed(kind: Kind, norms: Sequence[Callable], tables: tuple = ()) -> Callable:
     """The case in terms of norms of one tensor, as an unmodified model computes it."""
     norm = norms[0]
     if kind == "add + RMSNorm":
@@ -148,7 +167,17 @@ def composed(kind: Kind, norms: Sequence[Callable]) -> Callable:
         return add
     if kind == "q/k norm":
         return lambda q, k: (norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2))
+    if kind == "q/k norm + rotary":
+
+        return lambda q, k: rotary()(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), *tables)
     return norm
+
+
+def rotary() -> Callable:
+    """``rotate(q, k, cos, sin)`` of the models that norm q and k before it."""
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb
 
 
 def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
@@ -164,7 +193,7 @@ def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
     return holder[0], report.swapped[0].formula
 
 
-def _ours(kind: Kind, norms: list[nn.Module]) -> Implementation:
+def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
     """As a patched model computes it."""
     fused = [fused_copy(norm)[0] for norm in norms]
     parameters, owner = [p for norm in fused for p in norm.parameters()], nn.Module()
@@ -175,13 +204,17 @@ def _ours(kind: Kind, norms: list[nn.Module]) -> Implementation:
             h = add(owner, residual, x, ("norm", False))
             return h, owner.norm(h)
 
-    elif kind == "q/k norm":
+    elif kind.startswith("q/k norm"):
         owner.q_norm, owner.k_norm = fused
+        turn = None
+        if tables:
+            patch_model(build(TINY["tiny"], 1))  # which proves what the function computes
+            turn = rotary()
 
         def call(q, k):
             held = {}
             q, k = (norm_later(owner, held, n, t).transpose(1, 2) for n, t in (("q_norm", q), ("k_norm", k)))
-            return norm_and_rotate(owner, held, ("q_norm", "k_norm"), None, q, k)
+            return norm_and_rotate(owner, held, ("q_norm", "k_norm"), turn, q, k, *tables)
 
     else:
         call = fused[0]
@@ -191,7 +224,9 @@ def _ours(kind: Kind, norms: list[nn.Module]) -> Implementation:
 def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile_backend: str | None) -> dict:
     """Name -> `Implementation`; `hf_eager` is first, because the others are judged by it."""
     kind, parameters = case.kind, [p for norm in norms for p in norm.parameters()]
-    made = {EAGER: Implementation(composed(kind, norms), parameters), OURS: _ours(kind, norms)}
+    tables = tables_of(case, parameters[0].device, parameters[0].dtype)
+    ours = _ours(kind, norms, tables)
+    made = {EAGER: Implementation(composed(kind, norms, tables), parameters), OURS: ours, AGAIN: ours}
     if kind != "LayerNorm":  # nn.LayerNorm is F.layer_norm already
 
         def functional(norm):
@@ -200,16 +235,16 @@ def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile
                 return lambda x: F.rms_norm(x, shape, weight + offset, EPS)
             return lambda x: F.rms_norm(x, shape, weight, EPS)
 
-        made["F.rms_norm"] = Implementation(composed(kind, [functional(norm) for norm in norms]), parameters)
+        made["F.rms_norm"] = Implementation(composed(kind, [functional(norm) for norm in norms], tables), parameters)
     if compile_backend is not None:
         copies = [copy.deepcopy(norm) for norm in norms]
-        call = torch.compile(composed(kind, copies), dynamic=False, fullgraph=True, backend=compile_backend)
+        call = torch.compile(composed(kind, copies, tables), dynamic=False, fullgraph=True, backend=compile_backend)
         made["torch.compile"] = Implementation(call, [p for norm in copies for p in norm.parameters()])
     for name, functions in libraries.items():
         if kind == "add + RMSNorm" and kind in functions:
             call = lambda x, residual, f=functions[kind]: f(x, residual, norms[0])  # noqa: E731
         elif (one := functions.get("LayerNorm" if kind == "LayerNorm" else "RMSNorm")) is not None:
-            call = composed(kind, [lambda x, f=one, norm=norm: f(x, norm) for norm in norms])
+            call = composed(kind, [lambda x, f=one, norm=norm: f(x, norm) for norm in norms], tables)
         else:
             continue
         made[name] = Implementation(call, parameters)
@@ -222,7 +257,7 @@ def make_set(case: Case, device: str, dtype: torch.dtype) -> tuple[list, list]:
     def random(*shape):
         return torch.randn(shape, device=device, dtype=dtype)
 
-    if case.kind == "q/k norm":
+    if case.paired:
         batch, length, heads, key_heads, size = case.shape
         packed = random(batch, length, (heads + 2 * key_heads) * size)  # q, k and v
         q, k, _ = packed.split([heads * size, key_heads * size, key_heads * size], dim=-1)
@@ -238,8 +273,8 @@ def _outputs(outputs) -> tuple:
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
-_INPUTS = {"add + RMSNorm": ("x", "residual"), "q/k norm": ("q", "k")}
-_OUTPUTS = {"add + RMSNorm": ("h", "y"), "q/k norm": ("yq", "yk")}
+_INPUTS = {"add + RMSNorm": ("x", "residual")} | dict.fromkeys(("q/k norm", "q/k norm + rotary"), ("q", "k"))
+_OUTPUTS = {"add + RMSNorm": ("h", "y")} | dict.fromkeys(("q/k norm", "q/k norm + rotary"), ("yq", "yk"))
 
 
 def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradients: list) -> dict:
@@ -255,7 +290,8 @@ def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradient
         lambda x, p=(*doubles[i * per_norm : (i + 1) * per_norm], None): reference_norm(x, p[0], p[1], spec)
         for i in range(len(norms))
     ]
-    outputs = _outputs(composed(case.kind, exact_norms)(*leaves[: len(inputs)]))
+    tables = tuple(t.double() for t in tables_of(case, inputs[0].device, inputs[0].dtype))
+    outputs = _outputs(composed(case.kind, exact_norms, tables)(*leaves[: len(inputs)]))
     parameters = [f"d{name}{i or ''}" for i, norm in enumerate(norms) for name, _ in norm.named_parameters()]
     names = [*_OUTPUTS.get(case.kind, ("y",)), *(f"d{x}" for x in _INPUTS.get(case.kind, ("x",))), *parameters]
     exact = [t.detach() for t in outputs]
@@ -277,6 +313,8 @@ def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradient
         for what, value, theirs, truth in zip(names, got, eager, exact, strict=True):
             errors = {k: (t.double() - truth).abs().max().item() for k, t in (("own", value), ("hf", theirs))}
             verdict["errors"][what] = errors
+            if not truth.any():
+                verdict["failures"].append(f"{what}: zero everywhere in float64 too, so nothing was computed")
             try:
                 gate.assert_as_accurate(value, theirs, truth, what)
             except AssertionError as error:

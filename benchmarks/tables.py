@@ -91,13 +91,14 @@ def kernels(result: dict) -> list[str]:
         timed = any("us" in e.get("forward", {}) for e in case["implementations"].values())
         header = ["implementation"]
         if timed:
-            header += ["forward us", "of copy", "x ours", "backward us", "of copy", "x ours"]
+            header += [f for way in ("forward", "backward") for f in (f"{way} us", "of copy", "of own copy", "x ours")]
         rows = [(*header, "saved B/row", "gate")]
         for name, entry in case["implementations"].items():
             figures = []
             for direction in ("forward", "backward") if timed else ():
                 timing = entry.get(direction, {})
-                figures += [timing.get("us"), timing.get("of_copy"), _mark(entry, timing.get("times_ours"))]
+                figures += [timing.get(key) for key in ("us", "of_copy", "of_own_copy")]
+                figures.append(_mark(entry, timing.get("times_ours")))
             rows.append((name, *figures, entry.get("saved_bytes_per_row"), verdict(entry)[:90]))
         title = f"{case['case']} {case['dtype']}"
         if case["cold"] is False:
@@ -119,6 +120,9 @@ def host(result: dict) -> list[str]:
             figures = [f"{entry[m]['us']:.1f} ({entry[m]['us_min']:.1f})" if m in entry else None for m in _MODES]
             rows.append((name, *figures, entry.get("operators"), entry.get("error", "")[:60]))
         made.append(table(f"host us per call, {case}", rows))
+    if decoding := result.get("decoding"):
+        header = ("a decoder layer, one token", *next(iter(decoding.values())))
+        made.append(table("host us, least", [header, *((name, *of.values()) for name, of in decoding.items())]))
     return made + [f"hf_rmsnorm, {what}: {cell(ratio)}" for what, ratio in result.get("ratios", {}).items()]
 
 

@@ -89,15 +89,16 @@ class Stopwatch:
 
 def copy_bandwidth(watch: Stopwatch) -> dict:
     """GB/s, bytes read plus bytes written, of `Tensor.copy_` at a few sizes, and the best of them."""
-    result = {}
-    for megabytes in watch.copied:
-        size = megabytes << 20
-        pairs = []
-        for _ in range(watch.sets(2 * size, 2 * size)):
-            source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=watch.device)
-            pairs.append((source, torch.empty_like(source)))
-        calls = [lambda a=source, b=target: b.copy_(a) for source, target in pairs]
-        us = watch.device_us(calls)["us"] if watch.cuda else watch.wall_us(calls)
-        result[f"{megabytes}MiB"] = 2 * size / us / 1e3
-    result["best"] = max(result.values())
-    return result
+    result = {f"{megabytes}MiB": copy_rate(watch, megabytes << 20) for megabytes in watch.copied}
+    return result | {"best": max(result.values())}
+
+
+def copy_rate(watch: Stopwatch, size: int) -> float:
+    """GB/s, read plus written, of copies of `size` bytes each."""
+    pairs = []
+    for _ in range(watch.sets(2 * size, 2 * size)):
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=watch.device)
+        pairs.append((source, torch.empty_like(source)))
+    calls = [lambda a=source, b=target: b.copy_(a) for source, target in pairs]
+    us = watch.device_us(calls)["us"] if watch.cuda else watch.wall_us(calls)
+    return 2 * size / us / 1e3

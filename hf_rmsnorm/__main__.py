@@ -1,8 +1,6 @@
 """``python -m hf_rmsnorm``: the command line."""
 
-import sys
-
 from .cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -178,4 +178,5 @@ class NormSpec:
             words.append(f"groups of {self.group_size}")
         if self.gate is not None:
             words.append("{}(gate) {}".format(*self.gate.split("_")))
+        words += sorted(axis for axis in self.axes if axis.partition("=")[0] not in NormSpec.__dataclass_fields__)
         return f"{self.kind}({', '.join(words)})"

@@ -1,7 +1,6 @@
 """Module paths and tensor names for people: those that differ in their numbers written as one."""
 
-from __future__ import annotations
-
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -26,10 +25,7 @@ def compact_paths(paths: Sequence[str]) -> list[str]:
 def _boxes(tuples: list[tuple[int, ...]]) -> list[list[str]]:
     """Cover tuples of numbers by products of ranges, each written out per position."""
     axes = [sorted(set(axis)) for axis in zip(*tuples, strict=True)]
-    size = 1
-    for axis in axes:
-        size *= len(axis)
-    if size == len(set(tuples)):
+    if math.prod(map(len, axes)) == len(set(tuples)):
         return [[_ranges(axis) for axis in axes]]
     split = next(i for i, axis in enumerate(axes) if len(axis) > 1)
     return [box for value in axes[split] for box in _boxes([t for t in tuples if t[split] == value])]

@@ -6,15 +6,13 @@ The record that a conversion leaves in config.json, under `RECORD_KEY`, names pa
 the ``count`` of its parameters. What an adapter of PEFT adds to a writer has to have zero mean too.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+Entries = Mapping[str, dict]  # by parameter or module path, or by what several of them are called together
 RECORD_KEY = "hf_rmsnorm"
 TRAINED_AS_RMS = "rms_norm"  # what the record says that the checkpoint computes, where training made it so
 VERSION = 1
@@ -30,12 +28,8 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def make_record(
-    writers: Mapping[str, dict],
-    norms: Mapping[str, dict],
-    parameters: Iterable[str],
-    paths: Iterable[str],
-    neurons: Mapping[str, dict] | None = None,
-):
+    writers: Entries, norms: Entries, parameters: Iterable[str], paths: Iterable[str], neurons: Entries | None = None
+) -> dict:
     """The record: JSON data for config.json.
 
     Args:
@@ -48,21 +42,19 @@ def make_record(
             one value each; they are neurons that cancel the mean of what is added to them.
     """
     parameters = list(parameters)
-    record = {
-        "version": VERSION,
-        "computes": "layer_norm",
-        "writers": _counted(writers, parameters),
-        "rms_norms": shorten(norms, paths),
-    }
+    record = {"version": VERSION, "computes": "layer_norm"}
+    record |= {"writers": _counted(writers, parameters), "rms_norms": shorten(norms, paths)}
     return {**record, "neurons": _counted(neurons, parameters)} if neurons else record
 
 
-def _counted(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
-    counts = Counter(_NUMBER.sub("*", name) for name in entries)
-    return {
-        text: how if text in entries else {**how, "count": counts[text]}
-        for text, how in shorten(entries, names).items()
-    }
+def _counted(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
+    counts = Counter(map(_alike, entries))
+    short = shorten(entries, names)
+    return {text: how if text in entries else {**how, "count": counts[text]} for text, how in short.items()}
+
+
+def _alike(name: str) -> str:
+    return _NUMBER.sub("*", name)
 
 
 def trained_as_rms(record) -> bool:
@@ -83,34 +75,31 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
     zero mean or are no longer what they were; none if all is well.
 
     Args:
-        tensors: by parameter name, as ``dict(model.named_parameters())`` or ``model.state_dict()``; of any dtype, on
-            any device.
-        record: what `make_record` made.
+        tensors: by parameter name, as in ``model.state_dict()``; of any dtype, on any device.
 
     Raises:
         ValueError: the record is of another version of this package.
     """
     if record.get("version") != VERSION:
         raise ValueError(f"the record has version {record.get('version')!r}, this package knows {VERSION}")
-    neurons = record.get("neurons", {})
-    there = Counter(text for name in tensors for text in {name, _NUMBER.sub("*", name)})
-    recorded = {**neurons, **record["writers"]}
+    there = Counter(text for name in tensors for text in {name, _alike(name)})
+    recorded = {**record.get("neurons", {}), **record["writers"]}
     wrong = [text for text, how in recorded.items() if there[text] < how.get("count", 1)]
-    for name, how in _matching(record["writers"], tensors).items():
-        if not is_centred(_without_added(tensors[name], how), how["axis"], how["block"], how["blocks"]):
-            wrong.append(name)
-    for name, how in _matching(neurons, tensors).items():
-        if name not in wrong and not _constant(tensors[name], how["axis"], how["first"], how["values"]):
+    for name, how in promises(record, tensors):
+        if name not in wrong and not _holds(tensors[name], how):
             wrong.append(name)
     return wrong
 
 
-def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
-    """What `uncentred` finds, in words and with what to do about it; "" if all is well.
+def promises(record: Mapping, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
+    """(parameter, what the record says of it), of writers first: what `uncentred` looks at and `mend_` puts back."""
+    names = list(names)
+    for entries in (record["writers"], record.get("neurons", {})):
+        yield from _matching(entries, names).items()
 
-    Raises:
-        ValueError: as `uncentred`.
-    """
+
+def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
+    """What `uncentred` finds, in words and with what to do about it; "" if all is well."""
     names = uncentred(tensors, record)
     if not names:
         return ""
@@ -124,7 +113,7 @@ def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
     for stored in _NARROW if how and "but" not in how else ():
         narrow = tensor.to(stored)
         exact = stored != tensor.dtype and torch.equal(narrow.to(tensor.dtype), tensor)
-        if exact and is_centred(narrow, how["axis"], how["block"], how["blocks"]):
+        if exact and _holds(narrow, how):
             stored, wide = (str(dtype).removeprefix("torch.") for dtype in (stored, tensor.dtype))
             return (
                 f"{which} has {stored} values, whose rounding leaves more of a mean than {wide} does: load it with "
@@ -134,68 +123,28 @@ def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
 
 
 @torch.no_grad()
-def _constant(tensor: torch.Tensor, axis: int, first: int, values: list[float]) -> bool:
-    if tensor.ndim <= axis or tensor.shape[axis] != first + len(values):
+def _holds(tensor: torch.Tensor, how: Mapping) -> bool:
+    """Whether a writer has zero mean, or neurons are what they were."""
+    if "values" not in how:
+        return is_centred(_without_added(tensor, how), how["axis"], how["block"], how["blocks"])
+    if tensor.ndim <= how["axis"] or tensor.shape[how["axis"]] != how["first"] + len(how["values"]):
         return False
-    slices = tensor.movedim(axis, -1)[..., first:]
-    return bool((slices == torch.tensor(values, dtype=torch.float64).to(slices)).all())
+    slices, values = _neurons(tensor, how)
+    return bool((slices == values).all())
 
 
 @torch.no_grad()
-def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
-    """Whether each block along the axis (`Centre` says which) has zero mean, but for the rounding of its elements."""
-    if not tensor.is_floating_point() or tensor.ndim <= axis or tensor.shape[axis] % block:
-        return False
-    moved = tensor.movedim(axis, -1)
-    rows = moved.reshape(*moved.shape[:-1], -1, block)
-    if blocks is not None:
-        if max(blocks) >= rows.shape[-2]:
-            return False
-        rows = rows[..., list(blocks), :]
-    unit = torch.finfo(tensor.dtype).eps / 2
-    smallest = torch.finfo(tensor.dtype).smallest_normal * unit
-    for part in rows.flatten(0, -2).split(max(1, 2**24 // block)):  # a table of embeddings is not widened whole
-        part = part.double()
-        # Each element is off by at most half an ulp. Not by chance in either direction: where the source's elements lie
-        # on one coarse grid, all of a row are rounded alike, and nothing averages out.
-        bound = (unit + ARITHMETIC) * part.abs().mean(-1) + smallest
-        if not bool(((part.mean(-1).abs() <= bound) & bound.isfinite()).all()):
-            return False
-    return True
+def mend_(tensor: torch.Tensor, how: Mapping) -> None:
+    """Put a tensor back in place to what `promises` or `Writers.changed_by` says; it has to be whole along its axis."""
+    if "values" not in how:
+        return centre_(_without_added(tensor, how), how["axis"], how["block"], how["blocks"])
+    slices, values = _neurons(tensor, how)
+    slices.copy_(values.expand_as(slices))
 
 
-@torch.no_grad()
-def centre_(tensor: torch.Tensor, axis: int, block: int, blocks) -> None:
-    """Take the mean off each block along the axis, in place; in float64, rounded to the tensor's dtype."""
-    rows = tensor.movedim(axis, -1).unflatten(-1, (-1, block))
-    for part in (rows,) if blocks is None else [rows.select(-2, index) for index in blocks]:
-        for piece in part.split(max(1, 2**24 // part[0].numel())) if part.dim() > 1 else (part,):
-            wide = piece.double()
-            piece.copy_(wide - wide.mean(-1, keepdim=True))
-
-
-@torch.no_grad()
-def _write_neurons_(tensor: torch.Tensor, axis: int, first: int, values: list[float]) -> None:
-    slices = tensor.movedim(axis, -1)[..., first:]
-    slices.copy_(torch.tensor(values, dtype=torch.float64).to(slices).expand_as(slices))
-
-
-def mending(record: Mapping, names: Iterable[str]) -> dict[str, list[tuple[int, Callable[[torch.Tensor], None]]]]:
-    """How to put back in place what `uncentred` looks at: parameter -> (axis, function of the tensor), in order.
-
-    Each function needs the whole of the tensor along its axis.
-    """
-    names, made = list(names), defaultdict(list)
-    for name, how in _matching(record["writers"], names).items():
-        made[name].append((how["axis"], partial(_centre_but_, how=how)))
-    for name, how in _matching(record.get("neurons", {}), names).items():
-        given = {key: how[key] for key in ("axis", "first", "values")}
-        made[name].append((how["axis"], partial(_write_neurons_, **given)))
-    return made
-
-
-def _centre_but_(tensor: torch.Tensor, how: Mapping) -> None:
-    centre_(_without_added(tensor, how), how["axis"], how["block"], how["blocks"])
+def _neurons(tensor: torch.Tensor, how: Mapping) -> tuple[torch.Tensor, torch.Tensor]:
+    slices = tensor.movedim(how["axis"], -1)[..., how["first"] :]
+    return slices, torch.tensor(how["values"], dtype=torch.float64).to(slices)
 
 
 def _without_added(tensor: torch.Tensor, how: Mapping) -> torch.Tensor:
@@ -204,6 +153,40 @@ def _without_added(tensor: torch.Tensor, how: Mapping) -> torch.Tensor:
     if but is not None and tensor.ndim > but["axis"] and tensor.shape[but["axis"]] > but["first"]:
         return tensor.narrow(but["axis"], 0, but["first"])
     return tensor
+
+
+@torch.no_grad()
+def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
+    """Whether each block along the axis (`Centre` says which) has zero mean, but for the rounding of its elements."""
+    if not tensor.is_floating_point() or tensor.ndim <= axis or tensor.shape[axis] % block:
+        return False
+    if blocks is not None and max(blocks) >= tensor.shape[axis] // block:
+        return False
+    unit = torch.finfo(tensor.dtype).eps / 2
+    smallest = torch.finfo(tensor.dtype).smallest_normal * unit
+    for piece in _blocks(tensor, axis, block, blocks):
+        wide = piece.double()
+        # Each element is off by at most half an ulp. Not by chance in either direction: where the source's elements lie
+        # on one coarse grid, all of a row are rounded alike, and nothing averages out.
+        bound = (unit + ARITHMETIC) * wide.abs().mean(-1) + smallest
+        if not bool(((wide.mean(-1).abs() <= bound) & bound.isfinite()).all()):
+            return False
+    return True
+
+
+@torch.no_grad()
+def centre_(tensor: torch.Tensor, axis: int, block: int, blocks) -> None:
+    """Take the mean off each block along the axis, in place; in float64, rounded to the tensor's dtype."""
+    for piece in _blocks(tensor, axis, block, blocks):
+        wide = piece.double()
+        piece.copy_(wide - wide.mean(-1, keepdim=True))
+
+
+def _blocks(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator[torch.Tensor]:
+    """Views of the blocks, which are their last dimension; in parts, so that a table of words is not widened whole."""
+    rows = tensor.movedim(axis, -1).unflatten(-1, (-1, block))
+    for part in (rows,) if blocks is None else [rows.select(-2, index) for index in blocks]:
+        yield from part.split(max(1, 2**24 // max(1, part[:1].numel()))) if part.dim() > 1 else (part,)
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
@@ -218,18 +201,12 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 
 
 class Writers:
-    """What a record says of a model's parameters, asked for the tensors that an adapter brings.
-
-    Args:
-        record: what `make_record` made.
-        names: the model's own parameters, without what adapters add.
-    """
+    """What a record says of a model's own parameters (`names`), asked for the tensors that an adapter brings."""
 
     def __init__(self, record: Mapping, names: Iterable[str]):
         self.names = set(names)
         self.modules = _above(self.names)
-        neurons = _matching(record.get("neurons", {}), self.names)
-        self.how = {**_matching(record["writers"], self.names), **neurons}
+        self.how = dict(promises(record, self.names))
 
     def home(self, name: str) -> str:
         """The parameter that a tensor of an adapter stands in for, else the module that it is added to; "" for none."""
@@ -273,30 +250,25 @@ def _above(names: Iterable[str]) -> set[str]:
     return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
 
-def _pattern(text: str) -> re.Pattern:
-    return re.compile(r"\d+".join(re.escape(part) for part in text.split("*")))
-
-
-def _matching(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
+def _matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     exact = {text: how for text, how in entries.items() if "*" not in text}
-    patterns = [(_pattern(text), how) for text, how in entries.items() if "*" in text]
-    found = {}
-    for name in names:
-        how = exact.get(name) or next((how for pattern, how in patterns if pattern.fullmatch(name)), None)
-        if how is not None:
-            found[name] = how
-    return found
+    several = [text for text in entries if "*" in text]
+    patterns = [(re.compile(re.escape(text).replace(r"\*", r"\d+")), entries[text]) for text in several]
+    found = {
+        name: exact.get(name) or next((how for pattern, how in patterns if pattern.fullmatch(name)), None)
+        for name in names
+    }
+    return {name: how for name, how in found.items() if how is not None}
 
 
-def shorten(entries: Mapping[str, dict], names: Iterable[str]) -> dict[str, dict]:
+def shorten(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     """Equal entries of names that differ in numbers only as one, where it matches none of the other names."""
-    every: dict[str, set[str]] = {}
+    every: dict[str, set[str]] = defaultdict(set)
     for name in names:
-        every.setdefault(_NUMBER.sub("*", name), set()).add(name)
+        every[_alike(name)].add(name)
     short: dict[str, dict] = {}
     for name, how in entries.items():
-        pattern = _NUMBER.sub("*", name)
-        alike = every.get(pattern, set())
+        alike = every[_alike(name)]
         whole = len(alike) > 1 and all(entries.get(other) == how for other in alike)
-        short[pattern if whole else name] = how
+        short[_alike(name) if whole else name] = how
     return short

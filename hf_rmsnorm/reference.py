@@ -1,20 +1,17 @@
 """Every formula of `NormSpec` in plain torch: the oracle of the tests and the fallback where no kernel runs."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .formula import NormSpec, compute_dtype
 
 
 def reference_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    spec: NormSpec,
-    gate: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, gate: Tensor | None = None
+) -> Tensor:
     """Normalise x over its last dimension exactly as the layer that `spec` describes does.
 
     The operators and their order are those of the Hugging Face classes, so that the result is bit-equal to theirs on
@@ -35,25 +32,17 @@ def reference_norm(
     if spec.functional and (spec.centered or bias is None or spec.rounding != "once"):
         if spec.weight_offset and weight is not None:
             weight = weight + spec.weight_offset
-        inside = (weight, bias) if spec.rounding == "once" else (None, None)
+        once = spec.rounding == "once"
+        inside = (weight, bias) if once else (None, None)
         if spec.centered:
             y = F.layer_norm(x, x.shape[-1:], *inside, spec.eps)
         else:
             y = F.rms_norm(x, x.shape[-1:], inside[0], spec.eps)
-        if spec.rounding != "once":
-            y = weight * y
-            y = y if bias is None else y + bias
-        return y
+        if once:
+            return y
+        return weight * y if bias is None else weight * y + bias
     compute = x.dtype if spec.rounding == "every_step" else compute_dtype(x.dtype)
-    h = x.to(compute)
-    if spec.gate == "silu_before":
-        h = h * _activation(gate.to(compute), spec.gate)
-    if spec.weight_first:
-        h = (h * _scale(weight, spec)).to(x.dtype).to(compute)
-        weight = None
-    if spec.centered:
-        h = h - h.mean(-1, keepdim=True)
-    square = h.pow(2).mean(-1, keepdim=True)
+    h, square, _ = _normalised(x, spec, weight, gate, compute)
     if spec.eps_outside:
         h = h / (torch.sqrt(square) + spec.eps)
     elif spec.rounding == "every_step":
@@ -63,63 +52,62 @@ def reference_norm(
     else:
         h = h * torch.rsqrt(square + spec.eps)
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
-    if weight is not None:
+    if weight is not None and not spec.weight_first:
         h = _scale(weight, spec) * h
     if bias is not None:
         h = h + bias
     if spec.gated_after:
-        h = h * _activation(gate.to(compute), spec.gate)
+        z = gate.to(compute)
+        h = h * (torch.sigmoid(z) if spec.gate == "sigmoid_after" else F.silu(z))
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
 
 
-def _scale(weight: torch.Tensor, spec: NormSpec) -> torch.Tensor:
+def _normalised(x, spec: NormSpec, weight, gate, compute: torch.dtype):
+    """(what is divided by its root, its mean square, the mean that was taken off it or None), computed in `compute`."""
+    h = x.to(compute)
+    if spec.gate == "silu_before":
+        h = h * F.silu(gate.to(compute))
+    if spec.weight_first:
+        h = (h * _scale(weight, spec)).to(x.dtype).to(compute)
+    mean = h.mean(-1, keepdim=True) if spec.centered else None
+    if mean is not None:
+        h = h - mean
+    return h, h.pow(2).mean(-1, keepdim=True), mean
+
+
+def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
     if not spec.weight_offset:
         return weight
     scale = weight.to(compute_dtype(weight.dtype)) + spec.weight_offset
     return scale.to(weight.dtype) if spec.rounds_offset else scale
 
 
-def in_groups(group_size: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def in_groups(group_size: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Each (..., hidden_size) as a view of (..., hidden_size / group_size, group_size)."""
     return tuple(None if t is None else t.unflatten(-1, (-1, group_size)) for t in tensors)
 
 
-def _activation(gate: torch.Tensor, kind: str) -> torch.Tensor:
-    return torch.sigmoid(gate) if kind == "sigmoid_after" else F.silu(gate)
-
-
 def reference_stats(
-    x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None = None, gate: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, spec: NormSpec, weight: Tensor | None = None, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
-    _, rstd, mean = _hidden(x, spec, weight, gate)
-    return rstd.flatten().float(), None if mean is None else mean.flatten().float()
+    _, square, mean = _normalised(x, spec, weight, gate, compute_dtype(x.dtype))
+    return _rstd(square, spec).flatten().float(), None if mean is None else mean.flatten().float()
 
 
-def _hidden(x, spec, weight, gate):
-    """(what is normalised, 1 / its root, mean or None), in float32 or wider."""
-    h = x.to(compute_dtype(x.dtype))
-    if spec.gate == "silu_before":
-        h = h * F.silu(gate.to(h.dtype))
-    if spec.weight_first:
-        h = (h * _scale(weight, spec)).to(x.dtype).to(h.dtype)
-    mean = h.mean(-1, keepdim=True) if spec.centered else None
-    if mean is not None:
-        h = h - mean
-    square = h.pow(2).mean(-1, keepdim=True)
-    rstd = 1.0 / (square.sqrt() + spec.eps) if spec.eps_outside else torch.rsqrt(square + spec.eps)
-    return h, rstd, mean
+def _rstd(square: Tensor, spec: NormSpec) -> Tensor:
+    return 1.0 / (square.sqrt() + spec.eps) if spec.eps_outside else torch.rsqrt(square + spec.eps)
 
 
 def reference_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     spec: NormSpec,
-    need: tuple[bool, ...] | list[bool],
-    gate: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+    need: Sequence[bool],
+    gate: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """The closed-form gradients (dx, dweight, dbias, dgate), None where `need` is False.
 
     With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)), less rstd * mean(g) where the norm
@@ -129,9 +117,9 @@ def reference_backward(
     """
     need = (*need, False)[:4]
     compute = compute_dtype(x.dtype)
-    h, rstd, _ = _hidden(x, spec, weight, gate)
-    xhat = h * rstd
-    g = dy.to(compute)
+    h, square, _ = _normalised(x, spec, weight, gate, compute)
+    rstd = _rstd(square, spec)
+    xhat, g = h * rstd, dy.to(compute)
     dx = dweight = dbias = dgate = None
     hat_dtype = spec.hat_dtype(x.dtype, None if weight is None else weight.dtype)
     rounded = xhat.to(hat_dtype).to(compute)
@@ -153,7 +141,7 @@ def reference_backward(
         g = g if spec.weight_first else g * scale
         along = (g * xhat).mean(-1, keepdim=True)
         if spec.eps_outside:
-            rms = h.pow(2).mean(-1, keepdim=True).sqrt()
+            rms = square.sqrt()
             along = along * ((rms + spec.eps) / rms)
         dx = g - xhat * along
         if spec.centered:
@@ -165,17 +153,10 @@ def reference_backward(
         if spec.gate == "silu_before":
             dgate = dx * x.to(compute) * slope
             dx = dx * factor
-    return (
-        dx.to(x.dtype) if need[0] else None,
-        dweight,
-        dbias,
-        dgate.to(gate.dtype) if need[3] else None,
-    )
+    return dx.to(x.dtype) if need[0] else None, dweight, dbias, dgate.to(gate.dtype) if need[3] else None
 
 
-def input_of_output(
-    y: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, rstd: torch.Tensor, spec: NormSpec
-) -> torch.Tensor:
+def input_of_output(y: Tensor, weight: Tensor | None, bias: Tensor | None, rstd: Tensor, spec: NormSpec) -> Tensor:
     """The x (less its mean, where the norm is centered) that gave y and rstd, in float32 and with the rounding of y."""
     xhat = y.to(compute_dtype(y.dtype))
     if bias is not None:
@@ -186,7 +167,7 @@ def input_of_output(
     return xhat / rstd.view(*y.shape[:-1], 1)
 
 
-def _sum_rows(t: torch.Tensor, columns: int) -> torch.Tensor:
+def _sum_rows(t: Tensor, columns: int) -> Tensor:
     # Not by flattening first: that has no batching rule under `is_grads_batched`.
     return t.sum(list(range(t.dim() - columns))) if t.dim() > columns else t
 

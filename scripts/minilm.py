@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hf_rmsnorm import patch_model  # noqa: E402
 from hf_rmsnorm.conversion.targets.postnorm.convert import exact_post_norm, fit_post_norm  # noqa: E402
 from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms  # noqa: E402
+from hf_rmsnorm.conversion.twin.twin import with_settings  # noqa: E402
 from hf_rmsnorm.record import make_record  # noqa: E402
 
 RESULT = Path(__file__).resolve().parent / "results" / "minilm.json"
@@ -195,7 +196,9 @@ def main(argv: list[str] | None = None) -> int:
         conversion = convert()
         result["seconds"][name] = round(time.perf_counter() - start, 1)
         print(conversion.report, flush=True)
-        built = students[name] = conversion.build(model)
+        config = with_settings(model.config, conversion.config)
+        built = AutoModel.from_pretrained(None, config=config, state_dict=conversion.tensors, dtype=model.dtype).eval()
+        students[name] = built
         result[name] = {
             **measure(built, expected, held_out),
             "float64": {key: getattr(conversion.report, key) for key in ("stock", "rms", "rounded")},

@@ -1,19 +1,21 @@
-"""What every test shares: no network, one thread, Triton's interpreter where there is no GPU, and the tiers.
+"""What every test shares: no network, one thread, kernels that run on the CPU, and the tiers.
 
 ``pytest`` runs the quick tier, ``--all`` everything but the nightly tests, ``--nightly`` those alone. A file or a test
-that is named runs with its full tests, and ``-m`` chooses by itself.
+that is named runs with its full tests, and ``-m`` chooses by itself. A GPU is there for ``-m gpu`` and tests/gpu alone:
+all others launch kernels on CPU tensors. Where only tests/ptx and tests/unit/kernels are asked for, what is compiled of
+the kernels is executed there; else, and with TRITON_INTERPRET=1, Triton's interpreter runs them.
 """
 
 import importlib
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from ptx.driver import run_kernels_on_cpu
 
-if not (torch.cuda.is_available() or torch.xpu.is_available()):
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
 torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
 QUICK_SECONDS = 3.0  # of CPU, with the processes that a test waits for: a busy machine stretches wall time, not these
@@ -28,6 +30,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    for_gpu = re.search(r"(?<!not )\bgpu\b", config.option.markexpr) or any("tests/gpu" in arg for arg in config.args)
+    if not for_gpu:
+        if "TRITON_INTERPRET" not in os.environ:
+            os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), ""))
+        if all(re.search(r"tests/(ptx|unit/kernels)\b", arg) for arg in config.args) and run_kernels_on_cpu():
+            from triton.runtime.jit import JITFunction
+
+            JITFunction._do_compile = clock.shares(JITFunction._do_compile)
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
     if not config.getoption("--model"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     settings.load_profile("quick" if tier(config) == "quick" else "all")
@@ -67,8 +78,8 @@ class Clock:
     """CPU seconds of this process and of the children it has waited for."""
 
     def __init__(self):
-        self.shared = 0.0  # spent in first imports and in fixtures of several tests: no single test is to blame
-        self._importing = False
+        self.shared = 0.0  # spent in first imports, compiles and fixtures of several tests: no single test is to blame
+        self._sharing = False
 
     def now(self):
         return sum(os.times()[:4])
@@ -76,20 +87,31 @@ class Clock:
     def own(self):
         return self.now() - self.shared
 
-    def importing(self, *args):
-        if self._importing:
-            return _find_and_load(*args)
-        self._importing, start = True, self.now()
-        try:
-            return _find_and_load(*args)
-        finally:
-            self._importing = False
-            self.shared += self.now() - start
+    def shares(self, function):
+        """`function`, whose time is shared."""
+
+        def timed(*args):
+            if self._sharing:
+                return function(*args)
+            self._sharing, start = True, self.now()
+            try:
+                return function(*args)
+            finally:
+                self._sharing = False
+                self.shared += self.now() - start
+
+        return timed
 
 
 clock = Clock()
-_find_and_load = importlib._bootstrap._find_and_load  # every import of what is not loaded yet passes here
-importlib._bootstrap._find_and_load = clock.importing
+# Every import of what is not loaded yet passes here.
+importlib._bootstrap._find_and_load = clock.shares(importlib._bootstrap._find_and_load)
+
+
+@pytest.fixture(autouse=True)
+def small_sums_are_fused_too(monkeypatch):
+    """As large ones are: the models here are tiny."""
+    monkeypatch.setattr("hf_rmsnorm.fused.layer.LEAST_ELEMENTS", 0)
 
 
 @pytest.hookimpl(wrapper=True)

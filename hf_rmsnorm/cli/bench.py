@@ -4,14 +4,11 @@ Medians of runs that take turns; what this machine cannot measure is named. A tr
 as the optimizer's part is the same in both. Exits with 1 where the results differ by more than rounding.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 
 from . import models
-from .common import DTYPES, CliError, Result, add_device, add_model, pick_device, positive
-from .generate import first_difference, greedy
+from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device
 from .inspect import read_text
 
 ROUNDS = 5  # of each side
@@ -21,9 +18,10 @@ STEADY = 1.5  # by how much the slowest of equal runs may exceed the fastest
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="generate N tokens (default 64)")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="train on N sequences (default 1)")
-    parser.add_argument("--length", type=positive, default=512, metavar="N", help="of N tokens each (default 512)")
+    parser.add_argument("--prompt", help="go on from this text, and print what either side writes (default: some text)")
+    add_count(parser, "--new-tokens", 64, "generate N tokens")
+    add_count(parser, "--batch", 1, "train on N sequences")
+    add_count(parser, "--length", 512, "of N tokens each")
     parser.add_argument("--no-train", action="store_true", help="leave out the training step and its memory")
     parser.add_argument("--dtype", choices=DTYPES, help="the weights' dtype (default: as stored)")
     add_device(parser)
@@ -39,24 +37,24 @@ def run(args) -> Result:
     from ..ops.backend import describe_backend
     from ..verification.context import max_positions
 
-    config = models.load_config(source)
-    model = models.load_model(source, config, DTYPES.get(args.dtype, "auto"), device)
-    if model.main_input_name != "input_ids":
-        raise CliError(f"{source.name} takes {model.main_input_name} and not a text: time patch_model from Python")
-    length = min(args.length, max_positions(config))
-    total = args.batch * length
-    text = read_text(None)[: 40 * total]  # no token is as long as that
-    ids = models.tokens(model, models.load_tokenizer(source), text, total)[0]
+    model = models.load_model(source, DTYPES.get(args.dtype, "auto"), device, "time patch_model from Python")
+    length = min(args.length, max_positions(model.config))
+    total, tokenizer = args.batch * length, models.load_tokenizer(source)
+    ids = models.tokens(model, tokenizer, read_text(None), total)[0]
     batch = ids[torch.arange(total, device=ids.device) % len(ids)].view(args.batch, length)
+    if args.prompt is not None and tokenizer is None:
+        raise CliError(f"{source.name} has no tokenizer to read a prompt with: leave --prompt out")
 
     backend, reason = describe_backend(device)
     data = {"model": source.name, "device": str(device), "dtype": str(model.dtype).removeprefix("torch."),
             "backend": backend, "backend_reason": reason, "swapped": len(patch_model(model).swapped),
             "passed": True, "not_measured": []}  # fmt: skip
+    if length < args.length:
+        data["not_measured"].append(f"sequences of {args.length} tokens: the model takes {length}")
     if backend != "triton" or "interpreter" in reason:
         data["not_measured"].append(f"what the kernels gain or cost: {reason}")
     if model.can_generate() and not model.config.is_encoder_decoder:
-        _generate(model, batch, args, data)
+        _generate(model, tokenizer, batch, args, data)
     else:
         data["not_measured"].append(f"generation: a {type(model).__name__} does not go on from a text")
     if not args.no_train:
@@ -67,19 +65,31 @@ def run(args) -> Result:
     return Result(data, _text(data), 0 if data["passed"] else 1)
 
 
-def _generate(model, batch, args, data: dict) -> None:
+def greedy(model, ids, count: int) -> list[int]:
+    """The `count` likeliest tokens behind ids (1, n), whatever the generation_config asks for."""
+    from ..verification.context import GREEDY
+
+    how = {"max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0, **GREEDY}
+    return model.generate(ids, attention_mask=ids.new_ones(ids.shape), **how)[0, ids.shape[1] :].tolist()
+
+
+def _generate(model, tokenizer, batch, args, data: dict) -> None:
     from torch import OutOfMemoryError
 
     from .. import verify_equivalence
     from ..patching.converted import conversion_of
     from ..verification.context import max_positions, prompt_length
 
-    prompt = batch[:1, : prompt_length(model.config, PROMPT, args.new_tokens)]
+    given = batch[:1] if args.prompt is None else models.tokens(model, tokenizer, args.prompt, None)
+    most = PROMPT if args.prompt is None else given.shape[1]
+    prompt = given[:, : prompt_length(model.config, most, args.new_tokens)]
     new = min(args.new_tokens, max_positions(model.config) - prompt.shape[1])
-    tokens, seconds, _ = _in_turn(model, lambda: greedy(model, prompt, new, min_new_tokens=new))
+    tokens, seconds, _ = _in_turn(model, lambda: greedy(model, prompt, new))
     rates = [[new / s for s in side] for side in seconds]
-    data |= {"new_tokens": new, "tokens_per_second": _figure(rates, data, "generation")}
-    data["first_difference"] = first_difference(*tokens)
+    data |= {"new_tokens": new, "tokens_per_second": _figure(rates, data, "generation"), "token_ids": tokens}
+    data["first_difference"] = next((i for i, (a, b) in enumerate(zip(*tokens, strict=True)) if a != b), None)
+    if args.prompt is not None:
+        data["texts"] = [args.prompt + tokenizer.decode(side, skip_special_tokens=True) for side in tokens]
     unjudged = "whether the results differ by rounding alone: "
     if data["backend"] != "triton":
         data["not_measured"].append(unjudged + "both sides ran the same code; hf-rmsnorm verify runs the kernels")
@@ -153,6 +163,8 @@ def _figure(samples: list[list[float]], data: dict, what: str) -> dict:
 
 def _text(data: dict) -> str:
     lines = [f"{data['model']}: {data['swapped']} norms patched, {data['dtype']} on {data['device']}"]
+    for side, text in zip(("before", "after"), data.get("texts", ()), strict=False):
+        lines += ["", f"--- {side} the patch", text, ""]
     lines.append(f"{'':<40} {'before':>9} {'after':>9}  after / before")
     step = "{} x {} tokens".format(*data.get("batch", "--"))
     for key, what in (

@@ -1,20 +1,12 @@
 """What the subcommands share: their result, their errors, their arguments."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
 from dataclasses import dataclass
 
-DTYPES = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES |= {name: name for name in DTYPES.values()}
 
 
 class CliError(Exception):
@@ -51,20 +43,24 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_globs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--include", metavar="GLOB", action="append", help="patch only module paths that match")
-    parser.add_argument("--exclude", metavar="GLOB", action="append", help="leave module paths that match alone")
-
-
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="where to run, as in cuda:1 (default: the accelerator if there is one)")
 
 
-def pick_device(name: str | None):
-    """The device called name, or by default the current accelerator if there is one, else the CPU.
+def add_count(parser: argparse.ArgumentParser, option: str, default: int, what: str, least: int = 1) -> None:
+    """Add an option that takes a whole number from `least` on."""
 
-    An accelerator has its index, as the devices of tensors have, and as what makes a device the current one asks for.
-    """
+    def count(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    parser.add_argument(option, type=count, default=default, metavar="N", help=f"{what} (default {default})")
+
+
+def pick_device(name: str | None):
+    """The device called name, an accelerator's with its index; by default the current accelerator, or else the CPU."""
     import torch
 
     present = torch.accelerator.current_accelerator(check_available=True)
@@ -85,27 +81,9 @@ def pick_device(name: str | None):
     return device
 
 
-def positive(text: str) -> int:
-    """An argparse type: a whole number above zero."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-def not_negative(text: str) -> int:
-    """An argparse type: a whole number, 0 included."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
-    return value
-
-
 def interpret_on_cpu(device) -> None:
-    """Have Triton's interpreter run the kernels where device is the CPU.
-
-    Triton reads the variable when it decorates a kernel, so this comes before anything that imports triton
-    (transformers does when it loads a model). Where triton is imported already, nothing changes.
+    """Have Triton's interpreter run the kernels where device is the CPU, unless triton is imported already: it reads
+    the variable when it decorates a kernel. transformers imports it when it loads a model.
     """
     if device.type == "cpu" and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -114,13 +92,11 @@ def interpret_on_cpu(device) -> None:
 def load_matplotlib():
     """matplotlib.pyplot, drawing into files."""
     try:
-        import matplotlib
+        from matplotlib import pyplot
     except ImportError:
         raise CliError("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    pyplot.switch_backend("Agg")
+    return pyplot
 
 
 def save_figure(plt, figure, file) -> None:

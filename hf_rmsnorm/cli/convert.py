@@ -6,14 +6,20 @@ it is verified. A run that was killed is taken up by the same command. Exits wit
 SRC may also be a LoRA adapter of PEFT, with --base.
 """
 
-from __future__ import annotations
-
 import os
+import re
 from functools import partial
 from pathlib import Path
 
 from .common import CliError, Result, say
 from .inspect import read_text
+
+# What the package's errors call an argument: target="native", allow_pickle=True, post_norm; not a part of a path.
+_ARGUMENT = re.compile(
+    r"""(?<![\w/.-])(?:(post_norm|fold_affine|allow_pickle|trust_remote_code|max_shard_size)(?![\w/-])|(target|restart)(?==))
+    (?:=True|=["'](\w+)["'])?""",
+    re.VERBOSE,
+)
 
 
 def add_arguments(parser) -> None:
@@ -53,6 +59,29 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
+    try:
+        return _run(args)
+    except Exception as error:
+        error.args = tuple(_as_options(each) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+def _as_options(text: str) -> str:
+    """An error of the package in the command's words."""
+    text = text.replace("verify=False", "--no-verify")
+    return _ARGUMENT.sub(lambda m: " ".join(filter(None, (_option(m[1] or m[2]), m[3]))), text)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _given(args, *names: str) -> list[str]:
+    """Those of the options that the command was given, as it calls them."""
+    return [_option(name) for name in names if getattr(args, name) not in (None, False, "same", "refuse")]
+
+
+def _run(args) -> Result:
     from . import models
 
     adapter = Path(args.src).expanduser()
@@ -65,6 +94,8 @@ def run(args) -> Result:
         raise CliError(f"{args.src} is no folder: download it first, with hf download {args.src} --local-dir FOLDER")
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
+    if args.plan and (idle := _given(args, "no_verify", "prompt", "max_shard_size", "restart")):
+        raise CliError(f"--plan writes nothing: leave out {', '.join(idle)}")
     texts = [line for line in read_text(args.text).splitlines() if line.strip()] if args.text else None
     models.quieten()
     from .. import conversion
@@ -77,7 +108,7 @@ def run(args) -> Result:
     options = {
         "target": args.target,
         "fold_affine": args.fold_affine,
-        "post_norm": None if args.post_norm == "refuse" else args.post_norm,
+        "post_norm": args.post_norm,
         "texts": texts,
         "allow_pickle": args.allow_pickle,
         "trust_remote_code": args.trust_remote_code,
@@ -100,8 +131,10 @@ def _run_adapter(args, adapter: Path, models) -> Result:
             f"{args.src} is an adapter: pass --base MODEL CONVERTED, the model that it was trained on and what convert "
             "made of that"
         )
-    if args.dst is None or args.plan or args.target == "native" or args.fold_affine or args.post_norm != "refuse":
-        raise CliError("--base takes an adapter and DST, and goes with --no-verify, --prompt and --restart alone")
+    if args.dst is None:
+        raise CliError("--base takes an adapter and DST: pass the folder to make")
+    if idle := _given(args, "plan", "target", "fold_affine", "post_norm", "text", "max_shard_size"):
+        raise CliError(f"--base goes without {', '.join(idle)}: an adapter is converted as its base was")
     base, converted = (models.find(where, args.trust_remote_code) for where in args.base)
     if not (base.is_local and converted.is_local):
         raise CliError(f"{' '.join(args.base)}: both have to be local folders")

@@ -1,7 +1,5 @@
 """Versions, devices, and which backend runs on each and why."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib import import_module
@@ -42,23 +40,18 @@ def run(args) -> Result:
     from ..ops.backend import describe_backend
 
     installed = versions()
-    names = [("cpu", platform.processor() or platform.machine())]
+    names = {"cpu": platform.processor() or platform.machine()}
     present = torch.accelerator.current_accelerator(check_available=True)
     if present is not None:
-        module = torch.get_device_module(present)
-        for index in range(torch.accelerator.device_count()):
-            names.append((f"{present.type}:{index}", getattr(module, "get_device_name", str)(index)))
+        name_of = getattr(torch.get_device_module(present), "get_device_name", str)
+        names |= {f"{present.type}:{index}": name_of(index) for index in range(torch.accelerator.device_count())}
     devices = []
-    for device, name in names:
+    for device, name in names.items():
         backend, reason = describe_backend(device)
         devices.append({"device": device, "name": name, "backend": backend, "reason": reason})
 
-    data = {
-        "versions": installed,
-        "platform": platform.platform(),
-        "triton_interpret": os.environ.get("TRITON_INTERPRET") == "1",
-        "devices": devices,
-    }
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    data = {"versions": installed, "platform": platform.platform(), "triton_interpret": interprets, "devices": devices}
     width = max(map(len, installed))
     lines = [f"{name:<{width}}  {value or 'not installed'}" for name, value in installed.items()]
     lines += [f"{'platform':<{width}}  {data['platform']}", ""]

@@ -3,31 +3,29 @@
 The mean beside the RMS, over real text: 0 where a LayerNorm is an RMSNorm. With --after, the same of a converted model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from . import models
-from .common import DTYPES, CliError, Result, add_device, add_model, load_matplotlib, pick_device, positive, save_figure
+from . import common, models
+from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device
 
 
 def add_arguments(parser) -> None:
     add_model(parser)
     parser.add_argument("--after", metavar="MODEL", help="a converted copy of MODEL to set beside it")
     parser.add_argument("--text", metavar="FILE", type=Path, help="text to run on (default: Python's own help texts)")
-    parser.add_argument(
-        "--max-tokens", type=positive, default=512, metavar="N", help="use the first N tokens of the text (default 512)"
-    )
+    add_count(parser, "--max-tokens", 512, "use the first N tokens of the text")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="run in this dtype (default fp32)")
     parser.add_argument("--plot", metavar="PNG", type=Path, help="also draw it (needs matplotlib)")
     add_device(parser)
 
 
 def run(args) -> Result:
-    plt = load_matplotlib() if args.plot else None
+    plt = common.load_matplotlib() if args.plot else None
     text = read_text(args.text)
     before = _inspect(args.model, args, text)
     after = _inspect(args.after, args, text) if args.after else None
+    if after and [norm.path for norm in after.norms] != [norm.path for norm in before.norms]:
+        raise CliError(f"{args.after} has other norms than {args.model}: pass its conversion to --after")
     data = {"model": args.model, **before.to_dict(), "after": after and {"model": args.after, **after.to_dict()}}
     if plt is not None:
         _draw(plt, args.plot, before, after)
@@ -57,17 +55,11 @@ def _inspect(name: str, args, text: str):
     from ..verification import inspect_norms
     from ..verification.context import max_positions
 
-    config = models.load_config(source)
-    model = models.load_model(source, config, DTYPES[args.dtype], device)
-    if model.main_input_name != "input_ids":
-        raise CliError(f"{source.name} takes {model.main_input_name} and not a text: call inspect_norms from Python")
-    # No token is as long as that, and tokenizers take their time over a whole book.
+    model = models.load_model(source, DTYPES[args.dtype], device, "call inspect_norms from Python")
     most = min(args.max_tokens, max_positions(model.config))
-    ids = models.tokens(model, models.load_tokenizer(source), text[: 40 * most], most)
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    return inspect_norms(model, inputs)
+    ids = models.tokens(model, models.load_tokenizer(source), text, most)
+    decoded = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return inspect_norms(model, {"input_ids": ids, **decoded})
 
 
 def _table(args, before, after) -> str:
@@ -81,12 +73,10 @@ def _table(args, before, after) -> str:
         if norm.path in later:
             row += f"  {later[norm.path].median:>15.2e}  {later[norm.path].largest:>7.1e}"
         lines.append(row)
-    if before.perplexity is not None:
-        lines.append(f"perplexity of the model: {before.perplexity:.6g}")
-    if after is not None and after.perplexity is not None:
-        lines.append(f"perplexity of {args.after}: {after.perplexity:.6g}")
-    if before.naive is not None:
-        naive = before.naive
+    for name, found in (("the model", before), (args.after, after)):
+        if found is not None and found.perplexity is not None:
+            lines.append(f"perplexity of {name}: {found.perplexity:.6g}")
+    if (naive := before.naive) is not None:
         lines.append(
             f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, KL {naive.kl:.3g} nats a token, "
             f"likeliest word kept for {naive.top1:.2%}"
@@ -102,4 +92,4 @@ def _draw(plt, file: Path, before, after) -> None:
     axes.set_xticks(range(len(before.norms)), [norm.path for norm in before.norms], rotation=90, fontsize=6)
     axes.set_ylabel("median of |mean| / RMS of the norm's input")
     axes.legend()
-    save_figure(plt, figure, file)
+    common.save_figure(plt, figure, file)

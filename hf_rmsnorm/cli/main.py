@@ -1,7 +1,5 @@
 """Parse, run one subcommand, print its result or its error."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -10,14 +8,25 @@ import warnings
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, convert, env, generate, inspect, report, verify
+from . import bench, convert, env, inspect, report, verify
 from .common import CliError, one_line, say
 
-COMMANDS = (report, verify, inspect, convert, generate, bench, env)
+COMMANDS = (report, verify, inspect, convert, bench, env)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser whose errors are one line, and whose options may stand between positional arguments."""
+
+    _mixed = False
+
+    def parse_known_args(self, args=None, namespace=None):
+        if self._subparsers is not None or self._mixed:  # which the method below asks again
+            return super().parse_known_args(args, namespace)
+        self._mixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixed = False
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")

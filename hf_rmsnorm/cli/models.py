@@ -1,7 +1,5 @@
 """From MODEL on the command line to a model: its folder or hub id, its config, its weights, its tokenizer."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import contextmanager
@@ -86,49 +84,49 @@ def _loading(source: Source, what: str):
         raise CliError(f"cannot load {what} of {source.name}: {cure} ({told})") from error
 
 
-def load_config(source: Source):
-    from transformers import AutoConfig
-
-    with _loading(source, "the config"):
-        return AutoConfig.from_pretrained(source.where, **source.kwargs)
-
-
-def _model_class(config):
-    """The class that the config says it was saved from, where transformers has it; else an auto class that takes it."""
+def _config_and_class(source: Source):
+    """The config, and the class that it was saved from, where transformers has it; else an auto class that takes it."""
     import transformers
 
+    with _loading(source, "the config"):
+        config = transformers.AutoConfig.from_pretrained(source.where, **source.kwargs)
     remote = getattr(config, "auto_map", None) or {}
     for name in () if remote else getattr(config, "architectures", None) or ():
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            return named
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in remote:
-        return transformers.AutoModelForCausalLM
-    for mapping, auto in (
-        (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
-        (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
-    ):
-        if type(config) in mapping:
-            return auto
-    return transformers.AutoModel
+            return config, named
+    for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM"):
+        cls = getattr(transformers, auto)
+        if type(config) in cls._model_mapping or auto in remote:
+            return config, cls
+    return config, transformers.AutoModel
 
 
-def empty_model(source: Source, config):
+def empty_model(source: Source):
     """The model's modules without their weights: on the meta device, so that the size does not matter."""
     from accelerate import init_empty_weights
 
+    config, cls = _config_and_class(source)
     with _loading(source, "the modules"), init_empty_weights():
-        cls = _model_class(config)
         if hasattr(cls, "from_config"):  # an auto class
             return cls.from_config(config, trust_remote_code=source.trust_remote_code).eval()
         return cls(config).eval()
 
 
-def load_model(source: Source, config, dtype: str, device):
-    """The model with its weights, in evaluation mode; dtype is a torch dtype's name or "auto" (as stored)."""
+def load_model(source: Source, dtype: str, device, instead: str):
+    """A model of texts with its weights, in evaluation mode; dtype is a torch dtype's name or "auto" (as stored).
+
+    Raises:
+        CliError: it does not load; or it takes something else than a text, for which there is `instead`.
+    """
+    _, cls = _config_and_class(source)
     with _loading(source, "the weights"):
-        model = _model_class(config).from_pretrained(source.where, dtype=dtype, **source.kwargs)
-        return model.to(device).eval()
+        model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs).to(device).eval()
+    if model.main_input_name != "input_ids":
+        raise CliError(
+            f"{source.name} is a {type(model).__name__}, which takes {model.main_input_name} and not a text: {instead}"
+        )
+    return model
 
 
 def load_tokenizer(source: Source):
@@ -149,7 +147,8 @@ def tokens(model, tokenizer, text: str, limit: int | None):
         vocabulary = model.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (1, limit or 64), generator=torch.Generator().manual_seed(0))
     else:
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, :limit]
+        # No token is as long as that, and tokenizers take their time over a whole book.
+        ids = tokenizer(text[: 40 * limit] if limit else text, return_tensors="pt").input_ids[:, :limit]
         if ids.shape[1] == 0:
             raise CliError("the prompt has no tokens: pass some text with --prompt")
     return ids.to(model.device)

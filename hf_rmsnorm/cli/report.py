@@ -3,15 +3,14 @@
 Only the config is read: the modules are built without weights, so that a 70B model needs no memory.
 """
 
-from __future__ import annotations
-
 from . import models
-from .common import Result, add_globs, add_model
+from .common import Result, add_model
 
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    add_globs(parser)
+    parser.add_argument("--include", metavar="GLOB", action="append", help="patch only module paths that match")
+    parser.add_argument("--exclude", metavar="GLOB", action="append", help="leave module paths that match alone")
     parser.add_argument("--strict", action="store_true", help="fail where a norm would be left unpatched")
 
 
@@ -20,7 +19,7 @@ def run(args) -> Result:
     models.quieten()
     from .. import patch_model
 
-    model = models.empty_model(source, models.load_config(source))
+    model = models.empty_model(source)
     report = patch_model(model, include=args.include, exclude=args.exclude, strict=args.strict)
     data = {"model": source.name, "class_name": type(model).__name__, **report.to_dict()}
     return Result(data, f"{source.name}: {type(model).__name__}\n{report}")

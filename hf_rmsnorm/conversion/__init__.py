@@ -6,9 +6,9 @@ LoRA adapter of PEFT; all of them give a `Conversion` or what it was planned by.
 
 from .api import Conversion, convert_adapter, convert_checkpoint, plan_conversion
 from .checkpoint.shard import ConversionError
-from .judge.publish import VerificationFailed
+from .judge.folder import VerificationFailed
 from .plan import CentringPlan, ConversionRefused
-from .targets.planned import PlannedConversion
+from .targets.centred import PlannedConversion
 
 __all__ = [
     "CentringPlan",

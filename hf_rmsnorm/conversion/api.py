@@ -1,7 +1,5 @@
 """The way into conversion: `plan_conversion`, `convert_checkpoint` and, for adapters of PEFT, `convert_adapter`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,22 +10,18 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from .checkpoint.staging import destination
 from .checkpoint.values import open_values
 from .checkpoint.write import Written, write_checkpoint
-from .judge.folder import Verification
+from .judge.folder import Verification, VerificationFailed
 from .judge.pair import Running
-from .judge.publish import VerificationFailed
 from .plan import ConversionRefused
 from .targets.adapter import plan_adapter
-from .targets.centred import plan_centring
+from .targets.centred import PlannedConversion, plan_centring
 from .targets.fold import with_folds
 from .targets.native import plan_native
-from .targets.planned import PlannedConversion
-from .targets.postnorm.plan import plan_post_norm
+from .targets.postnorm.convert import plan_post_norm
 from .twin.twin import make_twin
 
 TARGETS = ("same", "native")
-POST_NORM = ("exact", "fit")
-NOT_RUN = Verification(True, "verified by the run that wrote it")
-"""What stands where DST appeared in a run before this one, which was killed while it cleaned up."""
+POST_NORM = ("exact", "fit", "refuse", None)
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,8 @@ def plan_conversion(
         fold_affine: fold the norms' weights and biases into the linears that read them, where that is exact.
         post_norm: for models like BERT, whose norms read the output of norms. ``"exact"``: two neurons more in every
             FFN, so that its norm and the embeddings' become RMSNorm with equal outputs. ``"fit"``: all norms,
-            approximately, by least squares on text; the loss is measured and recorded. None: such models are refused.
+            approximately, by least squares on text; the loss is measured and recorded. ``"refuse"`` or None: such
+            models are refused.
         texts: what ``post_norm="fit"`` fits and measures on; sentences of Python's help texts without it.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file, without running code in it.
         trust_remote_code: run the model code that comes with the folder.
@@ -84,7 +79,8 @@ def plan_conversion(
         ConversionRefused: it cannot be converted so; the message says why.
         ConversionError: this is no whole checkpoint folder.
     """
-    _check(target, fold_affine, post_norm, texts, model_class, inputs)
+    _check_folders(src=src)
+    post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
     if post_norm is not None:
         return plan_post_norm(
             src, post_norm, texts=texts, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code,
@@ -97,21 +93,29 @@ def plan_conversion(
     return with_folds(planned, twin) if fold_affine else planned
 
 
-def _check(target, fold_affine, post_norm, texts, model_class, inputs) -> None:
-    """Refuse options that do not go together."""
+def _check_folders(**folders) -> None:
+    for name, folder in folders.items():
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ConversionRefused(f"{name}={folder!r}: pass the path of a folder")
+
+
+def _check(target, fold_affine, post_norm, texts, model_class, inputs) -> str | None:
+    """The level of post-norm models, if any; options that do not go together are refused."""
     _check_texts("texts", texts)
     native = target == "native"
-    for name, value, choices in (("target", target, TARGETS), ("post_norm", post_norm, (*POST_NORM, None))):
+    for name, value, choices in (("target", target, TARGETS), ("post_norm", post_norm, POST_NORM)):
         if value not in choices:
             raise ConversionRefused(f"{name}={value!r}: choose one of {', '.join(filter(None, choices))}")
+    post_norm = None if post_norm == "refuse" else post_norm
     if post_norm and (native or fold_affine):
-        raise ConversionRefused("--post-norm goes neither with --target native nor with --fold-affine: choose one")
+        raise ConversionRefused('post_norm goes neither with target="native" nor with fold_affine: choose one')
     if texts and post_norm != "fit":
-        raise ConversionRefused("--text is what --post-norm fit fits on: leave it out, or choose that")
+        raise ConversionRefused('texts are what post_norm="fit" fits on: leave them out, or choose that')
     if native and model_class:
         raise ConversionRefused("model_class does not go with target='native', which converts causal language models")
     if (native or post_norm) and inputs:
         raise ConversionRefused("inputs goes with target='same' alone: pass texts or prompts")
+    return post_norm
 
 
 def _check_texts(name: str, texts) -> None:
@@ -177,7 +181,8 @@ def convert_checkpoint(
         ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
-    _check(target, fold_affine, post_norm, texts, model_class, inputs)
+    _check_folders(src=src, dst=dst)
+    post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
     _check_texts("prompts", prompts)
     other = planned is not None and target == "native" and planned.keeps_shards
     if planned is not None and (other or fold_affine or post_norm or texts):
@@ -228,6 +233,7 @@ def convert_adapter(
         ConversionRefused: the adapter cannot be converted exactly; the message says which tensor and why.
         ConversionError, VerificationFailed: as in `convert_checkpoint`.
     """
+    _check_folders(src=src, dst=dst, base=base, converted=converted)
     twin = make_twin(base, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
     planned = plan_adapter(src, base, converted, twin, allow_pickle=allow_pickle)
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)
@@ -236,7 +242,8 @@ def convert_adapter(
 
 
 def _carry_out(planned: PlannedConversion, values, dst, how: Running, max_shard_size, restart, progress) -> Conversion:
-    verdict, src = NOT_RUN, values.checkpoint.folder
+    # What stands where DST appeared in a run before this one, which was killed while it cleaned up.
+    verdict, src = Verification(True, "verified by the run that wrote it"), values.checkpoint.folder
 
     def check(folder: Path) -> None:
         nonlocal planned, verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 
@@ -64,6 +65,11 @@ class NormRecord:
     eps: float
     becomes_rms: bool
     reason: str = ""
+
+
+def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
+    """Module path -> ``{"eps", "hidden_size"}`` of those that become RMSNorms, as the record has them."""
+    return {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in norms if n.becomes_rms}
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,22 @@ The norms are put off, from where the forward calls them to where it rotates: wh
 touch the last dimension, and both the norm and the rotary embedding work along that alone.
 """
 
-from __future__ import annotations
-
 import types
 import weakref
 from collections.abc import Callable
 
 import torch
 
+from ..formula import NormSpec
 from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
 from ..ops.direct import launch_key
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
-from .layer import untouched
-from .observe import observers, tell
-from .recipe import operands
+from .layer import observers, operands_ahead, tell
 
 _is_compiling = torch.compiler.is_compiling
 # A rotary function that was proven -> the functions that it calls with their code, and all that they name, which are to
-# be the same whenever it is not run.
+# be the same whenever it is not run; and whether it promotes as plain arithmetic does where dtypes differ.
 proven_rotary: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -31,17 +28,14 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     norm = attention._modules.get(name)
     if norm is None:
         return getattr(attention, name)(x)
-    if _is_compiling() or type(x) is not torch.Tensor or not untouched(norm):
-        return norm(x)
-    recipe = type(norm)._hf_rmsnorm_recipe
-    found = operands(norm, recipe) if recipe.is_simple else None
+    found = None if _is_compiling() or type(x) is not torch.Tensor else operands_ahead(norm)
     if found is None or (found[0] is not None and found[0].dim() != 1):
         return norm(x)
     weight, bias, spec = found
     key, plans = launch_key(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
     if key is None or plans.get(key) is None:
         backend = resolve_backend(x, weight, bias, spec)
-        if backend == "original" or not recipe.fits(x, weight, bias):
+        if backend == "original" or not type(norm)._hf_rmsnorm_recipe.fits(x, weight, bias):
             return norm(x)
         if key is not None:
             plans.keep(key, backend, plan_of, x, weight, bias, spec)
@@ -63,7 +57,7 @@ def norm_and_rotate(
         if observers:
             tell(attention, "q/k", (names, rotate), (q, k, *tables))
         (q_weight, _, spec), (k_weight, _, _) = found
-        if rotate is None or is_rotary(rotate):
+        if rotate is None or is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0])):
             plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
             key = qk_launch_key(q, k, q_weight, k_weight, spec, *tables)
             plan, backend = None if key is None else plans.get(key), "triton"
@@ -76,11 +70,19 @@ def norm_and_rotate(
     return (q, k) if rotate is None else rotate(q, k, *tables)
 
 
-def is_rotary(function: Callable) -> bool:
-    """Whether this is a function that was proven, and nothing that it calls has been exchanged since."""
-    proven = proven_rotary.get(function) if isinstance(function, types.FunctionType) else None
-    if proven is None:
+def _dtypes_differ(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec, table) -> bool:
+    """Whether what is rotated, the normalised x, has another dtype than the table that it is rotated by."""
+    dtype = getattr(table, "dtype", None)
+    if x.dtype == dtype and (weight is None or weight.dtype == dtype):
         return False
-    functions, named = proven
+    return dtype != spec.output_dtype(x.dtype, None if weight is None else weight.dtype)
+
+
+def is_rotary(function: Callable, dtypes_differ: bool = False) -> bool:
+    """Whether a function was proven for such operands, and nothing that it calls has been exchanged since."""
+    proven = proven_rotary.get(function) if isinstance(function, types.FunctionType) else None
+    if proven is None or (dtypes_differ and not proven[2]):
+        return False
+    functions, named, _ = proven
     # The code itself: autoreload puts another into the function that is there.
     return all(f.__code__ is code for f, code in functions) and all(s.get(name) is value for s, name, value in named)

@@ -5,13 +5,13 @@ the sum's maker hands over what the norm computes, and the norm's forward return
 that sum, unmodified (identity and version counter, of the sum and of the parameters). Else it computes.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import NamedTuple
 
 import torch
+
+from ..ops.direct import capturing
 
 
 class _HandedOver(NamedTuple):
@@ -29,6 +29,8 @@ class _Slot(threading.local):
 
 
 _slot = _Slot()
+# Norms that were given a sum in another dtype than it has, as Mamba's of a stream in float32: computed ahead in vain.
+given_otherwise: weakref.WeakSet = weakref.WeakSet()
 
 
 def _version(t: torch.Tensor | None) -> int | None:
@@ -41,7 +43,7 @@ def _reference(t: torch.Tensor | None) -> weakref.ref | None:
 
 def _operands(x, weight, bias, spec, backend) -> tuple:
     versions = _version(x), _version(weight), _version(bias)
-    return versions, torch.is_grad_enabled(), backend, spec
+    return versions, torch.is_grad_enabled(), capturing(x), backend, spec
 
 
 def hand_over(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, spec, backend: str) -> None:
@@ -61,7 +63,12 @@ def hand_over(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, 
 def handed_over(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, backend: str):
     """What was kept for this call of `norm`, once; None where any of all this was another, or has changed since."""
     held = _slot.held[0]
-    if held is None or held.total() is not x or held.norm() is not norm:
+    if held is None or held.norm() is not norm:
+        return None
+    total = held.total()
+    if total is not x:
+        if total is not None and total.dtype != x.dtype:
+            given_otherwise.add(norm)
         return None
     _slot.held[0] = None
     if held.weight is not _reference(weight) or held.bias is not _reference(bias):

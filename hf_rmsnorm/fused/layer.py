@@ -1,19 +1,17 @@
 """The forward of a patched decoder layer: its own, where sums that a norm reads next are computed with that norm."""
 
-from __future__ import annotations
-
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
-from ..ops.direct import launch_key, under_transform
+from ..ops.direct import capturing, launch_key, under_transform
 from ..ops.norm import plan_of
-from .handover import hand_over
-from .observe import observers, tell
+from .handover import given_otherwise, hand_over
 from .recipe import operands
 from .source import CannotRewrite, guarded, with_sums, wrapped_alike
 from .subclass import derive, marked
@@ -21,6 +19,26 @@ from .subclass import derive, marked
 _is_compiling = torch.compiler.is_compiling
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _NO_LINK = (lambda: None), ""
+# Of a sum without gradients. Below it the host is what everything waits for, and handing a norm over takes it twice the
+# time of an add and a norm; a graph that is captured needs the host no more.
+LEAST_ELEMENTS = 2**20
+# observer(module, kind, which, operands): `module` adds or attends, `which` names the place in its forward.
+observers: list[Callable[[torch.nn.Module, str, tuple, tuple], None]] = []
+
+
+@contextlib.contextmanager
+def observing(observer: Callable) -> Iterator[None]:
+    """Tell an observer, in all threads, the operands of each sum that a norm reads, and of each q with its k."""
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers[:] = [each for each in observers if each is not observer]
+
+
+def tell(*seen) -> None:
+    for observer in list(observers):
+        observer(*seen)
 
 
 @dataclass(frozen=True)
@@ -79,14 +97,14 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
         return left + right
     if observers:
         tell(layer, "sum", site, (left, right))
-    norm = layer._modules.get(reader) if reader else _next_norm(layer)
-    if norm is None or not untouched(norm):
+    elif left.numel() < LEAST_ELEMENTS and not (torch.is_grad_enabled() or capturing(left)):
         return left + right
-    recipe = type(norm)._hf_rmsnorm_recipe
-    found = operands(norm, recipe) if recipe.is_simple else None
-    if found is None:
+    norm = layer._modules.get(reader) if reader else _next_norm(layer, left)
+    found = None if norm is None else operands_ahead(norm)
+    if found is None or (left.dtype != right.dtype and norm in given_otherwise):
         return left + right
     weight, bias, spec = found
+    recipe = type(norm)._hf_rmsnorm_recipe
     key = launch_key(right, weight, bias, spec.functional)
     if key is not None:
         key += ((left.shape, left.stride(), left.dtype, left.device),)
@@ -98,6 +116,8 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
         if backend == "original" or not recipe.fits(wider, weight, bias):
             return left + right
         plan = None if key is None else plans.keep(key, backend, plan_of, right, weight, bias, spec, left)
+    if torch.is_grad_enabled() and not (left.requires_grad or right.requires_grad):
+        seen = True  # a node of both would have the sum ask for gradients where the norm's weight does
     if not seen or backend != "triton":
         if seen and torch.is_grad_enabled():
             return left + right
@@ -111,8 +131,8 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     return total
 
 
-def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
-    """The norm behind the layer, where it may be computed before its owner is called; else None."""
+def _next_norm(layer: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module | None:
+    """The norm behind the layer, where it may be computed before its owner is called; else None. x: of the sum."""
     owner, name = _links.get(layer, _NO_LINK)
     owner = owner()
     if (
@@ -125,6 +145,7 @@ def _next_norm(layer: torch.nn.Module) -> torch.nn.Module | None:
         # Non-reentrant checkpoints and offloading of activations: what one region makes no other may use.
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or under_transform()
+        or capturing(x)  # the owner may be captured in a graph of its own, and replayed on another sum
     ):
         return None
     norm = owner._modules.get(name)
@@ -136,14 +157,18 @@ def _may_write(hook: Callable) -> bool:
     return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
-def untouched(norm: torch.nn.Module) -> bool:
-    """Whether this is a patched norm that a call runs as such: no hook, of a user or of what manages its weights."""
+def operands_ahead(norm: torch.nn.Module) -> tuple | None:
+    """(weight, bias, formula) of a patched norm that may be computed before it is called.
+
+    None where that has a hook, of a user or of what manages its weights, or needs more than its one input.
+    """
     state, cls = norm.__dict__, type(norm)
     base = getattr(cls, "_hf_rmsnorm_base", None)
-    return not (
+    if (
         base is None
         or base.forward is not cls._hf_rmsnorm_forward  # somebody gave the class another, or it other code
         or getattr(base.forward, "__code__", None) is not cls._hf_rmsnorm_code
+        or not (recipe := cls._hf_rmsnorm_recipe).is_simple
         or "parametrizations" in norm._modules  # a weight that is computed, once a call
         or _any_global_hook()
         or norm._forward_pre_hooks
@@ -152,7 +177,9 @@ def untouched(norm: torch.nn.Module) -> bool:
         or norm._backward_pre_hooks
         or "forward" in state
         or "_hf_hook" in state
-    )
+    ):
+        return None
+    return operands(norm, recipe)
 
 
 _classes: dict[tuple, type] = {}

@@ -4,8 +4,6 @@ A fused class is a subclass of the module's current class that overrides `forwar
 hooks, `isinstance`, `repr` and saved bytes stay what they were.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from dataclasses import replace
@@ -18,7 +16,7 @@ from ..ops import fused_norm, resolve_backend
 from ..ops.direct import LaunchCache, launch_key
 from ..ops.norm import launched_norm, plan_of
 from .handover import handed_over
-from .recipe import Recipe, one_dtype, shapes_fit, tensor_of
+from .recipe import Recipe, one_dtype, operands, shapes_fit, tensor_of
 from .subclass import derive, marked
 
 _is_compiling = torch.compiler.is_compiling
@@ -70,7 +68,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     hidden_size, functional, restricted = recipe.hidden_size, recipe.spec.functional, recipe.restricted
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
-    own_forward = _rms_forward(base_forward, recipe) if recipe.as_rms else base_forward
+    own_forward = _rms_forward(input_name, recipe) if recipe.as_rms else base_forward
     is_simple, memory_efficient = recipe.is_simple, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
@@ -127,20 +125,18 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     return forward
 
 
-def _rms_forward(base_forward, recipe: Recipe):
+def _rms_forward(input_name: str, recipe: Recipe):
     """What a module that runs as RMSNorm runs where no kernel serves: that formula, for the same input alone."""
-    input_name = list(inspect.signature(base_forward).parameters)[1]
 
     def forward(self, *args, **kwargs):
         x, _ = _inputs(args, kwargs, input_name, None)
-        spec = recipe.spec_of(self)
-        if x is None or spec is None:
+        found = operands(self, recipe)
+        if x is None or found is None:
             raise TypeError(
                 f"{type(self).__name__} runs the RMSNorm that its converted checkpoint records, on one input and with "
                 "the eps it was converted with: unpatch it to call it in another way"
             )
-        weight, bias = (None if name is None else tensor_of(self, name) for name in (recipe.weight, recipe.bias))
-        return fused_norm(x, weight, bias, spec, "reference")
+        return fused_norm(x, *found, "reference")
 
     return forward
 
@@ -163,3 +159,8 @@ def _ungated(spec: NormSpec) -> NormSpec:
 def fused_part(cls: type) -> type | None:
     """The class in cls's ancestry that `fused_class` made, or None; it differs from cls where others subclassed it."""
     return marked(cls, "_hf_rmsnorm_recipe")
+
+
+def recipe_of(module: torch.nn.Module) -> Recipe | None:
+    """What a patched module computes; None where it is not patched."""
+    return getattr(type(module), "_hf_rmsnorm_recipe", None)

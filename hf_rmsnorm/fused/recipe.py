@@ -1,9 +1,8 @@
 """How one norm module is computed: its formula, and where the module keeps what the formula needs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -84,7 +83,7 @@ class Recipe:
     def changes(self, module: torch.nn.Module) -> list[str]:
         """What about the module is no longer as it was when it was recognised, in words; its eps may be another."""
         changed = []
-        for name, value in self.settings:
+        for name, value in self.settings:  # asked by every call
             now = getattr(module, name, None)
             if now is not value and now != value:
                 changed.append(f"{name} is now {now}")
@@ -93,18 +92,13 @@ class Recipe:
                 changed.append(f"it has a {name} now")
         return changed
 
-    @property
+    @cached_property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
-        return (
-            self.layout != "last"
-            or self.dims is not None
-            or self.only_float32
-            or self.not_under_autocast
-            or self.input_written
-        )
+        limits = (self.only_float32, self.not_under_autocast, self.input_written)
+        return self.layout != "last" or self.dims is not None or any(limits)
 
-    @property
+    @cached_property
     def is_simple(self) -> bool:
         """Whether this is a norm of one input over its last dimension, and nothing besides."""
         return not (self.restricted or self.gate or self.other_input or self.spec.group_size or self.row_major)
@@ -135,18 +129,16 @@ class Recipe:
 
     def notes(self) -> str:
         """What is not fused, and the layout if it is not the usual one, in words for a report; "" if nothing."""
-        words = {"channels_first": ["over dimension 1"], "heads": ["joins heads"]}.get(self.layout, [])
-        if self.only_float32:
-            words.append("in float32 only: in half precision it rounds in its own order, by its own forward")
-        if self.not_under_autocast:
-            words.append("under autocast it runs its own forward")
-        if self.input_written:
-            words.append("in half-precision training, where its input is written to, it runs its own forward")
-        if self.other_input is not None:
-            words.append(f"calls that give {self.other_input!r} run its own forward")
-        if self.as_rms:
-            words.append("as the converted checkpoint says")
-        return "; ".join(words)
+        words = {
+            "over dimension 1": self.layout == "channels_first",
+            "joins heads": self.layout == "heads",
+            "in float32 only: in half precision it rounds in its own order, by its own forward": self.only_float32,
+            "under autocast it runs its own forward": self.not_under_autocast,
+            "in half-precision training, where its input is written to, it runs its own forward": self.input_written,
+            f"calls that give {self.other_input!r} run its own forward": self.other_input is not None,
+            "as the converted checkpoint says": self.as_rms,
+        }
+        return "; ".join(text for text, applies in words.items() if applies)
 
     def keeps_output(self, module: torch.nn.Module, weight, bias, spec: NormSpec) -> bool:
         """Whether this call of the module shall keep its output for the backward, not its input."""

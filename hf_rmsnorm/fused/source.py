@@ -4,8 +4,6 @@ Nothing else changes: the same statements run in the same order, with the global
 of the original.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -118,16 +116,12 @@ def changes_itself(definition: ast.FunctionDef) -> bool:
 
 def sums(definition: ast.FunctionDef) -> list[ast.BinOp]:
     """Every ``a + b`` of a function's body, in the order of its source."""
-    found = [
-        node
-        for statement in definition.body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-    ]
+    nodes = (node for statement in definition.body for node in ast.walk(statement))
+    found = [node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
     return sorted(found, key=lambda node: (node.lineno, node.col_offset, -node.end_lineno, -node.end_col_offset))
 
 
-def with_sums(cls: type, sites: Mapping[int, str], add: Callable) -> Callable:
+def with_sums(cls: type, sites: Mapping[int, object], add: Callable) -> Callable:
     """`cls.forward` with ``a + b`` replaced by ``add(self, a, b, label)`` at the sites: position -> label."""
 
     def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
@@ -178,17 +172,14 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
     )  # fmt: skip
     tree = ast.fix_missing_locations(ast.Module([factory], []))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    owner = next((c for c in cls.__mro__ if inspect.unwrap(c.__dict__.get("forward")) is function), cls)
     made: dict = {}
     try:
         with _syntax_trees:
             code = compile(tree, function.__code__.co_filename, "exec")
         exec(code, function.__globals__, made)
-    except Exception as error:  # a decorator may name what is there in the class's body alone, and raise anything
-        raise CannotRewrite(f"its forward cannot be compiled again: {type(error).__name__}: {error}") from error
-    owner = next((c for c in cls.__mro__ if inspect.unwrap(c.__dict__.get("forward")) is function), cls)
-    try:
         forward = made[_FACTORY](owner, *helpers.values())
-    except Exception as error:
+    except Exception as error:  # a decorator may name what is there in the class's body alone, and raise anything
         raise CannotRewrite(f"its forward cannot be compiled again: {type(error).__name__}: {error}") from error
     inner = inspect.unwrap(forward)
     inner.__defaults__, inner.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
@@ -202,15 +193,15 @@ def wrapped_alike(made: Callable, original: Callable) -> bool:
     What `__init_subclass__` wraps around the forward of each subclass anew counts once.
     """
     codes, ours = _wrappers(original), _wrappers(made)
-    at = next((i for i, code in enumerate(ours) if _name(code) == _GUARD), 0)
-    added, ours = ours[:at], [code for code in ours if _name(code) != _GUARD]
+    added = ours[: next((i for i, code in enumerate(ours) if _is_guard(code)), 0)]
 
     def once(codes: list) -> list:
-        while added and codes[: 2 * at] == 2 * added:
-            codes = codes[at:]
+        codes = [code for code in codes if not _is_guard(code)]
+        while added and codes[: 2 * len(added)] == 2 * added:
+            codes = codes[len(added) :]
         return codes
 
-    return once(ours) == once([code for code in codes if _name(code) != _GUARD])
+    return once(ours) == once(codes)
 
 
 def _wrappers(forward: Callable) -> list:
@@ -222,5 +213,5 @@ def _wrappers(forward: Callable) -> list:
     return codes
 
 
-def _name(code) -> str:
-    return getattr(code, "co_qualname", getattr(code, "co_name", "")).rpartition(".")[2]
+def _is_guard(code) -> bool:
+    return getattr(code, "co_name", "") == _GUARD

@@ -1,7 +1,5 @@
 """Classes made at run time, each a subclass of a module's class that overrides one method."""
 
-from __future__ import annotations
-
 import copyreg
 from collections.abc import Callable
 

@@ -1,17 +1,15 @@
 """A converted model in fine-tuning: kept where LayerNorm and RMSNorm are equal, or trained as RMSNorm and marked so."""
 
-from __future__ import annotations
-
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import torch
 
+from ..ops.loading import is_dtensor
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
-from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, centre_, mending, own_names
+from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, mend_, own_names, promises
 
 TRAINED = (
     "a model that is trained as RMSNorm computes LayerNorm, which is another function, where what is saved of it is "
@@ -46,7 +44,12 @@ class Recentre:
 
     def __init__(self, model: torch.nn.Module):
         found = _recorded(model, "Recentre")
-        _refuse_fsdp1(model)
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+            raise ValueError(
+                "FSDP1 keeps parameters as pieces of a flat one, without rows to centre: use FSDP2 (fully_shard), or "
+                "train as RMSNorm (train_as_rms)"
+            )
         if found.followed:
             raise ValueError(
                 "this model's config says that it was trained as RMSNorm: its weights may have any mean, and taking it "
@@ -57,35 +60,27 @@ class Recentre:
         if doubt:
             raise ValueError(f"this model cannot be kept centred: {doubt}")
         own = own_names(tensors)
-        ours = tensors.renamed(own)
-        theirs = {new: old for old, new in own.items()}
-        writers = Writers(found.record, ours)
-        acts = {theirs[name]: acts for name, acts in mending(found.record, ours).items()}
-        for name in tensors:
-            if name not in own and (change := writers.changed_by(name)):
-                acts[name] = [(change[1]["axis"], partial(centre_, **change[1]))]
-        self._steps = [(name, *tensors.owner(name), acts) for name, acts in acts.items()]
+        given = {new: old for old, new in own.items()}
+        steps = [(given[name], how) for name, how in promises(found.record, given)]
+        writers = Writers(found.record, given)
+        added = ((name, writers.changed_by(name)) for name in tensors if name not in own)
+        steps += [(name, change[1]) for name, change in added if change]
+        self._steps = [(name, *tensors.owner(name), how) for name, how in steps]
         self._shapes = {name: module._parameters[key].shape for name, module, key, _ in self._steps}
         self._model = model
-        if not any(_is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
+        if not any(is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
             if moved(tensors, found.record):
                 self._run(lambda parameter: True)
             if doubt := moved(tensors, found.record):
                 raise ValueError(f"this model cannot be kept centred: {doubt}")
 
     def __call__(self) -> None:
-        """Centre the parameters that are trained.
-
-        Raises:
-            ValueError: a parameter is no longer here whole.
-        """
+        """Centre the parameters that are trained; raises ValueError where one is no longer here whole."""
         self._run(lambda parameter: parameter.requires_grad)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise where an optimizer updates copies of the parameters, from which it would undo the centring.
-
-        Raises:
-            ValueError: it does, as DeepSpeed's do.
+        """Raise ValueError where an optimizer updates copies of the parameters, as DeepSpeed's do: from them it would
+        undo the centring.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = {id(p) for p in self._model.parameters()}
@@ -99,7 +94,7 @@ class Recentre:
 
     @torch.no_grad()
     def _run(self, wanted: Callable[[torch.nn.Parameter], bool]) -> None:
-        for name, module, key, acts in self._steps:
+        for name, module, key, how in self._steps:
             parameter = module._parameters[key]
             if parameter.shape != self._shapes[name] or parameter.is_meta:
                 raise ValueError(
@@ -107,7 +102,7 @@ class Recentre:
                     "under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
                 )
             if wanted(parameter):
-                _apply(parameter, acts)
+                _apply(parameter, how)
 
 
 def train_as_rms(model: torch.nn.Module) -> None:
@@ -131,11 +126,7 @@ def train_as_rms(model: torch.nn.Module) -> None:
 
 
 def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
-    """`train_as_rms`, without the warning.
-
-    Args:
-        trained: the weights are known to be trained as RMSNorm already.
-    """
+    """`train_as_rms`, without the warning; `trained`: the weights are known to be trained as RMSNorm already."""
     found = _recorded(model, "train_as_rms")
     doubt = "" if trained or found.followed else conversion_of(model).doubt
     if doubt:
@@ -159,27 +150,12 @@ def _recorded(model: torch.nn.Module, function: str) -> Recorded:
     return found
 
 
-def _refuse_fsdp1(model: torch.nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
-        raise ValueError(
-            "FSDP1 keeps parameters as pieces of a flat one, without rows to centre: use FSDP2 (fully_shard), or train "
-            "as RMSNorm (train_as_rms)"
-        )
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _apply(parameter: torch.Tensor, acts: list[tuple[int, Callable[[torch.Tensor], None]]]) -> None:
-    sharded = _is_dtensor(parameter)
-    across = sharded and any(place.is_shard(axis) for place in parameter.placements for axis, _ in acts)
+def _apply(parameter: torch.Tensor, how: Mapping) -> None:
+    sharded = is_dtensor(parameter)
+    across = sharded and any(place.is_shard(how["axis"]) for place in parameter.placements)
     # A shard has the stream whole for some of the rows, unless the stream itself is what was cut.
     tensor = parameter.full_tensor() if across else parameter.to_local() if sharded else parameter
-    for _, act in acts:
-        act(tensor)
+    mend_(tensor, how)
     if across:
         from torch.distributed.tensor import distribute_tensor
 

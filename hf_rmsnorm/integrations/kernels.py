@@ -12,8 +12,6 @@ forward.
 In Transformers, ``from_pretrained(..., use_kernels=True, kernel_config=kernel_config())``. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 
@@ -29,8 +27,7 @@ _KEPT = "_hf_rmsnorm_kernel"
 class _Known:
     """What a module runs, kept on it; copied and pickled without, as it is found again."""
 
-    def __init__(self):
-        self.forward = None
+    forward = None
 
     def __reduce__(self):
         return _Known, ()
@@ -61,38 +58,29 @@ def _run(self, args: tuple, kwargs: dict):
     return _recognised(self).forward(self, *args, **kwargs)
 
 
-def _like(function):
-    """Have a forward that takes anything show the arguments of another, by which `kernels` compares layers."""
-
-    def decorate(forward):
-        forward.__signature__ = inspect.signature(function)
-        return forward
-
-    return decorate
-
-
 # A layer of `kernels` is a module class with a forward, two flags and nothing else; its forward is bound to modules of
-# other classes, whose parameters have names of their own.
+# other classes, whose parameters have names of their own. It takes anything, and shows the arguments of another
+# forward, by which `kernels` compares layers.
 class RMSNorm(torch.nn.Module):
     """For "RMSNorm" and "RMSNormZeroCentered" of Transformers, and for any norm of one input."""
 
-    has_backward = True
-    can_torch_compile = True
+    has_backward = can_torch_compile = True
 
-    @_like(lambda self, hidden_states: None)
     def forward(self, *args, **kwargs):
         return _run(self, args, kwargs)
+
+    forward.__signature__ = inspect.signature(lambda self, hidden_states: None)
 
 
 class RMSNormGated(torch.nn.Module):
     """For "RMSNormGated" of Transformers, whose second input is a gate."""
 
-    has_backward = True
-    can_torch_compile = True
+    has_backward = can_torch_compile = True
 
-    @_like(lambda self, hidden_states, gate=None: None)
     def forward(self, *args, **kwargs):
         return _run(self, args, kwargs)
+
+    forward.__signature__ = inspect.signature(lambda self, hidden_states, gate=None: None)
 
 
 LAYERS = {"RMSNorm": RMSNorm, "RMSNormZeroCentered": RMSNorm, "RMSNormGated": RMSNormGated}

@@ -1,11 +1,8 @@
 """`HfRmsNormCallback`: a patch for whatever model a Trainer trains, at the moment that suits it."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
 
 import torch
 from transformers import TrainerCallback
@@ -16,10 +13,6 @@ from ..patching.converted import conversion_of
 from .finetuned import TRAINED, Recentre, mark_as_rms
 
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")  # whose level and handlers are Transformers'
-
-
-def _none() -> None:
-    """For `weakref.ref` of no model."""
 
 
 class HfRmsNormCallback(TrainerCallback):
@@ -63,12 +56,12 @@ class HfRmsNormCallback(TrainerCallback):
         self._recentre_wanted, self._trained_as_rms, self._options = recentre, train_as_rms, options
         self._recentre: Recentre | None = None
         self._saves_trained = False
-        self._patched: Callable[[], torch.nn.Module | None] = _none
+        self._patched: weakref.ref[torch.nn.Module] | None = None
         self._logged = ""
 
     def __getstate__(self):
         # A search by Ray pickles the Trainer with its callbacks; the model is another one there.
-        return {**self.__dict__, "_patched": _none, "_recentre": None}
+        return {**self.__dict__, "_patched": None, "_recentre": None}
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._patch(model, resumed=False)
@@ -93,22 +86,19 @@ class HfRmsNormCallback(TrainerCallback):
             self._recentre()
 
     def on_save(self, args, state, control, **kwargs):
-        self._warn_of_trained()
+        if self._saves_trained:
+            warnings.warn(TRAINED, stacklevel=2)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._recentre = None
-        self._warn_of_trained()  # it may be saved now, which is no event
-
-    def _warn_of_trained(self) -> None:
-        if self._saves_trained:
-            warnings.warn(TRAINED, stacklevel=2)
+        self.on_save(args, state, control)  # it may be saved now, which is no event
 
     def _patch(self, model: torch.nn.Module, resumed: bool) -> None:
         if self._trained_as_rms:
             mark_as_rms(model, trained=resumed)
         elif self._recentre_wanted:
             Recentre(model)  # what has moved before is centred
-        before = self._patched()
+        before = self._patched and self._patched()
         if before is not None and any(module is before for module in model.modules()):
             if conversion_of(before) is None:
                 return

@@ -1,7 +1,5 @@
 """Triton functions with their arguments by name, what has been compiled of them, and the device that they run on."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import threading
@@ -36,6 +34,7 @@ class BoundKernel:
         pack: ``pack(values[aligned], X=..., eps=...)`` are the arguments, from the operands by name.
         codes: numbers that stand for all that compiled code depends on, one for each key that was bound.
         vectorised: strides and columns allow 16-byte loads, if the pointers do too.
+        contracts: a product and the sum behind it may become one instruction, so that the product is not rounded.
     """
 
     pack: Callable[..., tuple]
@@ -44,6 +43,7 @@ class BoundKernel:
     grid: tuple[int, int, int]
     num_warps: int
     vectorised: bool
+    contracts: bool
 
 
 class Kernel:
@@ -80,12 +80,15 @@ class Kernel:
         else:
             self._variants = {True: function, False: function}
 
-    def bind(self, grid: tuple[int, int, int], num_warps: int, named: dict, *keys) -> BoundKernel:
+    def bind(
+        self, grid: tuple[int, int, int], num_warps: int, named: dict, *keys, contracts: bool = False
+    ) -> BoundKernel:
         """A launch of all but its operands.
 
         Args:
             named: by name, every parameter that is no operand, but UNIT; strides in elements.
             keys: what else compiled code depends on (device, dtypes, absent operands), for each way to launch this.
+            contracts: see `BoundKernel`; the keys and constants must tell it too.
 
         Raises:
             TypeError: a parameter is missing, or a name is none of a parameter.
@@ -100,18 +103,22 @@ class Kernel:
             values.append(tuple(tuple(each[name] for name in run) for run in self._runs))
             codes.append(tuple(_code_of(unit, key, constants) for key in keys))
         vectorised = all(named[name] % VECTOR == 0 for name in ("N", *self._strides))
-        return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised)
+        return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised, contracts)
 
-    def __call__(self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0):
-        """Launch on `device` what was bound, in this of the ways that it was bound for."""
+    def __call__(
+        self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0, launch: bool = True
+    ):
+        """Launch on `device` what was bound, in this of the ways that it was bound for; or only load it for that."""
         index = device.index
         if index is not None and not INTERPRETED and index != current_device(device.type)():
             with torch.get_device_module(device.type).device(device):
-                self(device, bound, args, aligned, way)
+                self(device, bound, args, aligned, way, launch)
             return
-        if counting.active:
+        if counting.active and launch:
             counting.record_launch(self.name)
         if INTERPRETED:
+            if not launch:
+                return
             with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
                 self._variants[aligned][bound.grid](*args)
             return
@@ -120,11 +127,15 @@ class Kernel:
             code = (code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor)))
         compiled = self._compiled.get(code)
         if compiled is None:
-            # FP fusion is asked for by name: its default differs between versions of Triton.
-            kernel = self._variants[aligned][bound.grid](*args, num_warps=bound.num_warps, enable_fp_fusion=True)
+            # Not where rows are not vectorised: a thread may then have but one product of a row, and would add its own
+            # unrounded and its neighbours' rounded, so that threads did not agree on the sum.
+            fused = aligned and bound.contracts
+            options = {"grid": bound.grid, "num_warps": bound.num_warps, "enable_fp_fusion": fused}
+            kernel = self._variants[aligned].warmup(*args, **options)
             active = triton.runtime.driver.active
             described = kernel.run, active.get_current_stream, kernel.function, kernel.packed_metadata
-            self._compiled[code] = kernel, *described, active.get_current_device()
+            compiled = self._compiled[code] = kernel, *described, active.get_current_device()
+        if not launch:
             return
         # Quicker than kernel[grid](*args), which makes a closure, finds out the device and builds what Triton's launch
         # hooks are told, each time.

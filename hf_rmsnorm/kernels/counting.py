@@ -1,7 +1,5 @@
 """Counting of kernel launches: direct launches pass no dispatcher, so this is how anyone can see them."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

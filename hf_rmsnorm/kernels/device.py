@@ -52,10 +52,10 @@ def root(square, X, eps, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr):
     square = step(square, X, ROUNDING)
     if EPS_OUTSIDE:
         divisor = step(step(tl.sqrt_rn(square), X, ROUNDING) + eps, X, ROUNDING)
-        rstd = 1.0 / divisor
+        rstd = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
     elif ROUNDING == "every_step":
         divisor = step(tl.sqrt_rn(step(square + eps, X, ROUNDING)), X, ROUNDING)
-        rstd = 1.0 / divisor
+        rstd = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
     else:
         rstd = tl.rsqrt(square + eps)
         divisor = rstd

@@ -1,7 +1,5 @@
 """Triton's interpreter, made to round as the hardware does."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 

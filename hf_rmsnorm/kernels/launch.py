@@ -1,7 +1,5 @@
 """From tensors to kernel launches: outputs, copies where rows cannot be read in place, and the launches themselves."""
 
-from __future__ import annotations
-
 import torch
 
 from .compiled import INTERPRETED, BoundKernel, Kernel, aligned_pointers, device_limits
@@ -70,7 +68,7 @@ def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None, p
 
 def norm_backward(
     dy, x, weight, bias, rstd, mean, spec, need: tuple[bool, ...], gate=None, dh=None, from_output: bool = False,
-    forward: ForwardPlan | None = None,
+    forward: ForwardPlan | None = None, launch: bool = True,
 ):  # fmt: skip
     """Launch the backward of `spec`.
 
@@ -82,6 +80,7 @@ def norm_backward(
         dh: x's shape, any strides: another gradient of x, added to dx before that is rounded; or None. Not with a gate.
         from_output: x is what the forward returned, in the dtype and with the order of rows of its input; mean is None.
         forward: the plan of the forward, which keeps those of its backwards.
+        launch: False only loads the kernels; what is returned is not written then.
 
     Returns:
         (dx, dweight, dbias, dgate), None where not wanted; parameter gradients are deterministic, summed in float32.
@@ -98,6 +97,9 @@ def norm_backward(
         plan = backward_plan(dy, x, weight, bias, gate, spec, need, limits, dh, from_output)
         if forward is not None:
             forward.backward[key] = plan
+            if from_output:  # a CUDA graph keeps inputs, and can load no kernel: those that read them are loaded here
+                stats = rstd, rstd if spec.centered else None
+                norm_backward(dy, x, weight, bias, *stats, spec, need, gate, dh, False, forward, launch=False)
     need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
     dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
     dg = torch.empty_like(x, dtype=gate.dtype, memory_format=plan.memory_format) if need_dg else None
@@ -115,13 +117,15 @@ def norm_backward(
     pointers = aligned_pointers(x, dy, weight, shift, gate, dh)
     dw = torch.empty(plan.partials, dtype=torch.float32, device=device) if need_dw else None
     db = torch.empty(plan.partials, dtype=torch.float32, device=device) if need_db else None
-    for kernel, launch in plan.launches:
-        aligned = launch.vectorised and pointers
-        args = launch.pack(
-            launch.values[aligned], DY=dy, X=x, W=weight, B=shift, G=gate, DH=dh, RSTD=rstd, MEAN=mean, DX=out, DW=dw,
+    for kernel, bound in plan.launches:
+        aligned = bound.vectorised and pointers
+        args = bound.pack(
+            bound.values[aligned], DY=dy, X=x, W=weight, B=shift, G=gate, DH=dh, RSTD=rstd, MEAN=mean, DX=out, DW=dw,
             DB=db, DG=out_gate, eps=spec.eps,
         )  # fmt: skip
-        kernel(device, launch, args, aligned)
+        kernel(device, bound, args, aligned, launch=launch)
+    if not launch:
+        return dx, dw, db, dg
     if out is not dx:
         _in_order(dx, plan.order).copy_(out)
     if out_gate is not dg:

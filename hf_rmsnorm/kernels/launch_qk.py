@@ -1,7 +1,5 @@
 """From queries and keys to kernel launches; what depends on shapes and strides alone is worked out once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +12,7 @@ from .plan import formula_constants, remember
 from .serves import require
 from .sizes import REDUCE, BackwardConfig, TileConfig, backward_config, forward_config
 
-QK_NORM_FORWARD = Kernel(
-    qk.qk_norm_forward, ("Q", "K", "WQ", "WK", "COS", "SIN", "YQ", "YK", "RSTD", "MEAN", "eps")
-)
+QK_NORM_FORWARD = Kernel(qk.qk_norm_forward, ("Q", "K", "WQ", "WK", "COS", "SIN", "YQ", "YK", "RSTD", "MEAN", "eps"))
 QK_NORM_BACKWARD = Kernel(
     qk.qk_norm_backward,
     ("DYQ", "DYK", "Q", "K", "WQ", "WK", "COS", "SIN", "RSTD", "MEAN", "DXQ", "DXK", "DW", "eps"),

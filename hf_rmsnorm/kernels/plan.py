@@ -1,7 +1,5 @@
 """What a launch depends on besides the tensors' memory, worked out once per shape, strides, dtypes and formula."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from . import backward, backward_wide, forward
 from .compiled import BoundKernel, Kernel
 from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
-from .sizes import COLUMNS, REDUCE, backward_config, forward_config
+from .sizes import COLUMNS, MAX_HEAD_DIM, REDUCE, backward_config, forward_config
 
 _FORWARD = ("X", "W", "B", "G", "RES", "H", "Y", "RSTD", "MEAN", "eps")
 _BACKWARD = ("DY", "X", "W", "B", "G", "DH", "RSTD", "MEAN", "DX", "DW", "DB", "DG", "eps")
@@ -214,9 +212,13 @@ def backward_plan(
             block = {"BLOCK": COLUMNS.block, "ROWS": COLUMNS.rows}
             columns = named | block | {"rows_total": rows, "rows_per_program": -(-rows // parts)}
             launches.append((NORM_BACKWARD_COLUMNS, grid, COLUMNS.num_warps, columns))
+        # A forward must round what its formula rounds. Behind one nothing is rounded, but a norm that queries and keys
+        # may have must give the bits that it gives together with their rotary embedding, which rounds again.
+        contracts = hidden_size > MAX_HEAD_DIM or bias is not None or other is not None
+        bound = tuple((kernel, kernel.bind(*rest, dtypes, contracts=contracts)) for kernel, *rest in launches)
         return BackwardPlan(
-            launches=tuple((kernel, kernel.bind(*rest, dtypes)) for kernel, *rest in launches), rows=rows, order=order,
-            x=x_rows, dy=dy_rows, other=other_rows, memory_format=memory_format, flat_output=flat_output,
+            launches=bound, rows=rows, order=order, x=x_rows, dy=dy_rows, other=other_rows,
+            memory_format=memory_format, flat_output=flat_output,
             in_place=flat_output and not any(operand.copy for operand in operands),
             reads_bias=from_output or (spec.gated_after and need[3]), partials=(parts, heads * hidden_size),
             sums=tuple(_sum_of_partials(x.device, _dtype(t), parts, heads * hidden_size) for t in (weight, bias)),

@@ -4,8 +4,6 @@ What is not listed is refused. So a field or a value that is added to `NormSpec`
 another formula, until somebody writes it into the kernels and then here.
 """
 
-from __future__ import annotations
-
 from ..formula import NormSpec
 from .sizes import TILE_MAX, backward_loops
 

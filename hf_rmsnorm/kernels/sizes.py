@@ -1,11 +1,10 @@
 """Launch shapes as pure functions of the hidden size: nothing is timed, tuned or searched at run time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 
 MAX_HIDDEN_SIZE = 262_144
+MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
 CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
 TILE_ELEMENTS = 2_048  # 16 elements, two 16-byte bf16 loads, for each thread of four warps

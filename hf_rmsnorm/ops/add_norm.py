@@ -1,7 +1,5 @@
 """`fused_add_norm`: the residual add and the norm behind it in one launch, forward and backward."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

@@ -1,7 +1,5 @@
 """Which implementation serves a call: the Triton kernels, the plain-torch formula, or the layer's own forward."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -11,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formula import NormSpec
 from ..kernels.serves import of_rows, unserved
-from ..kernels.sizes import MAX_HIDDEN_SIZE, TILE_MAX
+from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, TILE_MAX
 from .direct import DIRECT_TYPES
 from .loading import is_dtensor
 from .settings import chosen, settings
@@ -19,7 +17,6 @@ from .settings import chosen, settings
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach past the last row
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
-MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 
 _is_compiling = torch.compiler.is_compiling
 

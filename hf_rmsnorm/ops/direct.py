@@ -1,8 +1,7 @@
 """The direct launch: which calls need no dispatcher, and what is kept of them so that the next like them are quick."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch.autograd import forward_ad
@@ -31,6 +30,17 @@ def _recorded() -> bool:
     """Whether a mode that records or fakes operators is active; one that merely watches them does not count."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+@cache
+def _is_capturing(device_type: str) -> Callable[[], bool]:
+    """What tells whether a graph is captured of the current stream; `bool()` is False."""
+    return getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)
+
+
+def capturing(t: torch.Tensor) -> bool:
+    """Whether a graph is captured on the device of a tensor: what is launched now runs again, on other values."""
+    return not t.is_cpu and _is_capturing(t.device.type)()
 
 
 def under_transform() -> bool:

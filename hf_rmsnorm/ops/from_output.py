@@ -4,8 +4,6 @@
 scale may be so small that y has lost xhat, and no bias so large that y is mostly bias.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import NamedTuple
 
@@ -14,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.serves import unserved
-from .direct import DIRECT_TYPES, is_direct
+from .direct import DIRECT_TYPES, capturing, is_direct
 
 LEAST_SCALE = 1e-3  # of the largest
 SMALLEST_SCALE = 2.0**-14  # below it float16 keeps fewer bits of y than of xhat
@@ -83,7 +81,7 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
         references = weakref.ref(weight, drop), None if bias is None else weakref.ref(bias)
         seen = _seen[key] = _Seen(*references, spec.weight_offset, (), None)
     if seen.state != _state(weight, bias):
-        if _capturing(weight.device):
+        if capturing(weight):
             return "its parameters changed before a graph was captured"
         _look(weight.device)
         seen = _seen[key]
@@ -93,13 +91,6 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
 def _state(weight, bias) -> tuple:
     # The address too: `.data = other` leaves the version as it is.
     return _step(), weight._version, weight.data_ptr(), None if bias is None else (bias._version, bias.data_ptr())
-
-
-def _capturing(device: torch.device) -> bool:
-    if device.type == "cpu":
-        return False
-    capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
-    return capturing is not None and capturing()
 
 
 def _look(device: torch.device) -> None:
@@ -138,7 +129,7 @@ def keeps_output(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: N
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if weight is not None and _capturing(weight.device):
+    if weight is not None and capturing(weight):
         return False
     return formula_refusal(spec) is None and parameters_refusal(weight, bias, spec) is None
 

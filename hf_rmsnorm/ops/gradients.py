@@ -1,19 +1,11 @@
 """The gradients of the fused norms, whoever asks for them: eager autograd, `create_graph`, functorch or a compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 
 from ..formula import NormSpec
-from ..reference import (
-    input_of_output,
-    reference_backward,
-    reference_norm,
-    reference_qk_backward,
-    reference_qk_norm,
-)
+from ..reference import input_of_output, reference_backward, reference_norm, reference_qk_backward, reference_qk_norm
 from .direct import is_direct, under_transform
 from .from_output import note_backward
 from .loading import kernels, qk_kernels
@@ -24,8 +16,10 @@ _is_compiling = torch.compiler.is_compiling
 
 def _seen_through(*gradients: torch.Tensor | None) -> bool:
     """Whether what runs this backward needs operators it can see through: another differentiation, functorch, vmap."""
-    return torch.is_grad_enabled() or under_transform() or any(
-        g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients
+    return (
+        torch.is_grad_enabled()
+        or under_transform()
+        or any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
     )
 
 

@@ -1,7 +1,5 @@
 """What is loaded when it is first needed: launch code, which needs triton, and DTensor's rules, which take long."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 

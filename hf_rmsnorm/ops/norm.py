@@ -1,7 +1,5 @@
 """`rms_norm` and `layer_norm`: one call from eager, autograd, compiled, exported and checkpointed code alike."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

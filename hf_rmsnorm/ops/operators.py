@@ -1,7 +1,5 @@
 """The registered operators: what `torch.compile`, `torch.export` and tensor subclasses see of the kernels."""
 
-from __future__ import annotations
-
 from types import NoneType
 from typing import get_args, get_type_hints
 

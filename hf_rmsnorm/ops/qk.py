@@ -1,18 +1,18 @@
 """The norms of queries and keys in one launch, with the rotary embedding that follows them where there is one."""
 
-from __future__ import annotations
-
 import torch
 
 from ..formula import NormSpec
-from ..reference import reference_qk_norm
+from ..reference import reference_norm, rotated
 from .backend import qk_fits, resolve_backend
 from .direct import DIRECT_TYPES, is_direct, launch_key, under_transform
 from .gradients import qk_gradients
 from .loading import is_dtensor, load_sharding_rules, qk_kernels
+from .norm import fused_norm
 from .operators import qk_norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class _FusedQKNorm(torch.autograd.Function):
@@ -41,9 +41,14 @@ def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan=None):
 def qk_launch_key(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) -> tuple | None:
     """As `launch_key`, of what `fused_qk_norm` is given."""
     casts = spec.functional or spec.rounding == "every_step"
-    of_q, of_k = launch_key(q, q_weight, None, casts), launch_key(k, k_weight, None, casts)
-    if of_q is None or of_k is None:
+    of_q = launch_key(q, q_weight, None, casts)
+    if of_q is None or type(k) not in DIRECT_TYPES or _is_wrapped(k):
         return None
+    of_k = k.shape, k.stride(), k.dtype, k.device
+    if k_weight is not None:
+        if type(k_weight) not in DIRECT_TYPES or not k_weight.is_contiguous():
+            return None
+        of_k += (k_weight.shape, k_weight.dtype, k_weight.device)
     if cos is None or sin is None:
         return of_q, of_k, cos is sin
     if type(cos) not in DIRECT_TYPES or type(sin) not in DIRECT_TYPES:
@@ -90,7 +95,9 @@ def fused_qk_norm(
         if backend is None:
             backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin)
         if backend != "triton" or (not _is_compiling() and under_transform()):
-            return reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
+            one = reference_norm if backend != "original" else fused_norm
+            normed = (one(x, weight, None, spec) for x, weight in ((q, q_weight), (k, k_weight)))
+            return tuple(y if cos is None else rotated(y, cos, sin) for y in normed)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

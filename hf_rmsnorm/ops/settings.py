@@ -1,7 +1,5 @@
 """What a user chooses: `hf_rmsnorm.settings` for the process, `use_backend` for the calls of one thread."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Imported by `loading` when the first DTensor arrives, so that nobody else pays f
 operators are asked for by their registered names.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding

@@ -1,7 +1,5 @@
 """`patch_model`, `unpatch_model` and `patched`: the whole of what a user calls."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -10,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from .layers.links import fuse_layers
-from .plan import Globs, PatchPlan, make_plan
+from .plan import Globs, make_plan, report_on
 from .report import PatchReport
-from .swap import fuse, remember, restore, swap, unfuse
+from .swap import fuse, remember, restore, swap
 
 
 def patch_model(
@@ -36,7 +34,8 @@ def patch_model(
         strict: raise, before anything changes, if a norm would be neither swapped nor left out by include or exclude:
             a leaf that normalises over its last dimension, or whose class is named RMSNorm or LayerNorm.
         fuse_residual: also compute residual sums in one launch with the norm that reads them, in layers whose own
-            forward shows which those are; False undoes that in layers fused earlier.
+            forward shows which those are: sums with gradients, of 2**20 elements or more, or in a CUDA graph. False
+            undoes that in layers fused earlier.
         memory_efficient: keep each norm's output for the backward, which the linear behind it keeps anyway, instead of
             its input. The value given last holds, also for norms patched earlier, where the globs allow them. Gradients
             carry the output's rounding. A norm keeps its input, and its notes in the report say so, where its formula
@@ -82,7 +81,7 @@ def unpatch_model(model: torch.nn.Module) -> int:
     """
     check_module("unpatch_model", model)
     for module in model.modules():
-        unfuse(module)
+        fuse(module, None)
     return sum([restore(module) for module in model.modules()])
 
 
@@ -104,31 +103,29 @@ def patched(
         yield report
 
 
-def _patch(
-    model: torch.nn.Module,
-    include: Globs,
-    exclude: Globs,
-    strict: bool,
-    fuse_residual: bool,
-    memory_efficient: bool,
-    stacklevel: int,
-) -> tuple[PatchReport, contextlib.ExitStack]:
+def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel: int):
     """(the report, what undoes the changes)."""
     check_module("patch_model", model)
     flags = {"strict": strict, "fuse_residual": fuse_residual, "memory_efficient": memory_efficient}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
-    plan = make_plan(model, include, exclude)
-    if strict:
-        _check_strict(model, plan)
+    entries = make_plan(model, include, exclude)
+    unserved = [entry for entry in entries if entry.recipe is None and not entry.excluded]
+    if strict and not entries:
+        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
+    if strict and unserved:
+        first = unserved[0]
+        raise ValueError(
+            f"strict: {len(unserved)} of the norms cannot be swapped, first {first.paths[0]!r} "
+            f"({type(first.module).__name__}): {first.reason}; list it in exclude to accept that"
+        )
     undo = contextlib.ExitStack()
     layers: tuple = ()
     try:
-        for entry in plan.entries:
+        for entry in entries:
             if entry.already and entry.chosen:
-                before = remember(entry.module, memory_efficient)
-                undo.callback(remember, entry.module, before)
+                undo.callback(remember, entry.module, remember(entry.module, memory_efficient))
             elif entry.recipe is not None and not entry.already:
                 swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
                 undo.callback(restore, entry.module)
@@ -136,29 +133,16 @@ def _patch(
             layers = fuse_layers(model, undo)
         else:
             for module in model.modules():
-                fusion = unfuse(module)
-                if fusion is not None:
-                    undo.callback(fuse, module, fusion)
+                undo.callback(fuse, module, fuse(module, None))
     except BaseException:
         undo.close()
         raise
-    if not any(entry.recipe for entry in plan.entries):
-        found = f"none of {len(plan.entries)} could be swapped, print the report" if plan.entries else "there is none"
+    if not any(entry.recipe for entry in entries):
+        found = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
         warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
-    return replace(plan.report(), layers=layers), undo
+    return replace(report_on(entries), layers=layers), undo
 
 
 def check_module(function: str, model) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}: load the model first")
-
-
-def _check_strict(model: torch.nn.Module, plan: PatchPlan) -> None:
-    if not plan.entries:
-        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
-    if plan.unserved:
-        first = plan.unserved[0]
-        raise ValueError(
-            f"strict: {len(plan.unserved)} norms cannot be swapped, first {first.paths[0]!r} "
-            f"({type(first.module).__name__}): {first.reason}; list it in exclude to accept that"
-        )

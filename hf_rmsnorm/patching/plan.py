@@ -1,14 +1,12 @@
 """Walks a model and decides, before anything is changed, what happens to each of its norms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
 
-from ..fused.norm import fused_class, fused_part
+from ..fused.norm import fused_class, recipe_of
 from ..fused.recipe import Recipe
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
@@ -23,7 +21,8 @@ Globs = str | Iterable[str] | None
 class Entry:
     """One norm: the module, every path it has, its recipe or the reason it stays as it is.
 
-    `already`: it was swapped before, and stays so; `chosen`: the globs do not leave it out.
+    `already`: it was swapped before, and stays so; `chosen`: the globs do not leave it out; `excluded`: they do, and it
+    is not swapped.
     """
 
     module: torch.nn.Module
@@ -33,37 +32,28 @@ class Entry:
     cure: str = ""
     note: str = ""
     already: bool = False
-    excluded: bool = False
     chosen: bool = True
 
-
-@dataclass
-class PatchPlan:
-    """What a patch will do, in the order of the model's modules."""
-
-    entries: list[Entry] = field(default_factory=list)
-
     @property
-    def unserved(self) -> list[Entry]:
-        """Norms that would be neither swapped nor excluded."""
-        return [e for e in self.entries if e.recipe is None and not e.excluded]
-
-    def report(self) -> PatchReport:
-        swapped, skipped = [], []
-        for entry in self.entries:
-            name = class_name(entry.module)
-            fused = fused_part(type(entry.module))
-            memory = "" if fused is None else fused._hf_rmsnorm_recipe.memory_note(entry.module)
-            notes = "; ".join(filter(None, (entry.recipe.notes() if entry.recipe else "", memory, entry.note)))
-            for path in entry.paths:
-                if entry.recipe is not None:
-                    swapped.append(Swapped(path, name, entry.recipe.spec, notes, entry.recipe.as_rms))
-                else:
-                    skipped.append(Skipped(path, name, entry.reason, entry.cure))
-        return PatchReport(tuple(swapped), tuple(skipped))
+    def excluded(self) -> bool:
+        return not self.chosen and not self.already
 
 
-def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> PatchPlan:
+def report_on(entries: list[Entry]) -> PatchReport:
+    swapped, skipped = [], []
+    for entry in entries:
+        name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
+        memory = "" if fused is None else fused.memory_note(entry.module)
+        notes = "; ".join(filter(None, (recipe.notes() if recipe else "", memory, entry.note)))
+        for path in entry.paths:
+            if recipe is not None:
+                swapped.append(Swapped(path, name, recipe.spec, notes, recipe.as_rms))
+            else:
+                skipped.append(Skipped(path, name, entry.reason, entry.cure))
+    return PatchReport(tuple(swapped), tuple(skipped))
+
+
+def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> list[Entry]:
     """Recognise every module and apply the globs; nothing is changed.
 
     Raises:
@@ -89,26 +79,27 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
                 example = f", for example {norm_paths[0]!r}" if norm_paths else ""
                 raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
     for entry in entries:
-        _filter(entry, include, exclude)
-    _mark_written(model, entries)
-    return PatchPlan(entries)
-
-
-def _mark_written(model: torch.nn.Module, entries: list[Entry]) -> None:
-    """Tell the recipes of norms whose input is written to in place; torch's own keep that input, as the kernels do."""
-    chosen = {e.module: e for e in entries if e.recipe is not None and not e.recipe.spec.functional}
-    for module in written_inputs(model, set(chosen)):
-        chosen[module].recipe = replace(chosen[module].recipe, input_written=True)
+        hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
+        included = include is None or any(_matches(path, glob) for path in entry.paths for glob in include)
+        entry.chosen = included and hit is None
+        if entry.excluded:
+            entry.recipe, entry.cure = None, ""
+            entry.reason = "not in include" if hit is None else f"excluded by {hit!r}"
+    # Torch's own norms keep the input that they were given, as the kernels do.
+    keeping_a_copy = {e.module: e for e in entries if e.recipe is not None and not e.recipe.spec.functional}
+    for module in written_inputs(model, set(keeping_a_copy)):
+        entry = keeping_a_copy[module]
+        entry.recipe = replace(entry.recipe, input_written=True)
+    return entries
 
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
-    fused = fused_part(type(module))
-    verdict = recognise(module, cache) if fused is None else _verdict_on_fused(module, fused._hf_rmsnorm_recipe)
+    fused = recipe_of(module)
+    verdict = recognise(module, cache) if fused is None else _verdict_on_fused(module, fused)
     recipe, reason, cure = verdict.recipe, verdict.reason, verdict.cure
     if recipe is None and reason is None:
         return None
-    other = None if recipe is None else replaced_forward(module)
-    if other is not None:
+    if recipe is not None and (other := replaced_forward(module)):
         recipe, reason = None, f"its forward was replaced on the instance by {other}"
         cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
     elif recipe is not None and fused is None:
@@ -127,19 +118,6 @@ def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
         cure = "set it back, or unpatch the model and patch it again"
         return Verdict(reason=f"it runs its own forward: {', '.join(changed)}", cure=cure)
     return Verdict(recipe=replace(recipe, spec=spec))
-
-
-def _filter(entry: Entry, include: list[str] | None, exclude: list[str] | None) -> None:
-    hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
-    if hit is not None:
-        reason = f"excluded by {hit!r}"
-    elif include is not None and not any(_matches(path, glob) for path in entry.paths for glob in include):
-        reason = "not in include"
-    else:
-        return
-    entry.chosen = False
-    if not entry.already:
-        entry.recipe, entry.reason, entry.cure, entry.excluded = None, reason, "", True
 
 
 def _matches(path: str, glob: str) -> bool:

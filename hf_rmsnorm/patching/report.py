@@ -1,7 +1,6 @@
 """What a patch did: one record per module path, printed as a compact table."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ..formula import NormSpec
@@ -74,36 +73,23 @@ class PatchReport:
 
     def to_dict(self) -> dict:
         """Plain lists and dicts for JSON: ``{"swapped": [...], "skipped": [...], "layers": [...]}``."""
-        return {
-            "swapped": [
-                {
-                    "path": r.path,
-                    "class_name": r.class_name,
-                    "formula": {**r.formula.to_dict(), "text": str(r.formula)},
-                    "notes": r.notes,
-                    "converted": r.converted,
-                }
-                for r in self.swapped
-            ],
-            "skipped": [asdict(record) for record in self.skipped],
-            "layers": [asdict(record) for record in self.layers],
-        }
+        formulas = [{**record.formula.to_dict(), "text": str(record.formula)} for record in self.swapped]
+        found = asdict(self)
+        for record, formula in zip(found["swapped"], formulas, strict=True):
+            record["formula"] = formula
+        return {kind: list(records) for kind, records in found.items()}
 
     def groups(self) -> list[tuple[str, str, str, list[str]]]:
         """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths), modules alike in one group.
 
         Swapped modules are alike if they compute the same formula, skipped ones if class and reason are the same.
         """
-        swapped: dict[str, list[Swapped]] = {}
-        for record in self.swapped:
-            swapped.setdefault(record.text, []).append(record)
-        skipped: dict[tuple[str, str], list[str]] = {}
-        for record in self.skipped:
-            skipped.setdefault((record.class_name, record.reason), []).append(record.path)
+        swapped = _alike(self.swapped, lambda record: record.text)
+        skipped = _alike(self.skipped, lambda record: (record.class_name, record.reason))
         return [
             ("swapped", ", ".join(dict.fromkeys(r.class_name for r in records)), text, [r.path for r in records])
             for text, records in swapped.items()
-        ] + [("skipped", *key, paths) for key, paths in skipped.items()]
+        ] + [("skipped", *key, [r.path for r in records]) for key, records in skipped.items()]
 
     def __str__(self) -> str:
         norms = "norm" if len(self.swapped) == 1 else "norms"
@@ -114,13 +100,18 @@ class PatchReport:
             if verdict == "skipped" and cures[class_names, what]:
                 lines.append(f"      what to do: {cures[class_names, what]}")
             lines += [f"      {path}" for path in compact_paths(paths)]
-        layers: dict[tuple[str, str], list[str]] = {}
-        for record in self.layers:
-            said = f"fused: {record.fused}" if record.fused else f"not fused: {record.reason}"
-            layers.setdefault((record.class_name, said), []).append(record.path)
-        for (class_name, said), paths in layers.items():
-            lines.append(f"  layers  {len(paths):>4} x {class_name}: {said}")
-            lines += [f"      {path}" for path in compact_paths(paths)]
+        for (name, fused, reason), records in _alike(self.layers, lambda r: (r.class_name, r.fused, r.reason)).items():
+            said = f"fused: {fused}" if fused else f"not fused: {reason}"
+            lines.append(f"  layers  {len(records):>4} x {name}: {said}")
+            lines += [f"      {path}" for path in compact_paths([record.path for record in records])]
         if any(record.fused for record in self.layers):
             lines.append("  fused in   float32, float16, bfloat16, and mixtures of them, as under autocast")
         return "\n".join(lines)
+
+
+def _alike(records: tuple, key: Callable) -> dict:
+    """The records by a key of theirs, in their order."""
+    found: dict = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found

@@ -1,7 +1,5 @@
 """Puts a fused class on a module and takes it off again, whatever has been hung on the instance in between."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import types
@@ -9,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from ..fused.layer import Fusion, fused_layer_class, layer_part
-from ..fused.norm import fused_class, fused_part
+from ..fused.layer import fused_layer_class, layer_part
+from ..fused.norm import fused_class, fused_part, recipe_of
 from ..fused.recipe import Recipe
 
 # Instance attributes that can hold a forward: one set on the module, and the one an accelerate hook calls.
@@ -40,10 +38,8 @@ def swap(module: torch.nn.Module, recipe: Recipe) -> None:
     Raises:
         TypeError: the class cannot be subclassed, or its instances cannot change class; nothing has changed then.
     """
-    base = type(module)
-    cls = fused_class(base, recipe)
-    module.__class__ = cls
-    _rebind(module, base.forward, cls.forward)
+    base, cls = type(module), fused_class(type(module), recipe)
+    _change_class(module, cls, base.forward, cls.forward)
 
 
 def restore(module: torch.nn.Module) -> bool:
@@ -53,57 +49,54 @@ def restore(module: torch.nn.Module) -> bool:
         Whether the module was swapped.
     """
     fused = fused_part(type(module))
-    if fused is None:
-        return False
-    _take_off(module, fused, fused._hf_rmsnorm_base)
-    return True
+    if fused is not None:
+        base = fused._hf_rmsnorm_base
+        _change_class(module, _without(type(module), fused, base), fused.forward, base.forward)
+    return fused is not None
 
 
 def remember(module: torch.nn.Module, memory_efficient: bool) -> bool:
     """Set `Recipe.memory_efficient` of a module, if it is swapped; returns what it was."""
-    fused = fused_part(type(module))
-    if fused is None:
+    recipe = recipe_of(module)
+    if recipe is None or recipe.memory_efficient == memory_efficient:
         return memory_efficient
-    recipe = fused._hf_rmsnorm_recipe
-    if recipe.memory_efficient != memory_efficient:
-        restore(module)
-        swap(module, replace(recipe, memory_efficient=memory_efficient))
-    return recipe.memory_efficient
+    restore(module)
+    swap(module, replace(recipe, memory_efficient=memory_efficient))
+    return not memory_efficient
 
 
-def fuse(layer: torch.nn.Module, fusion: Fusion) -> None:
-    """Give a layer the subclass of its current class whose sums are fused.
+def fuse(layer: torch.nn.Module, fusion):
+    """Give a layer the subclass of its class that computes this fusion in place of the one it had; None: neither.
+
+    Args:
+        fusion: as in `fused_layer_class`.
+
+    Returns:
+        The fusion that it had, or None.
 
     Raises:
-        CannotRewrite, TypeError: there is none; nothing has changed then.
+        CannotRewrite, TypeError: there is no such class; the layer is without a fusion then.
     """
-    base = type(layer)
-    cls = fused_layer_class(base, fusion)
-    layer.__class__ = cls
-    _rebind(layer, base.forward, cls.forward)
+    part = layer_part(type(layer))
+    before = None if part is None else part._hf_rmsnorm_fusion
+    if fusion != before:
+        if part is not None:
+            _change_class(layer, unfused(type(layer)), part.forward, part._hf_rmsnorm_layer_base.forward)
+        if fusion is not None:
+            base, cls = type(layer), fused_layer_class(type(layer), fusion)
+            _change_class(layer, cls, base.forward, cls.forward)
+    return before
 
 
 def unfused(cls: type) -> type:
-    """What `unfuse` makes of a layer's class."""
+    """A layer's class as it is without a fusion."""
     part = layer_part(cls)
     return cls if part is None else _without(cls, part, part._hf_rmsnorm_layer_base)
 
 
-def unfuse(layer: torch.nn.Module):
-    """Undo `fuse`, exactly; the fusion that was undone, or None."""
-    fused = layer_part(type(layer))
-    if fused is None:
-        return None
-    _take_off(layer, fused, fused._hf_rmsnorm_layer_base)
-    return fused._hf_rmsnorm_fusion
-
-
-def _take_off(module: torch.nn.Module, fused: type, base: type) -> None:
-    module.__class__ = _without(type(module), fused, base)
-    _rebind(module, fused.forward, base.forward)
-
-
-def _rebind(module: torch.nn.Module, old, new) -> None:
+def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
+    """Change a module's class, and what was hung on the instance with the old class's forward in it."""
+    module.__class__ = cls
     for name in _FORWARD_ATTRIBUTES:
         stored = module.__dict__.get(name)
         if _is_own(stored, module, old):

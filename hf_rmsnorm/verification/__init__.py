@@ -1,8 +1,8 @@
 """Proof that a changed model computes what the original does: `verify_equivalence` and its report."""
 
+from .checks import NormCheck
 from .equivalence import verify_equivalence
 from .inspection import Inspection, NaiveSwap, NormInput, inspect_norms
-from .modules import NormCheck
 from .noise import LogitDifference, NoiseFloor
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
 

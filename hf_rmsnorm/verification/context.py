@@ -1,8 +1,20 @@
-"""How many tokens a model takes."""
-
-from __future__ import annotations
+"""How models are run to be compared: in evaluation mode, by their likeliest words, within their context."""
 
 import sys
+from contextlib import ExitStack, contextmanager
+
+# For `generate`, whatever the model's own generation_config asks for.
+GREEDY = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
+
+
+@contextmanager
+def evaluating(model):
+    """Have a model in evaluation mode, and each of its modules in its own mode again afterwards."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
+        yield
 
 
 def max_positions(config) -> int:

@@ -5,8 +5,6 @@ their forward in float32, because they say so (``hidden_states.to(torch.float32)
 rotary tables, router scores). Here the arithmetic is lifted underneath the model instead, operator by operator.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from functools import cache
 
@@ -25,7 +23,6 @@ _WIDE = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-_WIDEST = (torch.float64, torch.complex128)
 # These only pick elements: picking first and widening after gives the same values without a wide copy of the table.
 _GATHERS = {aten.embedding, aten.index, aten.index_select}
 # These compare the dtypes of their inputs before they reach an operator, so their inputs are widened earlier.
@@ -37,19 +34,14 @@ _CHECK_DTYPES = {
 
 def widen(value):
     """A floating or complex tensor in double precision, a low-precision dtype replaced by double; all else as is."""
-    if isinstance(value, torch.Tensor):
-        if value.is_complex():
-            return value.to(torch.complex128)
-        return value.to(torch.float64) if value.is_floating_point() else value
-    if isinstance(value, torch.dtype):
-        return _WIDE.get(value, value)
-    return value
+    if isinstance(value, torch.Tensor) and (value.is_complex() or value.is_floating_point()):
+        return value.to(torch.complex128 if value.is_complex() else torch.float64)
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _is_narrow(value) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.dtype not in _WIDEST and (value.is_floating_point() or value.is_complex())
+    floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return floating and value.dtype not in (torch.float64, torch.complex128)
 
 
 def _holds_narrow(value) -> bool:
@@ -145,13 +137,8 @@ def _plain_state(model: torch.nn.Module):
 def in_float64(model: torch.nn.Module):
     """Inside, calls of ``model`` compute in float64 without gradients; the model is the same before and after.
 
-    Fused kernels (flash attention, grouped experts) that take no float64 give way to the eager code of Transformers.
-
-    Args:
-        model: a module in any floating dtype, on any device that has float64.
-
-    Yields:
-        The model. Floating inputs may be given in any dtype; floating outputs are float64.
+    It may be in any floating dtype, on any device that has float64, and so may its inputs; floating outputs are
+    float64. Fused kernels (flash attention, grouped experts) that take none give way to Transformers' eager code.
     """
     with _plain_state(model), torch.no_grad(), Float64Mode(), _WidenEarly():
         yield model

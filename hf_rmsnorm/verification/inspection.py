@@ -4,17 +4,19 @@ LayerNorm subtracts the mean of its input, RMSNorm does not. Where the mean is s
 agree; where it is not, a LayerNorm that is merely replaced gives another model.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
 
+from ..fused.norm import recipe_of
+from ..fused.recipe import Recipe
 from ..patching import patched
+from ..reference import reference_norm
+from .context import evaluating
 from .noise import compare_logits
 
 
@@ -75,53 +77,42 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         elsewhere, and `naive` also where the model has no LayerNorm.
     """
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    with patched(model) as report:
-        formulas = {record.path: record.formula for record in report.swapped}
-        layer_norms = {record.path for record in report.swapped if record.formula.centered or record.converted}
-    training, ids = model.training, given.get("input_ids")
-    ratios: dict[str, list[torch.Tensor]] = {path: [] for path in formulas}
+    with patched(model, fuse_residual=False) as report:
+        recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped}
+        layer_norms = {r.path for r in report.swapped if r.formula.centered or r.converted}
+    ids = given.get("input_ids")
+    ratios: dict[str, list[torch.Tensor]] = {path: [] for path in recipes}
 
     def record(path):
-        return lambda module, args, kwargs: ratios[path].append(_mean_over_rms(_first_tensor(args, kwargs)))
+        return lambda module, args, kwargs, output: ratios[path].append(_mean_over_rms(_first_tensor(args, kwargs)))
 
-    try:
-        model.eval()
-        with _hooks(model, {path: record(path) for path in formulas}, before=True):
-            logits = _logits(model, given)
-        naive = None
-        centered = {path: formulas[path].eps for path in formulas if path in layer_norms and ratios[path]}
-        if logits is not None and ids is not None and centered:
-            with _hooks(model, {path: _as_rms(model.get_submodule(path), eps) for path, eps in centered.items()}):
-                swapped = _logits(model, given)
-            rows, others = logits.flatten(0, -2), swapped.flatten(0, -2)
-            difference, _ = compare_logits([rows], [others], [rows.double()])
-            naive = NaiveSwap(difference.kl_mean, difference.top1_agreement, _perplexity(swapped, ids))
-    finally:
-        model.train(training)
-    norms = tuple(
-        NormInput(
-            path, type(model.get_submodule(path)).__name__, path in layer_norms, len(seen),
-            seen.median().item(), seen.max().item(),
-        )
-        for path, seen in ((path, torch.cat(found)) for path, found in ratios.items() if found)
-    )  # fmt: skip
-    perplexity = None if logits is None or ids is None else _perplexity(logits, ids)
-    return Inspection(norms, 0 if ids is None else ids.numel(), perplexity, naive)
+    naive = perplexity = None
+    with evaluating(model):
+        logits = _logits(model, given, {path: record(path) for path in recipes})
+        centered = {path: _as_rms(recipes[path]) for path in recipes if path in layer_norms and ratios[path]}
+        if logits is not None and ids is not None:
+            perplexity = _perplexity(logits, ids)
+            if centered:
+                swapped = _logits(model, given, centered)
+                rows, others = logits.flatten(0, -2), swapped.flatten(0, -2)
+                difference, _ = compare_logits([rows], [others], [rows.double()])
+                naive = NaiveSwap(difference.kl_mean, difference.top1_agreement, _perplexity(swapped, ids))
+    norms = []
+    for path, found in ratios.items():
+        if found:
+            each, name = torch.cat(found), type(model.get_submodule(path)).__name__
+            over_rows = (len(each), each.median().item(), each.max().item())
+            norms.append(NormInput(path, name, path in layer_norms, *over_rows))
+    return Inspection(tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive)
 
 
-@contextmanager
-def _hooks(model: nn.Module, hooks: Mapping, before: bool = False):
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
-        if before
-        else model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-        for path, hook in hooks.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+@torch.no_grad()
+def _logits(model: nn.Module, given: dict, hooks: dict[str, Callable]) -> torch.Tensor | None:
+    with ExitStack() as stack:
+        for path, hook in hooks.items():
+            handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        return getattr(model(**given), "logits", None)
 
 
 def _first_tensor(args: Sequence, kwargs: Mapping) -> torch.Tensor:
@@ -133,29 +124,15 @@ def _mean_over_rms(x: torch.Tensor) -> torch.Tensor:
     return (x.mean(-1).abs() / x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)).cpu()
 
 
-def _as_rms(module: nn.Module, eps: float):
-    """A hook that gives the output the module would have without centring; weight and bias are read from its output."""
+def _as_rms(recipe: Recipe) -> Callable:
+    """A hook that gives the output which the module would have without centring, computed in float64."""
 
     def hook(module, args, kwargs, output):
-        x = _first_tensor(args, kwargs)
-        probe = torch.zeros((2, x.shape[-1]), dtype=x.dtype, device=x.device)
-        probe[1, 0::2], probe[1, 1::2] = 1.0, -1.0
-        probe[1] *= 64.0  # so large that eps is nothing, and of zero mean where the size is even
-        forward = type(module).forward
-        bias, scaled = forward(module, probe).double()
-        h = probe[1].double()
-        h = h - h.mean()
-        weight = (scaled - bias) / (h * (h.square().mean() + eps).rsqrt())
-        x = x.double()
-        y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
-        return y.to(output.dtype)
+        parameters = (None if name is None else getattr(module, name).double() for name in (recipe.weight, recipe.bias))
+        spec = replace(recipe.spec_of(module), centered=False)
+        return reference_norm(_first_tensor(args, kwargs).double(), *parameters, spec).to(output.dtype)
 
     return hook
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, given: dict) -> torch.Tensor | None:
-    return getattr(model(**given), "logits", None)
 
 
 def _perplexity(logits: torch.Tensor, ids: torch.Tensor) -> float:

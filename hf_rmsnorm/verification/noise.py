@@ -1,13 +1,11 @@
 """How far logits are apart, and how far each side is from float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 import torch
 
-from .tolerance import FACTOR, ulp
+from .tolerance import FACTOR, ulp, within
 
 _MASKED = 1e30  # models hide words of the vocabulary with -inf or the dtype's lowest value: no logit is that large
 _ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary needs
@@ -22,35 +20,30 @@ class LogitDifference:
     most likely word.
     """
 
-    tokens: int
-    vocabulary: int
-    max_abs: float
-    mean_abs: float
-    kl_mean: float
-    kl_max: float
-    top1_agreement: float
+    tokens: int = 0
+    vocabulary: int = 0
+    max_abs: float = 0.0
+    mean_abs: float = 0.0
+    kl_mean: float = 0.0
+    kl_max: float = 0.0
+    top1_agreement: float = 0.0
 
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """Verdict (a): both models' errors against a float64 run of the reference.
+    """Verdict (a): both models' errors against a float64 run of the reference, the largest and the RMS over all logits.
 
-    ``*_max`` and ``*_rms`` are over all logits. The candidate passes if, for each of the two,
-    ``candidate <= 1.5 * reference + slack``. The slack stands for the last rounding of the logits, whose luck is not
-    the model's: a logit is only ever stored on its dtype's grid, so the largest error of two equally good runs may
-    differ by one step of that grid where it is widest (``max_slack``: 1 ulp of max|y64|), and a uniform error of one
-    step at the typical logit has an RMS of 1/sqrt(12) of it (``rms_slack``, with the ulp of RMS(y64)). The RMS is an
-    average over thousands of logits, so it gets no more than that. In float32 both are near 1e-7 of the logits,
-    below the run's own error and far below what a wrong eps does.
+    The candidate passes if each of the two is at most ``1.5 * reference + slack``: ``max_slack`` is 1 ulp of max|y64|,
+    ``rms_slack`` 1/sqrt(12) ulp of RMS(y64), which is the last rounding's part. ``reason`` is why it fails besides.
     """
 
-    dtype: str
-    reference_max: float
-    reference_rms: float
-    candidate_max: float
-    candidate_rms: float
-    max_slack: float
-    rms_slack: float
+    dtype: str = ""
+    reference_max: float = 0.0
+    reference_rms: float = 0.0
+    candidate_max: float = 0.0
+    candidate_rms: float = 0.0
+    max_slack: float = 0.0
+    rms_slack: float = 0.0
     reason: str = ""
 
     @property
@@ -63,74 +56,68 @@ class NoiseFloor:
 
     @property
     def max_passed(self) -> bool:
-        return math.isfinite(self.candidate_max) and self.candidate_max <= self.allowed_max
+        return within(self.candidate_max, self.reference_max, self.max_slack)
 
     @property
     def rms_passed(self) -> bool:
-        return math.isfinite(self.candidate_rms) and self.candidate_rms <= self.allowed_rms
+        return within(self.candidate_rms, self.reference_rms, self.rms_slack)
 
     @property
     def passed(self) -> bool:
         return not self.reason and self.max_passed and self.rms_passed
 
 
-class _Error:
-    """Max and RMS of |y - y64| over the logits that float64 gives a finite value; NaN counts as infinite."""
+class Sizes:
+    """Maximum, mean and RMS of the absolute values added, in float64; NaN counts as infinite, no value as 0."""
 
-    def __init__(self):
-        self.max, self.squares, self.count = 0.0, 0.0, 0
+    def __init__(self, *values: torch.Tensor):
+        self.max = self._sum = self._squares = 0.0
+        self.count = 0
+        for each in values:
+            self.add(each)
 
-    def add(self, y: torch.Tensor, y64: torch.Tensor, keep: torch.Tensor) -> None:
-        d = (y.double() - y64)[keep].abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        if d.numel():
-            self.max = max(self.max, d.max().item())
-            self.squares += d.square().sum().item()
-            self.count += d.numel()
+    def add(self, values: torch.Tensor) -> None:
+        values = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        if values.numel():
+            self.max = max(self.max, values.max().item())
+            self._sum += values.sum().item()
+            self._squares += values.square().sum().item()
+            self.count += values.numel()
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(self.count, 1)
 
     @property
     def rms(self) -> float:
-        return math.sqrt(self.squares / self.count) if self.count else 0.0
+        return math.sqrt(self._squares / max(self.count, 1))
 
 
 def compare_logits(
     reference: list[torch.Tensor], candidate: list[torch.Tensor], exact: list[torch.Tensor]
 ) -> tuple[LogitDifference, NoiseFloor]:
-    """Measure logits against each other and both against float64.
+    """Measure logits against each other, and both against those of the reference in float64.
 
-    Args:
-        reference, candidate: per input (tokens, vocabulary), in the dtype the model returned.
-        exact: the same shapes, float64, from the reference in float64.
-
-    Returns:
-        The difference and the noise floor. Words hidden from the vocabulary (-inf or the lowest value of a dtype) are
-        left out of the noise floor; where only one model hides them, ``max_abs`` is infinite. The noise floor fails,
-        with a reason, where there is nothing to compare or something is not finite.
+    For each input they are (tokens, vocabulary), in the dtype the model returned. Words hidden from the vocabulary
+    (-inf or the lowest value of a dtype) are left out of the noise floor; where only one model hides them, ``max_abs``
+    is infinite. The floor fails, with a reason, where there is nothing to compare or something is not finite.
     """
-    own, other, size = _Error(), _Error(), _Error()
-    max_abs = sum_abs = kl_sum = kl_max = 0.0
-    agree = tokens = count = 0
-    finite = True
     triples = [each for each in zip(reference, candidate, exact, strict=True) if each[0].numel()]
     if not triples:
-        nothing = NoiseFloor(
-            "", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "there is nothing to compare: the inputs gave no outputs"
-        )
-        return LogitDifference(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0), nothing
-    for full_r, full_c, full_y in triples:
-        for r, c, y in zip(full_r.split(_ROWS), full_c.split(_ROWS), full_y.split(_ROWS), strict=True):
-            keep = y.abs() < _MASKED
-            finite = finite and bool((keep | (y <= -_MASKED)).all())
-            own.add(r, y, keep)
-            other.add(c, y, keep)
-            size.add(y, torch.zeros_like(y), keep)
-            d = torch.where(r == c, 0.0, r.double() - c.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-            kl = _kl(r, c)
-            max_abs, kl_max = max(max_abs, d.max().item()), max(kl_max, kl.max().item())
-            sum_abs, kl_sum = sum_abs + d.sum().item(), kl_sum + kl.sum().item()
-            agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
-            tokens, count = tokens + len(d), count + d.numel()
+        return LogitDifference(), NoiseFloor(reason="there is nothing to compare: the inputs gave no outputs")
+    own, other, size, difference, divergence = (Sizes() for _ in range(5))
+    agree, finite = 0, True
+    for r, c, y in (rows for each in triples for rows in zip(*(t.split(_ROWS) for t in each), strict=True)):
+        keep = y.abs() < _MASKED
+        finite = finite and bool((keep | (y <= -_MASKED)).all())
+        own.add((r.double() - y)[keep])
+        other.add((c.double() - y)[keep])
+        size.add(y[keep])
+        difference.add(torch.where(r == c, 0.0, r.double() - c.double()))
+        divergence.add(_kl(r, c))
+        agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
-    steps = ulp(torch.tensor([size.max, size.rms], dtype=torch.float64), dtype).tolist()
+    max_step, rms_step = ulp(torch.tensor([size.max, size.rms], dtype=torch.float64), dtype).tolist()
     reason = ""
     if not finite:
         reason = "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
@@ -140,24 +127,14 @@ def compare_logits(
         reason = f"the reference itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32"
     elif not math.isfinite(other.max):
         reason = "the candidate gives NaN or infinity where the reference does not"
-    floor = NoiseFloor(
-        str(dtype).removeprefix("torch."),
-        own.max,
-        own.rms,
-        other.max,
-        other.rms,
-        steps[0],
-        steps[1] / math.sqrt(12),
-        reason,
-    )
-    difference = LogitDifference(
-        tokens, reference[0].shape[-1], max_abs, sum_abs / count, kl_sum / tokens, kl_max, agree / tokens
-    )
-    return difference, floor
+    name, tokens = str(dtype).removeprefix("torch."), divergence.count
+    floor = NoiseFloor(name, own.max, own.rms, other.max, other.rms, max_step, rms_step / math.sqrt(12), reason)
+    between = (difference.max, difference.mean, divergence.mean, divergence.max, agree / tokens)
+    return LogitDifference(tokens, reference[0].shape[-1], *between), floor
 
 
 def _kl(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
     log_p, log_q = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
     p = log_p.exp()
     terms = torch.where((p > 0) | log_p.isnan(), p * (log_p - log_q), 0.0)
-    return terms.sum(-1).clamp_min(0.0).nan_to_num(nan=math.inf)
+    return terms.sum(-1).clamp_min(0.0)

@@ -1,25 +1,22 @@
 """A converted checkpoint as what it was trained to be, in plain torch: its LayerNorms are the RMSNorms it records."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
 
 from ..formula import NormSpec
+from ..fused.norm import recipe_of
 from ..patching import patched
 from ..reference import reference_norm
 
 
 def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model with the same parameters, whose norms compute by the plain formula what its record says.
-
-    Args:
-        model: one whose config records a conversion; the norms that the record does not name stay as they are.
+    """A copy with the same parameters of a model whose config records a conversion: the norms that the record names
+    compute by the plain formula what it says, the others stay as they are.
     """
     result = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     with patched(model, fuse_residual=False) as report:
-        recipes = {r.path: type(model.get_submodule(r.path))._hf_rmsnorm_recipe for r in report.swapped if r.converted}
+        recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped if r.converted}
     for path, recipe in recipes.items():
         norm = result.get_submodule(path)
         norm.__class__ = _plain(type(norm), recipe.spec, recipe.weight, recipe.bias)

@@ -1,14 +1,11 @@
 """What a verification found: plain records, one verdict, a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass
 
-from .modules import NormCheck
+from .checks import GradientCheck, NormCheck
 from .noise import LogitDifference, NoiseFloor
-from .pieces import GradientCheck
 
 _SHOWN = 6
 NOTHING_RAN = "nothing to verify: no kernel ran"
@@ -56,6 +53,20 @@ class GreedyComparison:
     def passed(self) -> bool:
         return self.first_difference is None or self.first_difference.is_tie
 
+    @property
+    def words(self) -> str:
+        """What a report says of it."""
+        first = self.first_difference
+        if not self.sequences:
+            return self.reason
+        if first is None:
+            return f"{self.sequences} x {self.new_tokens} tokens, all equal"
+        kind = "a tie within the noise floor" if first.is_tie else f"noise explains {first.tie_margin:.3g}"
+        return (
+            f"input {first.index} row {first.row} differs first at new token {first.step}: {first.reference_token} "
+            f"became {first.candidate_token}, preferred by {first.margin:.3g} ({kind})"
+        )
+
 
 @dataclass(frozen=True)
 class EquivalenceReport:
@@ -102,20 +113,16 @@ class EquivalenceReport:
         return tuple(norm.path for norm in self.norms or () if not norm.reached)
 
     @property
-    def passed(self) -> bool:
-        """All verdicts hold, no greedy token differs beyond a tie, and something ran that could differ."""
-        return self.agrees and not self.nothing_ran
+    def agrees(self) -> bool:
+        """All verdicts hold and no greedy token differs beyond a tie, whatever it was that ran."""
+        pieces = (*self.fused, *(self.gradients or ()))
+        verdicts = (self.noise_floor.passed, self.norms_passed, self.greedy.passed)
+        return all(verdicts) and all(piece.passed for piece in pieces)
 
     @property
-    def agrees(self) -> bool:
-        """All verdicts hold, whatever it was that ran."""
-        pieces = (*self.fused, *(self.gradients or ()))
-        return (
-            self.noise_floor.passed
-            and self.norms_passed
-            and self.greedy.passed
-            and all(piece.passed for piece in pieces)
-        )
+    def passed(self) -> bool:
+        """As `agrees`, and something ran that could differ."""
+        return self.agrees and not self.nothing_ran
 
     @property
     def verdict(self) -> str:
@@ -125,46 +132,48 @@ class EquivalenceReport:
     def to_dict(self) -> dict:
         """Every field and verdict as plain JSON values; a number that is not finite becomes a string."""
         data = dataclasses.asdict(self)
-        data["passed"], data["verdict"] = self.passed, self.verdict
-        floor, greedy = self.noise_floor, self.greedy
-        data["noise_floor"] |= {"allowed_max": floor.allowed_max, "allowed_rms": floor.allowed_rms}
-        data["noise_floor"]["passed"] = floor.passed
-        data["norms_passed"], data["unreached"] = self.norms_passed, self.unreached
-        data["greedy"] |= {"equal": greedy.equal, "passed": greedy.passed}
-        if greedy.first_difference is not None:
-            data["greedy"]["first_difference"]["is_tie"] = greedy.first_difference.is_tie
+        data |= _properties(self, "passed", "verdict", "norms_passed", "unreached")
+        data["noise_floor"] |= _properties(self.noise_floor, "allowed_max", "allowed_rms", "passed")
+        data["greedy"] |= _properties(self.greedy, "equal", "passed")
+        if self.greedy.first_difference is not None:
+            data["greedy"]["first_difference"] |= _properties(self.greedy.first_difference, "is_tie")
         return plain(data)
 
     def __str__(self) -> str:
         logits, floor = self.logits, self.noise_floor
+        errors = "reference {:.3g}, candidate {:.3g}, allowed {:.3g}"
+        largest = errors.format(floor.reference_max, floor.candidate_max, floor.allowed_max)
+        rms = errors.format(floor.reference_rms, floor.candidate_rms, floor.allowed_rms)
+        difference = (
+            f"max {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}, KL per token {logits.kl_mean:.2g} "
+            f"(max {logits.kl_max:.2g}), top-1 equal {logits.top1_agreement:.2%}"
+        )
         lines = [
             f"{self.model}, {self.dtype} on {self.device}: {logits.tokens} tokens, vocabulary {logits.vocabulary}",
-            _line(
-                "logits against reference",
-                f"max {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}, KL per token {logits.kl_mean:.2g} "
-                f"(max {logits.kl_max:.2g}), top-1 equal {logits.top1_agreement:.2%}",
-            ),
-            _line(
-                "(a) max error to float64",
-                f"reference {floor.reference_max:.3g}, candidate {floor.candidate_max:.3g}, "
-                f"allowed {floor.allowed_max:.3g}",
-                floor.max_passed,
-                floor.reason,
-            ),
-            _line(
-                "    RMS error to float64",
-                f"reference {floor.reference_rms:.3g}, candidate {floor.candidate_rms:.3g}, "
-                f"allowed {floor.allowed_rms:.3g}",
-                floor.rms_passed,
-            ),
+            _line("logits against reference", difference),
+            _line("(a) max error to float64", largest, floor.max_passed, floor.reason),
+            _line("    RMS error to float64", rms, floor.rms_passed),
             *self._norm_lines(),
-            *self._fused_lines(),
-            *self._gradient_lines(),
-            _line("greedy generation", self._greedy_text(), self.greedy.passed if self.greedy.sequences else None),
-            _line("Triton kernels launched", self._launch_text()),
-            *self._verdict_lines(),
         ]
-        return "\n".join(lines)
+        if self.fused:
+            failed = sorted((check for check in self.fused if not check.passed), key=lambda check: -check.off)
+            reasons = [(check.path, check.reason) for check in failed]
+            lines += _section("    computed together", self.fused, "agree with their originals", reasons)
+        if self.gradients is not None:
+            failed = [check for check in self.gradients if not check.passed]
+            reasons = [
+                (f"{c.path}, {c.gradient}", c.reason or f"error {c.ours_max:.3g}, eager's {c.eager_max:.3g}")
+                for c in failed
+            ]
+            lines += _section("    gradients", self.gradients, "as near to float64 as eager's", reasons)
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
+        lines += [
+            _line("greedy generation", self.greedy.words, self.greedy.passed if self.greedy.sequences else None),
+            _line("Triton kernels launched", counts or "none: the candidate ran in plain torch"),
+        ]
+        if self.agrees and self.nothing_ran:
+            return "\n".join([*lines, f"  {NOTHING_RAN}"])
+        return "\n".join([*lines, _line("equivalent", self._gap_text(), self.passed)])
 
     def _norm_lines(self) -> list[str]:
         if self.norms is None:
@@ -185,33 +194,6 @@ class EquivalenceReport:
             lines.append(f"      ... and {len(self.norms) - _SHOWN} that do no worse")
         return lines
 
-    def _fused_lines(self) -> list[str]:
-        if not self.fused:
-            return []
-        good = sum(check.passed for check in self.fused)
-        lines = [_line("    computed together", f"{good} of {len(self.fused)} agree with their originals",
-                       good == len(self.fused))]  # fmt: skip
-        for check in sorted(self.fused, key=lambda c: (c.passed, -c.off))[:_SHOWN]:
-            if not check.passed:
-                lines.append(_line(f"      {check.path}", "", False, check.reason))
-        return lines
-
-    def _gradient_lines(self) -> list[str]:
-        if self.gradients is None:
-            return []
-        failed = [check for check in self.gradients if not check.passed]
-        text = f"{len(self.gradients) - len(failed)} of {len(self.gradients)} as near to float64 as eager's"
-        lines = [_line("    gradients", text, not failed)]
-        for check in failed[:_SHOWN]:
-            errors = f"error {check.ours_max:.3g}, eager's {check.eager_max:.3g}"
-            lines.append(_line(f"      {check.path}, {check.gradient}", check.reason or errors, False))
-        return lines
-
-    def _verdict_lines(self) -> list[str]:
-        if self.agrees and self.nothing_ran:
-            return [f"  {NOTHING_RAN}"]
-        return [_line("equivalent", self._gap_text(), self.passed)]
-
     def _gap_text(self) -> str:
         missed = self.unreached
         if not missed:
@@ -219,21 +201,15 @@ class EquivalenceReport:
         more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
         return f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}"
 
-    def _greedy_text(self) -> str:
-        greedy, first = self.greedy, self.greedy.first_difference
-        if not greedy.sequences:
-            return greedy.reason
-        if first is None:
-            return f"{greedy.sequences} x {greedy.new_tokens} tokens, all equal"
-        kind = "a tie within the noise floor" if first.is_tie else f"noise explains {first.tie_margin:.3g}"
-        return (
-            f"input {first.index} row {first.row} differs first at new token {first.step}: {first.reference_token} "
-            f"became {first.candidate_token}, preferred by {first.margin:.3g} ({kind})"
-        )
 
-    def _launch_text(self) -> str:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
-        return counts or "none: the candidate ran in plain torch"
+def _properties(record, *names: str) -> dict:
+    return {name: getattr(record, name) for name in names}
+
+
+def _section(name: str, checks: tuple, what: str, failed: list[tuple[str, str]]) -> list[str]:
+    """How many checks passed, and of the first that did not which and why."""
+    count = f"{len(checks) - len(failed)} of {len(checks)} {what}"
+    return [_line(name, count, not failed), *(_line(f"      {path}", why, False) for path, why in failed[:_SHOWN])]
 
 
 def _line(name: str, text: str, passed: bool | None = None, reason: str = "") -> str:

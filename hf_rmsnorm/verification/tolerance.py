@@ -1,6 +1,6 @@
 """The one tolerance policy: a result is judged against float64, by the error that Hugging Face eager itself makes."""
 
-from __future__ import annotations
+import math
 
 import torch
 
@@ -14,6 +14,11 @@ def ulp(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     step = torch.ldexp(torch.full_like(y, info.eps, dtype=torch.float64), exponent - 1)
     smallest = info.smallest_normal * info.eps
     return torch.where(y == 0, smallest, step.clamp_min(smallest))
+
+
+def within(ours: float, theirs: float, slack: float) -> bool:
+    """Whether an error is finite and at most 1.5 times eager's, plus the slack."""
+    return math.isfinite(ours) and ours <= FACTOR * theirs + slack
 
 
 def assert_as_accurate(

@@ -50,6 +50,27 @@ def test_trained_models_are_proven_equal(name, dtype):
     assert report.passed, str(report)
 
 
+@real_gpu
+def test_a_graph_of_one_layer_replays_on_what_its_input_holds_then():
+    """Its input norm was computed by the layer before, outside of the graph: it has to be in the graph too."""
+    model = build("llama").to(DEVICE).eval()
+    patch_model(model)
+    first, second = model.model.layers[:2]
+    x = model.get_input_embeddings()(token_ids().to(DEVICE))
+    tables = model.model.rotary_emb(x, torch.arange(x.shape[1], device=DEVICE)[None])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        second(first(x, position_embeddings=tables), position_embeddings=tables)
+        h = first(x, position_embeddings=tables)
+        with torch.cuda.graph(graph, stream=stream):
+            y = second(h, position_embeddings=tables)
+        h.copy_(other := torch.randn_like(h))
+        graph.replay()
+        stream.synchronize()
+        assert torch.equal(y, second(other, position_embeddings=tables))
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma", "olmo2", "phi3"] if GPU else ["mistral"])
 def test_random_models_generate_the_same_tokens(family):
     model = build(family)

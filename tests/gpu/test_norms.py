@@ -26,7 +26,7 @@ from gpu import (
 )
 from tolerance import assert_as_accurate, ulp
 
-from hf_rmsnorm import count_launches, rms_norm, use_backend
+from hf_rmsnorm import count_launches, patch_model, rms_norm, use_backend
 from hf_rmsnorm.ops import fused_qk_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels import test_qk as qk
@@ -177,9 +177,11 @@ def test_runs_on_the_current_stream():
 
 
 @real_gpu
+@pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("name, hidden_size", [("llama", 4096), ("layer_norm", 32768)])
-def test_cuda_graph_capture(name, hidden_size):
+def test_cuda_graph_capture(name, hidden_size, memory_efficient):
     fused, _ = fuse(make(name, hidden_size, BF16))
+    patch_model(fused, memory_efficient=memory_efficient)
     x, dy = random(64, hidden_size).requires_grad_(), random(64, hidden_size, seed=1)
     leaves = [x, *fused.parameters()]
     stream = torch.cuda.Stream()
@@ -196,6 +198,7 @@ def test_cuda_graph_capture(name, hidden_size):
         x.copy_(fresh)
     graph.replay()
     torch.cuda.synchronize()
+    patch_model(fused, memory_efficient=False)  # in a graph inputs are kept in any case
     for captured, eager in zip([y, *grads], run(fused, fresh, dy), strict=True):
         assert torch.equal(captured, eager)
 

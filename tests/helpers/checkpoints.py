@@ -5,14 +5,15 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hf_rmsnorm.conversion import ConversionError
 from hf_rmsnorm.conversion.checkpoint import write
-from hf_rmsnorm.conversion.checkpoint.files import changed_config
+from hf_rmsnorm.conversion.checkpoint.expressions import planned_tensors
 from hf_rmsnorm.conversion.checkpoint.layout import as_source
-from hf_rmsnorm.conversion.checkpoint.steps import planned_tensors
 from hf_rmsnorm.conversion.checkpoint.values import open_values
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy, Scale
 
@@ -44,6 +45,13 @@ def trained(*shape, dtype=torch.float32, seed=0):
     """Values with a mean, as trained weights have."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 0.1 + 0.03).to(dtype)
+
+
+def numbers(*shape, seed, dtype):
+    """Values with a mean that are the same with every PyTorch."""
+    count = torch.Size(shape).numel()
+    mixed = (torch.arange(1, count + 1, dtype=torch.int64) * 2654435761 + seed * 40503) % 16777213
+    return (mixed.double() * (0.37 / 16777213) - 0.151).to(dtype).view(shape)
 
 
 def tiny(dtype=torch.bfloat16, hidden=12, vocabulary=20):
@@ -78,7 +86,7 @@ def write_plan(plan, src, dst, *, metadata=None, allow_pickle=False, **how):
     """Write what a plan makes of a folder, without judging it."""
     with open_values(src, allow_pickle=allow_pickle) as values:
         layout = as_source(planned_tensors(plan, values, src), values, metadata)
-        config = changed_config(values.checkpoint.config, plan.config) if plan.config else None
+        config = write.changed_config(values.checkpoint.config, plan.config) if plan.config else None
         return write.write_checkpoint(values, dst, layout, config, **how)
 
 
@@ -135,3 +143,13 @@ def contents(folder):
         if not folders and not names:
             found[os.path.relpath(parent, folder)] = "empty"
     return found
+
+
+def assert_refused(plan, src, *words, **arguments):
+    """One line with every word; nothing is written, and the source is as it was."""
+    before = sorted(src.parent.rglob("*")), contents(src) if src.is_dir() else None
+    with pytest.raises(ConversionError) as error:
+        write_plan(plan, src, src.parent / "dst", **arguments)
+    text = str(error.value)
+    assert "\n" not in text and all(word in text for word in words), text
+    assert (sorted(src.parent.rglob("*")), contents(src) if src.is_dir() else None) == before

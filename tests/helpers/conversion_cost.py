@@ -4,6 +4,8 @@
 as JSON the peak of the resident set (VmHWM) when everything is imported and at the end, in bytes.
 ``python conversion_cost.py time FOLDER MEBIBYTES SHARDS ROUNDS`` converts a checkpoint of random values and copies it
 with safetensors, in turns, and prints the seconds of each.
+``python conversion_cost.py plan FOLDER LAYERS ROUNDS`` plans the conversion of a wide GPT-NeoX of random bfloat16
+values, whose small model is small, and copies it with safetensors, in turns.
 """
 
 import json
@@ -18,7 +20,9 @@ from pathlib import Path
 import torch
 from checkpoints import write_plan
 from safetensors.torch import load_file, save_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from hf_rmsnorm import plan_conversion
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy
 
 HIDDEN = 1024
@@ -110,7 +114,38 @@ def seconds(folder, mebibytes, count, rounds):
     return times
 
 
+def planning(folder, layers, rounds):
+    config = GPTNeoXConfig(
+        hidden_size=4096, intermediate_size=16384, num_attention_heads=32, num_hidden_layers=layers, dtype="bfloat16",
+        architectures=["GPTNeoXForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder / "src")
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in GPTNeoXForCausalLM(config).state_dict().items()}
+    piece = (torch.randn(1 << 20) * 0.02 + 0.01).bfloat16()
+    tensors = {name: piece.repeat(-(-shape.numel() // len(piece)))[: shape.numel()] for name, shape in shapes.items()}
+    tensors = {name: tensor.view(shapes[name]) for name, tensor in tensors.items()}
+    save_file(tensors, folder / "src" / "model.safetensors", {"format": "pt"})
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    del tensors
+    times = {"plan": [], "copy_to_disk": [], "bytes": size}
+
+    def copy():
+        save_file(load_file(folder / "src" / "model.safetensors"), folder / "copy.safetensors")
+        with open(folder / "copy.safetensors", "rb") as file:
+            os.fsync(file.fileno())
+
+    for _ in range(rounds):
+        for name, run in {"plan": lambda: plan_conversion(folder / "src"), "copy_to_disk": copy}.items():
+            os.sync()
+            start = time.perf_counter()
+            run()
+            times[name].append(round(time.perf_counter() - start, 3))
+        (folder / "copy.safetensors").unlink()
+    return times
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    measure = {"memory": memory, "time": seconds}[sys.argv[1]]
+    measure = {"memory": memory, "time": seconds, "plan": planning}[sys.argv[1]]
     print(json.dumps(measure(Path(sys.argv[2]), *map(int, sys.argv[3:]))))

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_rmsnorm.conversion.twin.twin import give_weights
+from hf_rmsnorm.conversion.twin.twin import give_weights, with_settings
 
 _SIZES = {"vocab_size": 128, "max_position_embeddings": 64}
 BERT = {
@@ -75,3 +75,9 @@ def batch(model, seed=0, rows=4, length=20):
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.flip(0)[:, : length - 5]
     return inputs
+
+
+def built(conversion, model):
+    """What a conversion of this model loads as, in the model's class and dtype."""
+    how = {"config": with_settings(model.config, conversion.config), "dtype": model.dtype}
+    return type(model).from_pretrained(None, state_dict=dict(conversion.tensors), **how).eval()

@@ -201,6 +201,20 @@ def test_arithmetic_of_halves_rounds_once(name, dtype, operator):
     assert torch.equal(torch.from_numpy(got.copy()).view(dtype), exact.to(dtype))
 
 
+def test_halves_are_compared_as_numbers():
+    """-0 equals 0, and NaN differs from itself; of a pair each half has a predicate of its own."""
+    one, nan, zero, minus = 0x3F80, 0x7FC0, 0x0000, 0x8000
+    a, b = np.array([zero, one, nan, one], np.int32), np.array([minus, one, nan, zero], np.int32)
+    for name, expected in (("eq", [1, 1, 0, 0]), ("neu", [0, 0, 1, 1]), ("gt", [0, 0, 0, 1])):
+        unpacked = "mov.b32 {%rs1, %rs2}, %r20;\nmov.b32 {%rs3, %rs4}, %r21;\n"
+        got = computed(f"{unpacked}setp.{name}.bf16 %p2, %rs1, %rs3;\nselp.b32 %r9, 1, 0, %p2;", a, b)
+        assert got[:4].tolist() == expected
+        for chosen, pair in (("%p2", a), ("%p3", a << 16)):
+            other = b if pair is a else b << 16
+            body = f"setp.{name}.bf16x2 %p2|%p3, %r20, %r21;\nselp.b32 %r9, 1, 0, {chosen};"
+            assert computed(body, pair, other)[:4].tolist() == expected
+
+
 def test_integers():
     a, b = [-7, 7, -7, 2**31 - 1, 5, -(2**31)], [2, -2, -2, 3, 7, 3]
     given = np.array(a, np.int32), np.array(b, np.int32)

@@ -1,5 +1,6 @@
 """The tiers of tests/conftest.py: what each runs, and what fails a quick test."""
 
+import os
 import shutil
 
 import pytest
@@ -102,6 +103,20 @@ def test_all_runs_the_full_tests_too_and_fails_none_for_its_time(run):
 @pytest.mark.parametrize("arguments", [["--nightly"], ["-m", "nightly"]])
 def test_nightly_tests_run_alone(run, arguments):
     assert run(*arguments) == {"nightly": "passed"}
+
+
+@pytest.mark.parametrize(
+    "arguments, hidden",
+    [([], True), (["-m", "not gpu"], True), (["-m", "gpu"], False), (["-m", "full or gpu"], False)],
+)
+def test_a_gpu_is_there_for_its_own_tests_alone(run, monkeypatch, arguments, hidden):
+    """Others launch kernels on CPU tensors, and so need the interpreter, whatever the machine has."""
+    for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.setenv(name, "0")  # as it is after this test
+        monkeypatch.delenv(name)
+    run(*arguments)
+    assert os.environ.get("TRITON_INTERPRET") == ("1" if hidden else None)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("" if hidden else None)
 
 
 def test_a_file_that_is_named_runs_with_its_full_tests(run):

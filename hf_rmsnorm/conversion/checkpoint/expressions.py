@@ -4,8 +4,6 @@ A piece is a range of elements in the order of storage. A range has to begin and
 `grain`, which is a product of the last sizes of its shape; so every grain divides every larger one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -13,11 +11,13 @@ from math import prod
 import numpy as np
 import torch
 
-from .shard import CODES, FLOATS
+from ..plan import Centre, CentringPlan, Scale
+from .shard import CODES, FLOATS, ConversionError, StoredTensor
 from .values import Values
 
 PIECE = 1 << 17
 """Elements that are in float64 at a time, where the grain is shorter: 1 MiB, which allocators use again."""
+AGAIN = "make the plan again for this checkpoint"
 
 
 class Expression:
@@ -34,7 +34,7 @@ class Expression:
 
     def dtype(self, values: Values) -> str:
         """As in a header, ``BF16``."""
-        return self.of.dtype(values)
+        return values.stored(self.like).dtype
 
     def shape(self, values: Values) -> tuple[int, ...]:
         return self.of.shape(values)
@@ -75,16 +75,11 @@ class Expression:
 
     def described(self) -> list:
         """JSON data that is the same for equal expressions alone."""
-        return [type(self).__name__, *map(_described, self._parts())]
+        parts = (part.tolist() if isinstance(part, torch.Tensor) else part for part in self._parts())
+        return [type(self).__name__, *(part.described() if isinstance(part, Expression) else part for part in parts)]
 
     def _parts(self) -> list:
         return [getattr(self, each.name) for each in fields(self)]
-
-
-def _described(part):
-    if isinstance(part, Expression):
-        return part.described()
-    return part.tolist() if isinstance(part, torch.Tensor) else part
 
 
 def _ranges(size: int, grain: int) -> Iterator[tuple[int, int]]:
@@ -110,9 +105,6 @@ class Stored(Expression):
 
     def keys(self):
         return {self.key}
-
-    def dtype(self, values):
-        return values.stored(self.key).dtype
 
     def shape(self, values):
         return values.stored(self.key).shape
@@ -166,7 +158,7 @@ class Centred(_Of):
             for part in (split,) if self.blocks is None else (split[:, index] for index in self.blocks):
                 part -= part.mean(-1, keepdim=True)
             return x
-        means = _once(values, self, lambda: self._means(values))
+        means = _once(values, self, lambda: self._means(values, length, block, inner))
         rows = x.view(-1, inner)
         for index, start, stop in self._in_blocks(length, block, first // inner, last // inner):
             rows[start:stop] -= means[index]
@@ -179,8 +171,7 @@ class Centred(_Of):
             if chosen is None or index % (length // block) in chosen:
                 yield index, max(first, index * block) - first, min(last, (index + 1) * block) - first
 
-    def _means(self, values) -> torch.Tensor:
-        length, block, inner = self._sizes(values)
+    def _means(self, values, length: int, block: int, inner: int) -> torch.Tensor:
         sums = torch.zeros(prod(self.of.shape(values)) // (block * inner), inner, dtype=torch.float64)
         for first, last in self.ranges(values):
             rows = self.of.elements(values, first, last).view(-1, inner)
@@ -279,9 +270,6 @@ class FoldedBias(_Of):
     def like(self):
         return (self.bias or self.of).like
 
-    def dtype(self, values):
-        return (self.bias or self.of).dtype(values)
-
     def shape(self, values):
         return self.of.shape(values)[:1]
 
@@ -295,6 +283,64 @@ class FoldedBias(_Of):
         return y + self.bias.elements(values, first, last) if self.bias else y
 
 
+def planned_tensors(plan: CentringPlan, values: Values, where: object) -> dict[str, Expression]:
+    """Every tensor of the checkpoint that a plan makes of another: scaled, then centred; the others as they are.
+
+    Args:
+        where: the folder, for errors.
+
+    Raises:
+        ConversionError: a tensor that is missing, quantised, or of a shape that a step does not fit; a copy onto a
+            tensor that is there already with other values.
+    """
+    tensors: dict[str, Expression] = {name: Stored(name) for name in values.names()}
+
+    def stored(key: str, purpose: str | None = None) -> StoredTensor:
+        if key not in values.names() and key not in values.given:
+            raise ConversionError(f"{where}: no tensor {key}, which the plan names: {AGAIN}")
+        return values.stored(key, purpose)
+
+    def length(step: Scale | Centre) -> int:
+        """Of the axis that a step names."""
+        tensor = stored(step.key if step.key not in tensors else tensors[step.key].like, "is to be changed")
+        if not 0 <= step.axis < len(tensor.shape):
+            shape = list(tensor.shape)
+            raise ConversionError(f"{where}: {step.key} has shape {shape} and no axis {step.axis}: {AGAIN}")
+        return tensor.shape[step.axis]
+
+    for copy in plan.copy:
+        stored(copy.source)
+        if copy.key not in values.names():
+            tensors[copy.key] = Stored(copy.source)
+        elif not _same(values, copy.key, copy.source):
+            what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
+            cure = "set tie_word_embeddings to false if it is right, remove it if it is stale"
+            raise ConversionError(f"{where}: {what}: {cure}")
+    for scale in plan.scale:
+        shape = stored(scale.by, "multiplies another tensor").shape
+        if shape != (size := length(scale),):
+            what = f"{size} elements along axis {scale.axis} of {scale.key} times {scale.by} of shape {list(shape)}"
+            raise ConversionError(f"{where}: the plan says {what}: {AGAIN}")
+        tensors[scale.key] = Scaled(tensors[scale.key], Stored(scale.by), scale.axis)
+    for centre in plan.centre:
+        count, rest = divmod(length(centre), centre.block) if centre.block > 0 else (0, 1)
+        if rest or any(not 0 <= index < count for index in centre.blocks or ()):
+            which = "" if centre.blocks is None else f", number {' '.join(map(str, centre.blocks))}"
+            what = f"axis {centre.axis} of {centre.key} has {length(centre)} elements and no blocks of {centre.block}"
+            raise ConversionError(f"{where}: {what}{which}: config.json or the plan is of other weights")
+        tensors[centre.key] = Centred(tensors[centre.key], centre.axis, centre.block, centre.blocks)
+    for key in {scale.by for scale in plan.scale} & values.names():  # the rest is given, and no tensor of the result
+        tensors[key] = Filled(tensors[key], 1.0)
+    return tensors
+
+
+def _same(values: Values, one: str, other: str) -> bool:
+    a, b = values.stored(one), values.stored(other)
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return all(np.array_equal(*pieces) for pieces in zip(values.raw(one), values.raw(other), strict=True))
+
+
 def computed(tensors: dict[str, Expression], values: Values) -> dict[str, torch.Tensor]:
     """Tensors in memory, each rounded once to its own dtype."""
     made = {}
@@ -304,11 +350,6 @@ def computed(tensors: dict[str, Expression], values: Values) -> dict[str, torch.
         made[name] = torch.from_numpy(data).view(dtype).view(expression.shape(values))
         values.kept.clear()
     return made
-
-
-def is_zero(expression: Expression, values: Values) -> bool:
-    """Every element is 0."""
-    return not any(bool(piece.any()) for piece in expression.pieces(values))
 
 
 def largest_output(weight: Expression, gain: Expression | None, bias: Expression | None, values: Values) -> float:

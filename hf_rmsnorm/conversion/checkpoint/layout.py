@@ -1,7 +1,5 @@
 """Which tensor of a result lies in which file: dtypes, shapes, headers and index, known before a byte is written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +8,7 @@ from math import prod
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from .expressions import Expression, Stored
-from .shard import ConversionError, StoredTensor, make_header
+from .shard import StoredTensor, make_header
 from .source import INDEX
 from .values import Values
 
@@ -38,9 +36,9 @@ class ShardLayout:
     added: tuple[str, ...] = ()
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor."""
-        return {tensor.name: tensor.nbytes for held in self.shards.values() for tensor in held}
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for held in self.shards.values() for tensor in held)
 
 
 def as_source(tensors: dict[str, Expression], values: Values, metadata: Mapping[str, str] | None = None) -> ShardLayout:
@@ -51,9 +49,6 @@ def as_source(tensors: dict[str, Expression], values: Values, metadata: Mapping[
     Args:
         metadata: strings to add to the ``__metadata__`` of every shard.
     """
-    for key, value in (metadata or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ConversionError(f"metadata {key!r}: safetensors keeps strings only: pass json.dumps of the value")
     source = values.checkpoint
     added: dict[str, list[str]] = {}
     for name in tensors.keys() - source.tensors.keys():

@@ -1,11 +1,14 @@
-"""One file of a checkpoint: where its tensors lie, and how their bytes are read."""
+"""One file of a checkpoint: where its tensors lie, and how their bytes are read.
 
-from __future__ import annotations
+A file that `torch.save` wrote is read without running the code that a pickle may bring.
+"""
 
 import errno
 import json
 import os
+import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +77,6 @@ class SafetensorsShard:
     """One file of the checkpoint.
 
     Args:
-        path: the file.
         name: of the shard that is written from it.
         header: length and JSON as stored, so that an unchanged header stays the same to the byte.
         metadata: ``__metadata__``, None where there is none.
@@ -109,9 +111,8 @@ class SafetensorsShard:
 
 
 def changed(path: Path) -> ConversionError:
-    return ConversionError(
-        f"{path}: changed while it was read: let nothing write to the source, and convert again with restart"
-    )
+    cure = "let nothing write to the source, and convert again with restart=True"
+    return ConversionError(f"{path}: changed while it was read: {cure}")
 
 
 def fingerprint(path: Path) -> list[int]:
@@ -120,33 +121,13 @@ def fingerprint(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-@contextmanager
-def _opened(path: Path):
+def open_safetensors(path: Path) -> SafetensorsShard:
+    """Lay out a safetensors file by its header; an error says where it is truncated or corrupt."""
     try:
-        with safe_open(path, "pt") as file:
-            yield file
+        with safe_open(path, "pt"):  # the library's own check of lengths, offsets, shapes and dtypes
+            pass
     except SafetensorError as error:
         raise ConversionError(f"{path}: truncated or corrupt ({error}): download it again") from error
-
-
-def read_keys(path: Path) -> list[str]:
-    """Names of the tensors of a safetensors file.
-
-    Raises:
-        ConversionError: it is truncated or corrupt.
-    """
-    with _opened(path) as file:
-        return list(file.keys())
-
-
-def open_safetensors(path: Path) -> SafetensorsShard:
-    """Read the header of a safetensors file.
-
-    Raises:
-        ConversionError: it is truncated or corrupt.
-    """
-    with _opened(path):  # the library's own check of lengths, offsets, shapes and dtypes
-        pass
     with open(path, "rb") as file:
         prefix = file.read(8)
         header = prefix + file.read(struct.unpack("<Q", prefix)[0])
@@ -158,6 +139,50 @@ def open_safetensors(path: Path) -> SafetensorsShard:
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     return SafetensorsShard(path, path.name, header, metadata, {tensor.name: tensor for tensor in tensors})
+
+
+@dataclass(frozen=True)
+class PickledShard(SafetensorsShard):
+    """A pickled file, laid out as the safetensors shard that is written from it; its `header` is empty."""
+
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        tensors = _load(self.path)
+        latest = None
+
+        def read(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
+            nonlocal latest  # one contiguous copy at a time, where the file holds a transposed or sliced view
+            if latest is None or latest[0] != tensor.name:
+                latest = (tensor.name, tensors[tensor.name].contiguous().reshape(-1).view(torch.uint8).numpy())
+            return latest[1][first:last]
+
+        yield read
+
+
+def open_pickled(path: Path) -> PickledShard:
+    """Lay out a pickled file; an error says where it is no flat mapping to plain tensors, or needs code to be read."""
+    tensors, start = {}, 0
+    # Largest elements first, as safetensors writes them: then every tensor is aligned.
+    for name, tensor in sorted(_load(path).items(), key=lambda item: (-item[1].itemsize, item[0])):
+        stop = start + tensor.numel() * tensor.itemsize
+        tensors[name] = StoredTensor(name, CODES[tensor.dtype], tuple(tensor.shape), start, stop)
+        start = stop
+    name = path.name.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
+    return PickledShard(path, name, b"", {"format": "pt"}, tensors)  # Transformers asks for the format
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        why = f"torch.load(weights_only=True) refuses it ({reason})"
+        raise ConversionError(f"{path}: {why}: save the model as safetensors instead") from error
+    for name, tensor in state.items() if isinstance(state, dict) else [("the file", state)]:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in CODES:
+            what = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ConversionError(f"{path}: {name} is no plain tensor ({what}): save the model's state dict instead")
+    return state
 
 
 def make_header(tensors: list[StoredTensor], metadata: dict[str, str] | None) -> bytes:

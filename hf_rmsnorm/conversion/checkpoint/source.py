@@ -1,15 +1,12 @@
 """A checkpoint folder, opened read-only: its shards, its other files, and what is wrong with them in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from .pickled import open_pickled
-from .shard import ConversionError, SafetensorsShard, StoredTensor, changed, fingerprint, open_safetensors
+from .shard import ConversionError, SafetensorsShard, StoredTensor, changed, fingerprint, open_pickled, open_safetensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -95,9 +92,8 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
     config = read_json(folder / config_name)
     for part in (config, *config.values()):
         if isinstance(part, dict) and part.get("quantization_config"):
-            raise ConversionError(
-                f"{folder / config_name}: the model is quantised: convert the unquantised model, then quantise it"
-            )
+            where = folder / config_name
+            raise ConversionError(f"{where}: quantised: convert the unquantised model, then quantise that")
     pickled = single not in files and index_name not in files
     if pickled:
         if not any(name in files for name in pickles):
@@ -105,32 +101,23 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
             raise ConversionError(f"{folder}: {missing}: download the weights")
         single, index_name = pickles
         if not allow_pickle:
-            raise ConversionError(
-                f"{folder}: the weights are pickles, which can run code: allow it (allow_pickle, --allow-pickle) to "
-                "read them by torch.load(weights_only=True), or save the model as safetensors"
-            )
-    index = None
-    names = [single]
+            cure = "pass allow_pickle=True to read them by torch.load(weights_only=True), or save them as safetensors"
+            raise ConversionError(f"{folder}: the weights are pickles, which can run code: {cure}")
+    index, names, read = None, [single], {single, config_name}
     if single not in files:
         index = read_json(folder / index_name)
         names = _shard_names(folder, index_name, index)
+        read = {*names, index_name, config_name}
     fingerprints = {name: fingerprint(folder / name) for name in files}
     shards = tuple((open_pickled if pickled else open_safetensors)(folder / name) for name in names)
-    if index is not None:
-        held = {shard.path.name: shard.tensors for shard in shards}
-        for key, name in index["weight_map"].items():
-            if key not in held[name]:
-                raise ConversionError(f"{folder / index_name}: {key} is not in {name}: download both again")
-    others, not_copied = [], []
-    for name in files:
-        if name in names or name in (config_name, index_name if index is not None else None):
-            continue
-        (not_copied if _is_old_model(folder, name, config) else others).append(name)
-    read = {*names, *others, config_name, *([index_name] if index is not None else [])}
-    return Checkpoint(
-        folder, shards, index, index_name, config, tuple(others), tuple(not_copied),
-        {name: fingerprints[name] for name in sorted(read)}, config_name,
-    )  # fmt: skip
+    held = {shard.path.name: shard.tensors for shard in shards}
+    for key, name in index["weight_map"].items() if index else ():
+        if key not in held[name]:
+            raise ConversionError(f"{folder / index_name}: {key} is not in {name}: download both again")
+    not_copied = tuple(name for name in files if name not in read and _is_old_model(folder, name, config))
+    others = tuple(name for name in files if name not in read and name not in not_copied)
+    fingerprints = {name: fingerprints[name] for name in sorted({*read, *others})}
+    return Checkpoint(folder, shards, index, index_name, config, others, not_copied, fingerprints, config_name)
 
 
 def _files(folder: Path) -> list[str]:

@@ -4,8 +4,6 @@
 ``model/`` (what becomes DST; every file in it is whole) and the file that is being written, ``*.partial``.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -71,7 +69,7 @@ class Staging:
     """
 
     def __init__(self, dst: Path, identity: dict):
-        self.dst, self.folder = dst, staging_folder(dst)
+        self.dst, self.folder = dst, dst.with_name(f"{dst.name}.converting")
         self.model = self.folder / MODEL
         self.journal = {"identity": identity, "shards": {}, "publishing": False}
 
@@ -116,28 +114,22 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _is_ours(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    present = os.listdir(folder)
-    return not present or LOCK in present or JOURNAL in present
-
-
-def staging_folder(dst: Path) -> Path:
-    return dst.with_name(dst.name + ".converting")
-
-
 def destination(src: str | os.PathLike, dst: str | os.PathLike) -> Path:
     """DST as an absolute path.
 
     Raises:
-        ConversionError: it lies inside of the source, or exists and is not what a killed run left to be cleaned up.
+        ConversionError: it lies inside of the source, cannot be made, or exists and is not what a killed run left to
+            be cleaned up.
     """
     dst, inside = Path(os.path.abspath(dst)), os.path.realpath(src)
     if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
         raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
     if os.path.lexists(dst) and not os.path.lexists(f"{dst}.converting"):
         raise already_exists(dst)
+    home = next(parent for parent in dst.parents if os.path.lexists(parent))
+    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
+        what = "is read-only, or gives no permission to write" if home.is_dir() else "is no folder"
+        raise ConversionError(f"{dst}: {home} {what}: choose another DST")
     return dst
 
 
@@ -161,10 +153,12 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
     staging = Staging(dst, identity)
     if os.path.lexists(dst) and not (staging.folder / JOURNAL).exists():
         raise already_exists(dst)
-    if os.path.lexists(staging.folder) and not _is_ours(staging.folder):
-        raise ConversionError(
-            f"{staging.folder}: is in the way and not of this package: move it, or choose another DST"
-        )
+    if os.path.lexists(staging.folder):
+        present = os.listdir(staging.folder) if staging.folder.is_dir() else [staging.folder.name]
+        if present and not {LOCK, JOURNAL} & {*present}:
+            raise ConversionError(
+                f"{staging.folder}: in the way, and of another program: move it, or choose another DST"
+            )
     with _locked(staging.folder):
         found = _read_journal(staging.folder / JOURNAL)
         if found is not None and found["identity"] == identity:
@@ -175,10 +169,8 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
             raise already_exists(dst)
         if found is not None and found["identity"] != identity and not restart:
             what = "by another plan" if found["identity"].get("plan") != identity["plan"] else "of another source"
-            raise ConversionError(
-                f"{staging.folder}: holds an unfinished conversion {what}, or the source changed since: finish that "
-                "one, or convert with restart to drop it"
-            )
+            cure = "finish that one, or drop it by restart=True"
+            raise ConversionError(f"{staging.folder}: an unfinished conversion {what}, or of before it changed: {cure}")
         if not staging.published:
             if found is None or found["identity"] != identity:
                 _remove(staging.model)
@@ -192,11 +184,11 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
 
 
 def _read_journal(path: Path) -> dict | None:
-    if not path.exists():
-        return None
     try:
         journal = json.loads(path.read_bytes())
         return journal if {"identity", "shards", "publishing"} <= set(journal) else {"identity": {}}
+    except FileNotFoundError:
+        return None
     except ValueError:
         return {"identity": {}}  # of no known plan: refused unless the user asks for a restart
 
@@ -213,19 +205,11 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise ConversionError(
-                f"{folder}: another process is converting into it: wait for it, or choose another DST"
-            ) from None
+            busy = "another process is converting into it: wait for it, or choose another DST"
+            raise ConversionError(f"{folder}: {busy}") from None
         try:
-            if _same_file(fd, folder / LOCK):  # else it is the removed one of a process that finished
+            if os.fstat(fd).st_nlink:  # else it is the removed one of a process that finished
                 yield
                 return
         finally:
             os.close(fd)  # gives the lock back, as the end of the process does
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False

@@ -1,7 +1,5 @@
 """The tensors that others are computed from: those of an open checkpoint, or in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -65,10 +63,8 @@ class Values:
             raise ConversionError(f"{where}: no tensor {key}: the checkpoint is not whole, download it again")
         shard, tensor = self.checkpoint.tensors[name]
         if purpose is not None and tensor.dtype not in FLOATS:
-            raise ConversionError(
-                f"{shard.path}: {key} is {tensor.dtype}{purpose and f' and {purpose}'}: it is quantised; convert the "
-                "unquantised model, then quantise it"
-            )
+            what = f"{key} is {tensor.dtype}{purpose and f' and {purpose}'}: it is quantised"
+            raise ConversionError(f"{shard.path}: {what}; convert the unquantised model, then quantise that")
         return tensor
 
     def elements(self, key: str, first: int, last: int) -> torch.Tensor:

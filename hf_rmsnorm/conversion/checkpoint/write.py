@@ -1,25 +1,26 @@
 """Write a checkpoint whose tensors are computed from those of another, so that a kill at any time costs one shard."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
+import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .files import write_other_files
+from ...record import RECORD_KEY
 from .layout import ShardLayout
 from .shard import clear_errors
+from .source import INDEX, Checkpoint
 from .staging import REPORT, Staging, destination, durable_file, reserve, staging_for, write_all
 from .values import COPIED, Values
 
 WAITING = 8
+FLUSHED = 32 << 20  # bytes that are flushed to the disk while the next are computed: little is left for the end
 FORMAT = 2  # of the bytes that expressions give: a staging folder of another one is not taken up
 
 
@@ -28,10 +29,8 @@ class Written:
     """What `write_checkpoint` wrote.
 
     Args:
-        dst: the new folder.
         shards: for each file name, its SHA-256.
-        tensors: how many.
-        bytes: of the tensors.
+        tensors, bytes: how many.
         changed, added: as in `ShardLayout`.
         unused: tensors of the source that nothing is computed from.
         not_copied: files of the source with weights in other formats, which would be the old model.
@@ -87,13 +86,11 @@ def write_checkpoint(
 
     Args:
         values: of the source, which is only read.
-        dst: does not exist yet; not inside of the source.
+        dst, restart, progress: as in `convert_checkpoint`.
         config: text of config.json; None for the source's own.
         check: called with the folder that is to become DST. Where it raises, DST does not appear, its error is
             raised, and the staging folder is kept with the error's text in ``report.txt``. What it writes into the
             folder becomes a part of DST. It is not called where DST had just appeared.
-        restart: drop the unfinished conversion of another plan or source into the same DST.
-        progress: called as ``progress(tensors, bytes, total_bytes)`` with what is done so far.
 
     Raises:
         ConversionError: source or destination do not fit, the source changed meanwhile, or the system refused (disk
@@ -101,7 +98,6 @@ def write_checkpoint(
     """
     source = values.checkpoint
     dst = destination(source.folder, dst)
-    sizes = layout.sizes
     resumed: list[str] = []
     identity = {"plan": _digest(values, layout, config), "source": source.fingerprints}
     with ExitStack() as stack:
@@ -116,21 +112,49 @@ def write_checkpoint(
                 for more_tensors, more_bytes in steps:
                     done, at = done + more_tensors, at + more_bytes
                     if progress is not None:
-                        progress(done, at, sum(sizes.values()))
+                        progress(done, at, layout.nbytes)
             with clear_errors(staging.model):
-                write_other_files(source, layout, config, staging.model)
+                _write_other_files(source, layout, config, staging.model)
                 source.check_unchanged()
             if check is not None:
-                _run_check(check, staging)
+                try:
+                    check(staging.model)
+                except Exception as error:
+                    with clear_errors(staging.folder):
+                        (staging.folder / REPORT).write_text(f"{error}\n", encoding="utf-8")
+                    raise
             with clear_errors(dst):
                 staging.publish()
         digests = {name: done["sha256"] for name, done in staging.journal["shards"].items()}
     used = {values.called(key) for key in set().union(*(made.keys() for made in layout.tensors.values()))}
     unused = tuple(sorted(source.tensors.keys() - used))
     return Written(
-        dst, digests, len(sizes), sum(sizes.values()), layout.changed, layout.added, unused, source.not_copied,
+        dst, digests, len(layout.tensors), layout.nbytes, layout.changed, layout.added, unused, source.not_copied,
         len(layout.shards if published else resumed),
     )  # fmt: skip
+
+
+def _write_other_files(source: Checkpoint, layout: ShardLayout, config: str | None, folder: Path) -> None:
+    """Put everything but the shards in place, and remove what a run that did not end left there.
+
+    The copies are verbatim; config.json, last, is that text, or the source's own.
+    """
+    expected = {*layout.shards, *source.others, source.config_name, *([INDEX] if layout.index is not None else [])}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if os.path.relpath(path, folder) not in expected:
+                path.unlink()
+    for name in source.others:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / name, target)
+    if layout.index is not None:
+        (folder / INDEX).write_bytes(layout.index)
+    if config is None:
+        shutil.copyfile(source.folder / source.config_name, folder / source.config_name)
+    else:
+        (folder / source.config_name).write_text(config, encoding="utf-8")
 
 
 def _digest(values: Values, layout: ShardLayout, config: str | None) -> str:
@@ -143,29 +167,46 @@ def _digest(values: Values, layout: ShardLayout, config: str | None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _run_check(check: Callable[[Path], None], staging: Staging) -> None:
-    try:
-        check(staging.model)
-    except Exception as error:
-        with clear_errors(staging.folder):
-            (staging.folder / REPORT).write_text(f"{error}\n", encoding="utf-8")
-        raise
-
-
 def _write_shards(
     values: Values, layout: ShardLayout, staging: Staging, resumed: list[str]
 ) -> Iterator[tuple[int, int]]:
-    """Write what the journal does not have, and yield tensors and bytes done since the last time."""
+    """Write what the journal does not have, and yield tensors and bytes done since the last time.
+
+    A shard is written to a temporary file, every byte hashed on its way, flushed to the disk, and renamed.
+    """
     finished = staging.journal["shards"]
     for name, held in layout.shards.items():
-        target = staging.model / name
+        target, header, size = staging.model / name, layout.headers[name], sum(tensor.nbytes for tensor in held)
         with clear_errors(target):
             # What a run that did not end says it wrote is read back: the disk may have lost it.
             if name in finished and target.exists() and _sha256_of(target) == finished[name]["sha256"]:
                 resumed.append(name)
-                yield len(held), sum(tensor.nbytes for tensor in held)
+                yield len(held), size
                 continue
-            finished[name] = yield from _write_shard(values, layout, name, target)
+            values.checkpoint.check_unchanged()
+            sha = hashlib.sha256()
+            with durable_file(target) as file, ExitStack() as stack:
+                reserve(file, len(header) + size)
+                flush = _Lane(lambda count: os.fsync(file), stack)
+                lanes = [_Lane(partial(write_all, file), stack), _Lane(sha.update, stack)]
+                for lane in lanes:
+                    lane(header)
+                unflushed = 0
+                for tensor in held:
+                    for data in layout.tensors[tensor.name].data(values):
+                        for lane in lanes:
+                            lane(data)
+                        unflushed += len(data)
+                        if unflushed >= FLUSHED:
+                            flush(unflushed)
+                            unflushed = 0
+                        yield 0, len(data)
+                    values.kept.clear()
+                    yield 1, 0
+                for lane in (*lanes, flush):
+                    lane.wait()
+                values.checkpoint.check_unchanged()  # before the rename: a mixture never gets a shard's name
+            finished[name] = {"sha256": sha.hexdigest()}
             staging.save()
 
 
@@ -187,35 +228,26 @@ class _Lane:
             self._waiting.popleft().result()
 
 
-def _write_shard(
-    values: Values, layout: ShardLayout, shard: str, target: Path
-) -> Generator[tuple[int, int], None, dict]:
-    """Write a shard to a temporary file, every byte hashed on its way, flush it to the disk, and rename it."""
-    values.checkpoint.check_unchanged()
-    header, held = layout.headers[shard], layout.shards[shard]
-    size = len(header) + sum(tensor.nbytes for tensor in held)
-    sha = hashlib.sha256()
-    with durable_file(target) as file, ExitStack() as stack:
-        reserve(file, size)
-        lanes = [_Lane(partial(write_all, file), stack), _Lane(sha.update, stack)]
-        for lane in lanes:
-            lane(header)
-        for tensor in held:
-            for data in layout.tensors[tensor.name].data(values):
-                for lane in lanes:
-                    lane(data)
-                yield 0, len(data)
-            values.kept.clear()
-            yield 1, 0
-        for lane in lanes:
-            lane.wait()
-        values.checkpoint.check_unchanged()  # before the rename: a mixture never gets a shard's name
-    return {"sha256": sha.hexdigest(), "size": size}
-
-
 def _sha256_of(path: Path) -> str:
     sha = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while data := file.read(COPIED):
             sha.update(data)
     return sha.hexdigest()
+
+
+def changed_config(config: dict, changes: dict) -> str:
+    """Text of a config with the changes set, as `_merged` does."""
+    return json.dumps(_merged(config, changes), indent=2) + "\n"
+
+
+def _merged(config: dict, changes: dict) -> dict:
+    """The config with the changes set, dictionaries in it merged but for the record of another conversion.
+
+    Keys stay in their order, new ones come last.
+    """
+    result = dict(config)
+    for key, value in changes.items():
+        both = key != RECORD_KEY and isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result

@@ -1,22 +1,30 @@
-"""Source and result side by side: the last step before a converted checkpoint is published."""
+"""The last step before a folder becomes DST: source and result side by side, and what the model card says of it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+import os
+import re
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import safe_open
 
+from ... import __version__
 from ...record import RECORD_KEY, is_centred, shorten, trained_as_rms
 from ...verification.recorded import as_recorded
 from ...verification.tolerance import FACTOR
+from ..checkpoint.shard import ConversionError
 from ..checkpoint.source import read_json
-from ..plan import Centre, CentringPlan
+from ..plan import Centre, CentringPlan, rms_norms
+from ..twin.run import and_more
 from .pair import ModelPair, Running, side_by_side
 
 LEAK = "rounding moves the mean of the stream, and what reads this norm would multiply that"
+NOT_RUN = "source and result were not run, as asked"
+SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[^/]+)$")  # in the cache of the hub
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,15 @@ class Verification:
     summary: str
     runs: dict = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, runs: dict[str, dict], what: str) -> Verification:
+        """That of runs of which none may fail; `what` says what was run."""
+        verdict = "FAIL" if any(figures["verdict"] == "FAIL" for figures in runs.values()) else "PASS"
+        return cls(verdict == "PASS", f"{what}: {verdict}", runs)
+
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {"passed": self.passed, "summary": self.summary, "runs": self.runs}
+        return asdict(self)
 
     def __str__(self) -> str:
         lines = [self.summary]
@@ -43,6 +57,14 @@ class Verification:
             lines.append(f"  {name}: " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
                                                    for k, v in run.items()))  # fmt: skip
         return "\n".join(lines)
+
+
+class VerificationFailed(ConversionError):
+    """The written checkpoint does not compute what the source does; it was not published."""
+
+    def __init__(self, text: str, verification: Verification):
+        super().__init__(text)
+        self.verification = verification
 
 
 def verify_folder(src, folder: Path, plan: CentringPlan, how: Running) -> tuple[Verification, CentringPlan]:
@@ -61,18 +83,17 @@ def verify_folder(src, folder: Path, plan: CentringPlan, how: Running) -> tuple[
         return Verification(False, wrong), plan
     tensors = f"{len(plan.centre)} centred tensors read again"
     if not how.verify:
-        return Verification(True, f"{tensors}; source and result were not run, as asked"), plan
+        return Verification(True, f"{tensors}; {NOT_RUN}"), plan
     with side_by_side(src, folder, how) as pair:
         runs, plan = _judge(pair, folder, plan)
         ways = "side by side, module by module" if pair.streamed else "side by side"
-    passed = all(figures["verdict"] == "PASS" for figures in runs.values())
-    return Verification(passed, f"{tensors}; source and result run {ways}: {'PASS' if passed else 'FAIL'}", runs), plan
+    return Verification.of(runs, f"{tensors}; source and result run {ways}"), plan
 
 
 def judge_folders(src, folder: Path, how: Running) -> Verification:
     """Judge the second of two checkpoints, of whatever classes, by the noise floor of the first."""
     if not how.verify:
-        return Verification(True, "source and result were not run, as asked")
+        return Verification(True, NOT_RUN)
     with side_by_side(src, folder, how) as pair:
         names = f"{type(pair.source).__name__} and {type(pair.result).__name__}"
         if pair.missing:
@@ -80,10 +101,7 @@ def judge_folders(src, folder: Path, how: Running) -> Verification:
         pair.source = as_it_computes(pair.source)
         if pair.source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both
             pair.source, pair.result = pair.source.float(), pair.result.float()
-        figures, _ = pair.judge()
-    return Verification(
-        figures["verdict"] == "PASS", f"{names} run side by side: {figures['verdict']}", {"result": figures}
-    )
+        return Verification.of({"result": pair.judge()[0]}, f"{names} run side by side")
 
 
 def as_it_computes(model):
@@ -114,8 +132,7 @@ def _judge(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, Cen
 
 def _without(plan: CentringPlan, path: str) -> CentringPlan:
     norms = tuple(replace(n, becomes_rms=False, reason=LEAK) if n.path == path else n for n in plan.norms)
-    rms = {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in norms if n.becomes_rms}
-    record = {**plan.config[RECORD_KEY], "rms_norms": shorten(rms, [n.path for n in norms])}
+    record = {**plan.config[RECORD_KEY], "rms_norms": shorten(rms_norms(norms), [n.path for n in norms])}
     return replace(plan, norms=norms, config={**plan.config, RECORD_KEY: record})
 
 
@@ -132,7 +149,35 @@ def not_centred(folder: Path, plan: CentringPlan) -> str:
                 elif not bool(tensor.isfinite().all()):
                     broken.add(key)
     if broken:
-        more = f" and {len(broken) - 1} more tensors hold" if len(broken) > 1 else " holds"
-        return f"{min(broken)}{more} NaN or infinity, as in the source: mend that"
-    more = f" and {len(wrong) - 1} more tensors are" if len(wrong) > 1 else " is"
-    return f"{min(wrong)}{more} not centred as the plan says" if wrong else ""
+        return f"NaN or infinity in {and_more(sorted(broken))}, as in the source: mend that"
+    return f"not centred as the plan says: {and_more(sorted(wrong))}" if wrong else ""
+
+
+def provenance(src: str | os.PathLike) -> dict[str, str]:
+    """Where a result comes from and what made it, for its config, its shards' metadata and its model card."""
+    source = Path(os.path.realpath(src))
+    cached = SNAPSHOT.search(source.as_posix())
+    return {
+        "source": f"{cached['id'].replace('--', '/')}@{cached['commit']}" if cached else source.name,
+        "converted_by": f"hf-rmsnorm {__version__}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def add_to_card(folder: Path, heading: str, text: str, made: dict[str, str], *proofs: object) -> None:
+    """Put a section at the end of the model card, instead of one of this heading that is there.
+
+    Args:
+        made: what `provenance` says.
+        proofs: what was measured; it is set as it is, below the text.
+    """
+    card = folder / "README.md"
+    # As bytes and not as text: neither line ends nor what is no UTF-8 changes.
+    before = card.read_bytes().decode("utf-8", "surrogateescape") if card.exists() else ""
+    before = re.sub(rf"(?ms)^{re.escape(heading)}[ \r]*\n.*?(?=^## |\Z)", "", before).rstrip()
+    by = f"{made['converted_by']}, PyTorch {made['torch']} and Transformers {made['transformers']}"
+    if proofs:
+        text = "\n".join([f"{text.rstrip()}\n\n```", *map(str, proofs), "```"])
+    section = f"{heading}\n\n{text.rstrip()}\n\nMade from `{made['source']}` with {by}.\n"
+    card.write_bytes((f"{before}\n\n{section}" if before else section).encode("utf-8", "surrogateescape"))

@@ -1,7 +1,5 @@
 """A checkpoint and what was made of it, run on the same inputs; where memory does not hold both, module by module."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +16,9 @@ from ...verification.context import prompt_length
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.shard import ConversionError
-from ..twin.inputs import TOKENS as RANDOM_TOKENS
-from ..twin.inputs import default_inputs
-from ..twin.run import one_line, output_tensors, quiet
-from ..twin.twin import config_and_class
+from ..twin.run import hooked, loaded, one_line, output_tensors
+from ..twin.twin import TOKENS as RANDOM_TOKENS
+from ..twin.twin import config_and_class, default_inputs
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -38,15 +35,7 @@ _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are re
 
 @dataclass(frozen=True)
 class Running:
-    """How models are loaded and run.
-
-    Args:
-        trust_remote_code: run the model code that comes with a folder.
-        model_class: to load it with, instead of the class that its config names.
-        inputs: makes keyword arguments of the forward for a model.
-        prompts: texts, where there is a tokenizer.
-        verify: whether to run them at all.
-    """
+    """How models are loaded and run: as in `convert_checkpoint`."""
 
     trust_remote_code: bool = False
     model_class: type | None = None
@@ -84,9 +73,9 @@ class ModelPair:
             greedy = report.greedy
             extra = {"greedy": greedy.reason or ("equal" if greedy.equal else "tie" if greedy.passed else "different")}
         else:
-            own, other = self._outputs(source), self._outputs(result)
+            own, other = self.outputs(source), self.outputs(result)
             with in_float64(source):
-                exact = [t.double() for t in self._outputs(source)]
+                exact = [t.double() for t in self.outputs(source)]
             difference, floor = compare_logits(own, other, exact)
             passed = floor.passed
         figures = {
@@ -112,60 +101,42 @@ class ModelPair:
             figures["verdict"] = "FAIL"
         return figures, floor
 
-    def add_rows(self) -> None:
-        """Random inputs too, where the outputs are too few to judge by."""
-        outputs = self._outputs(self.source)
-        if outputs and sum(t.numel() for t in outputs) < ENOUGH:
-            more = _random(self.source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
-            self.inputs = [*self.inputs, _in_dtype_of(self.source, more)]
+    def judge_both(self) -> dict[str, dict]:
+        """Figures of the result as it loads, and as RMSNorm."""
+        return {"as LayerNorm": self.judge()[0], "as RMSNorm": self.judge_as_rms()[0]}
 
     def last_of(self, paths) -> str | None:
         """The module among these paths that runs last."""
         seen: list[str] = []
-        handles = [
-            self.result.get_submodule(path).register_forward_hook(lambda *_, path=path: seen.append(path))
-            for path in paths
-        ]
-        try:
-            self._outputs(self.result)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(self.result, paths, lambda path, *_: seen.append(path)):
+            self.outputs(self.result)
         return seen[-1] if seen else None
 
-    def _outputs(self, model) -> list[torch.Tensor]:
+    def outputs(self, model) -> list[torch.Tensor]:
+        """Of all inputs, in rows."""
         with torch.no_grad():
             found = [t for inputs in self.inputs for t in output_tensors(model(**inputs)) if t.dim() > 1]
         return [t.flatten(0, -2) for t in found]
 
 
 @contextmanager
-def side_by_side(src, folder: Path, how: Running, given: list[Mapping] | None = None) -> Iterator[ModelPair]:
-    """Load two checkpoints in their own dtype, module by module where memory does not hold both.
-
-    Args:
-        given: batches, instead of what `how` says.
-    """
+def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
+    """Load two checkpoints in their own dtype, module by module where memory does not hold both."""
     _, cls = config_and_class(src, how.trust_remote_code, how.model_class, trained=True)
     streamed = not fits_memory(Path(src))
     with tempfile.TemporaryDirectory() as scratch:
-        loading: dict = {
-            "dtype": "auto", "trust_remote_code": how.trust_remote_code, "output_loading_info": True
-        }  # fmt: skip
+        loading: dict = {"dtype": "auto", "trust_remote_code": how.trust_remote_code}
         if streamed:
             room = int(_FOR_EACH * psutil.virtual_memory().available)
             loading |= {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": scratch}
-        with quiet():
-            source, _ = cls.from_pretrained(src, **loading)
-            result, info = cls.from_pretrained(folder, **loading)
-        source, result = source.eval(), result.eval()
-        if not given:
-            given = [how.inputs(source)] if how.inputs else _prompts(src, source, how)
+        (source, _), (result, missing) = loaded(cls, src, **loading), loaded(cls, folder, **loading)
+        given = [how.inputs(source)] if how.inputs else _prompts(src, source, how)
         batches = [_in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
-        missing = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
         pair = ModelPair(source, result, batches[: 1 if streamed else None], streamed, missing)
-        if how.inputs is None:
-            pair.add_rows()
+        outputs = pair.outputs(source) if how.inputs is None else []
+        if outputs and sum(t.numel() for t in outputs) < ENOUGH:
+            more = _random(source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
+            pair.inputs.append(_in_dtype_of(source, more))
         yield pair
 
 
@@ -184,20 +155,14 @@ def _random(model, rows: int, tokens: int) -> dict:
 
 
 def tokenizer_of(src, model, trust_remote_code: bool):
-    """The tokenizer of a folder, for a model or class that takes token ids; None where there is none.
-
-    Raises:
-        ConversionError: it does not load.
-    """
+    """The tokenizer of a folder, for a model or class that takes token ids; None where there is none."""
     if model.main_input_name != "input_ids" or not any(Path(src).glob("*token*")):
         return None
     try:
         return AutoTokenizer.from_pretrained(src, trust_remote_code=bool(trust_remote_code))
     except Exception as error:  # whatever a tokenizer's own code raises
-        raise ConversionError(
-            f"{src}: its tokenizer does not load: pass trust_remote_code if it brings code, or convert without "
-            f"verification ({one_line(error)})"
-        ) from error
+        cure = "pass trust_remote_code=True if it brings code, or verify=False"
+        raise ConversionError(f"{src}: its tokenizer does not load: {cure} ({one_line(error)})") from error
 
 
 def _prompts(src, model, how: Running) -> list[dict]:

@@ -1,8 +1,5 @@
 """`convert_adapter`: a LoRA adapter goes with its base, so that the converted pair computes what the pair did."""
 
-from __future__ import annotations
-
-import json
 import os
 import re
 from collections.abc import Callable
@@ -14,22 +11,17 @@ from pathlib import Path
 import torch
 
 from ...record import RECORD_KEY, Writers
-from ..checkpoint.expressions import Stored
-from ..checkpoint.files import changed_config
-from ..checkpoint.layout import as_source
+from ..checkpoint.expressions import Stored, planned_tensors
 from ..checkpoint.shard import FLOATS, ConversionError
 from ..checkpoint.source import ADAPTER_FILES
-from ..checkpoint.steps import planned_tensors
 from ..checkpoint.values import Values, open_values
-from ..judge.folder import Verification, not_centred
+from ..judge.folder import Verification, add_to_card, not_centred, provenance
 from ..judge.pair import fits_memory, side_by_side
-from ..judge.publish import add_to_card, provenance
 from ..plan import Centre, CentringPlan, ConversionRefused, Scale
 from ..twin.keys import KeyMap
 from ..twin.twin import Twin
-from .centred import CARD_HEADING, PLAN
+from .centred import CARD_HEADING, PLAN, PlannedSteps
 from .fold import FOLDED
-from .planned import PlannedConversion
 
 MERGE = "merge it into the base, and convert that"
 PREFIX = "base_model.model."  # of every name in the file of an adapter
@@ -38,7 +30,7 @@ OF_THE_BASE = ("pissa", "corda", "olora", "loftq")
 
 
 @dataclass(frozen=True)
-class PlannedAdapter(PlannedConversion):
+class PlannedAdapter(PlannedSteps):
     """What is done to the tensors of an adapter.
 
     Args:
@@ -46,24 +38,16 @@ class PlannedAdapter(PlannedConversion):
         factors: the layer scales of the base that B takes in.
     """
 
-    keeps_shards = True
-
-    centring: CentringPlan
     base: Path
     converted: Path
     factors: dict[str, torch.Tensor] = field(repr=False)
 
-    def to_dict(self) -> dict:
-        return {"plan": json.loads(self.centring.to_json())}
-
     def __str__(self) -> str:
-        return f"{len(self.centring.centre)} tensors are centred, as those of the base that they change were."
+        return f"{len(self.centring.centre)} tensors centred, as those of the base that they change were."
 
-    def result(self, values, max_shard_size):
-        plan, metadata = self.centring, {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
+    def tensors(self, values):
         values.given.update(self.factors)
-        tensors = planned_tensors(plan, values, values.checkpoint.folder, self.factors)
-        return as_source(tensors, values, metadata), changed_config(values.checkpoint.config, plan.config)
+        return super().tensors(values)
 
     def judge(self, src, folder, how):
         if wrong := not_centred(folder, self.centring):
@@ -78,26 +62,14 @@ class PlannedAdapter(PlannedConversion):
         with side_by_side(self.base, self.converted, how) as pair:
             for model, adapter in ((pair.source, src), (pair.result, folder)):
                 PeftModel.from_pretrained(model, adapter).eval()  # which changes the model itself
-            runs = {"as LayerNorm": pair.judge()[0], "as RMSNorm": pair.judge_as_rms()[0]}
-        passed = all(figures["verdict"] == "PASS" for figures in runs.values())
-        summary = f"{tensors}; both pairs run side by side: {'PASS' if passed else 'FAIL'}"
-        return Verification(passed, summary, runs), self
+            return Verification.of(pair.judge_both(), f"{tensors}; both pairs run side by side"), self
 
     def describe(self, folder: Path, verdict: Verification) -> None:
-        what = f"{len(self.centring.centre)} tensors were centred, as those of the base that they change were."
-        add_to_card(folder, CARD_HEADING, f"{what}\n\n```\n{verdict}\n```\n", self.made)
+        add_to_card(folder, CARD_HEADING, str(self), self.made, verdict)
 
 
 def plan_adapter(src, base, converted, twin: Twin, *, allow_pickle: bool = False) -> PlannedAdapter:
-    """What is done to an adapter that goes with its base.
-
-    Args:
-        src, base, converted, allow_pickle: as in `convert_adapter`.
-        twin: of the base.
-
-    Raises:
-        ConversionRefused, ConversionError: as in `convert_adapter`.
-    """
+    """What is done to an adapter that goes with its base, whose twin is given; the rest is as in `convert_adapter`."""
     with (
         open_values(src, allow_pickle=allow_pickle, adapter=True) as own,
         open_values(base, allow_pickle=allow_pickle) as model,
@@ -139,8 +111,14 @@ def _plan(own: Values, model: Values, converted, twin: Twin) -> tuple[CentringPl
         key = next((k for k in saved if k in stored), None)
         if whole and key in {scale.by for scale in done.scale}:
             raise ConversionRefused(f"{who}: {name} is a layer scale, which the converted base has folded away")
-        if whole and key in tied and not _is_copy(name, source.config):
-            _check_equal(who, own, name, model, tied[key])
+        copies = source.config.get("modules_to_save") or ()  # which leave what is tied to the modules as it was
+        copied = ".base_layer." not in name and any(f".{module}." in f".{name}" for module in copies)
+        if whole and key in tied and not copied:
+            # Tied embeddings that the adapter only repeats are the head's too; others would be the embeddings' alone.
+            pieces = zip(Stored(name).pieces(own), Stored(tied[key]).pieces(model), strict=True)
+            if not all(torch.equal(*each) for each in pieces):
+                untied = "changes tied embeddings, which the converted base has untied"
+                raise ConversionRefused(f"{who}: {name} {untied}: {MERGE}")
         if change is None:
             continue
         if key in model.names() and _eps(own, name) > _eps(model, key):
@@ -167,10 +145,8 @@ def _plan_of_base(model: Values, converted: Path) -> CentringPlan:
         whole = made.tensors.keys() == model.names() | {copy.key for copy in plan.copy}
         if whole and not folded and record.get("writers") == plan.config[RECORD_KEY]["writers"]:
             return plan
-    raise ConversionError(
-        f"{converted}: not what an adapter of {model.checkpoint.folder} goes with: pass the folder that `hf-rmsnorm "
-        f"convert {model.checkpoint.folder} CONVERTED` wrote; native, folded and post-norm conversions take no adapters"
-    )
+    cure = "pass what converting it with no other options gave; native, folded and post-norm results take no adapters"
+    raise ConversionError(f"{converted}: no conversion of {model.checkpoint.folder} that takes its adapters: {cure}")
 
 
 def _writers(done: CentringPlan, twin: Twin, prefix: str) -> tuple[Callable[[str], str], Writers]:
@@ -202,20 +178,6 @@ def _fits(own: Values, name: str, home: str, shapes: dict) -> bool:
 def _eps(values: Values, name: str) -> float:
     dtype = FLOATS.get(values.stored(name).dtype)
     return torch.finfo(dtype).eps if dtype else 0.0
-
-
-def _is_copy(name: str, config: dict) -> bool:
-    """Whether a full tensor is the trained copy of a module, and so leaves what is tied to that module as it was."""
-    saved = config.get("modules_to_save") or ()
-    return ".base_layer." not in name and any(f".{module}." in f".{name}" for module in saved)
-
-
-def _check_equal(who: str, own: Values, name: str, model: Values, key: str) -> None:
-    """Tied embeddings that the adapter only repeats are the head's too; others would be the embeddings' alone."""
-    pieces = zip(Stored(name).pieces(own), Stored(key).pieces(model), strict=True)
-    if not all(torch.equal(*each) for each in pieces):
-        untied = "changes tied embeddings, which the converted base has untied"
-        raise ConversionRefused(f"{who}: {name} {untied}: {MERGE}")
 
 
 def _check_config(who: str, config: dict, changed: bool, tied: bool) -> None:

@@ -1,66 +1,78 @@
-"""The target ``same``: the checkpoint's own architecture, its writers centred, so that LayerNorm is RMSNorm."""
+"""What every conversion is between its plan and its result, and the one that keeps the checkpoint's architecture.
+
+There, all that writes to the residual stream is centred, so that LayerNorm is RMSNorm.
+"""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from ...paths import compact_paths
 from ...record import RECORD_KEY
-from ..checkpoint.expressions import Expression
-from ..checkpoint.files import changed_config
-from ..checkpoint.layout import as_source
-from ..checkpoint.steps import planned_tensors
+from ..checkpoint.expressions import Expression, planned_tensors
+from ..checkpoint.layout import ShardLayout, as_source
 from ..checkpoint.values import Values
-from ..judge.folder import Verification, verify_folder
-from ..judge.publish import add_to_card, provenance
+from ..checkpoint.write import changed_config
+from ..judge.folder import Verification, add_to_card, provenance, verify_folder
+from ..judge.pair import Running
 from ..plan import CentringPlan, ConversionRefused
 from ..twin.discover import discover
 from ..twin.prove import ProofReport, prove
 from ..twin.twin import Twin
-from .planned import PlannedConversion
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
 PLAN = "conversion_plan.json"
 
 
 @dataclass(frozen=True)
-class PlannedCentring(PlannedConversion):
-    """A plan, and its proof in float64 on a small random model of the same classes."""
+class PlannedConversion(ABC):
+    """A conversion that is planned and proven; nothing is written yet.
+
+    Args:
+        made: what `provenance` says of its source.
+    """
+
+    made: dict[str, str]
+    keeps_shards: ClassVar[bool] = False  # whether the result's shards are the source's
+
+    @abstractmethod
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+
+    @abstractmethod
+    def result(self, values: Values, max_shard_size: int | str | None) -> tuple[ShardLayout, str | None]:
+        """The tensors and the text of config.json that are made of an open checkpoint; None for its own config.
+
+        Args:
+            max_shard_size: where the shards are not those of the source; None for what suits.
+
+        Raises:
+            ConversionError: the checkpoint is not the one that was planned for.
+        """
+
+    @abstractmethod
+    def judge(self, src: str | Path, folder: Path, how: Running) -> tuple[Verification, PlannedConversion]:
+        """The verdict on what was written, and the plan as it was carried out."""
+
+    @abstractmethod
+    def describe(self, folder: Path, verdict: Verification) -> None:
+        """Add to what passed: a section of its model card, and the plan."""
+
+
+@dataclass(frozen=True)
+class PlannedSteps(PlannedConversion):
+    """Steps on tensors of the source, whose shards keep their names and their order."""
 
     keeps_shards = True
 
     centring: CentringPlan
-    proof: ProofReport
 
     def to_dict(self) -> dict:
-        return {"plan": json.loads(self.centring.to_json()), "proof": self.proof.to_dict()}
-
-    def __str__(self) -> str:
-        plan = self.centring
-        lines = [str(self.proof), f"tensors centred ({len(plan.centre)}):"]
-        groups: dict[str, list[str]] = {}
-        for c in plan.centre:
-            blocks = "" if c.blocks is None else f", blocks {', '.join(map(str, c.blocks))}"
-            groups.setdefault(f"along dimension {c.axis} in blocks of {c.block}{blocks}", []).append(c.key)
-        for how, keys in groups.items():
-            lines += [f"  {how}:", *(f"    {path}" for path in compact_paths(keys))]
-        for scale in plan.scale:
-            lines.append(f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones")
-        lines += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
-        becoming = [norm.path for norm in plan.norms if norm.becomes_rms]
-        lines += [f"norms that become RMSNorm ({len(becoming)}):", *(f"    {path}" for path in compact_paths(becoming))]
-        staying: dict[str, list[str]] = {}
-        for norm in plan.norms:
-            if not norm.becomes_rms:
-                staying.setdefault(norm.reason, []).append(norm.path)
-        for reason, paths in staying.items():
-            lines += [f"norms that stay LayerNorm: {reason}", *(f"    {path}" for path in compact_paths(paths))]
-        if plan.undetermined:
-            lines += ["tensors that nothing depends on, copied as they are:"]
-            lines += [f"    {key}" for key in compact_paths(plan.undetermined)]
-        return "\n".join([*lines, *plan.notes])
+        return {"plan": json.loads(self.centring.to_json())}
 
     def tensors(self, values: Values) -> dict[str, Expression]:
         """Every tensor of the result."""
@@ -74,6 +86,36 @@ class PlannedCentring(PlannedConversion):
         config = changed_config(values.checkpoint.config, self.centring.config)
         return as_source(self.tensors(values), values, self.metadata()), config
 
+
+@dataclass(frozen=True)
+class PlannedCentring(PlannedSteps):
+    """A plan, and its proof in float64 on a small random model of the same classes."""
+
+    proof: ProofReport
+
+    def to_dict(self) -> dict:
+        return {**super().to_dict(), "proof": self.proof.to_dict()}
+
+    def __str__(self) -> str:
+        plan = self.centring
+        lines = [str(self.proof), f"tensors centred ({len(plan.centre)}):"]
+        groups: dict[str, list[str]] = {}
+        for c in plan.centre:
+            blocks = "" if c.blocks is None else f", blocks {', '.join(map(str, c.blocks))}"
+            groups.setdefault(f"  along dimension {c.axis} in blocks of {c.block}{blocks}:", []).append(c.key)
+        lines += _grouped(groups)
+        for scale in plan.scale:
+            lines.append(f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones")
+        lines += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
+        becoming = [norm.path for norm in plan.norms if norm.becomes_rms]
+        groups = {f"norms that become RMSNorm ({len(becoming)}):": becoming}
+        for norm in plan.norms:
+            if not norm.becomes_rms:
+                groups.setdefault(f"norms that stay LayerNorm: {norm.reason}", []).append(norm.path)
+        if plan.undetermined:
+            groups["tensors that nothing depends on, copied as they are:"] = [*plan.undetermined]
+        return "\n".join([*lines, *_grouped(groups), *plan.notes])
+
     def judge(self, src, folder, how):
         verdict, plan = verify_folder(src, folder, self.centring, how)
         return verdict, replace(self, centring=plan)
@@ -84,22 +126,16 @@ class PlannedCentring(PlannedConversion):
         becoming = sum(norm.becomes_rms for norm in plan.norms)
         text = f"""Everything that writes to the residual stream was centred, so that LayerNorm and RMSNorm compute
 the same: {becoming} of {len(plan.norms)} norms may run as RMSNorm. It loads like any checkpoint of its architecture and
-gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What was done is in `{PLAN}`.
+gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What was done is in `{PLAN}`."""
+        add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
 
-```
-{self.proof}
-{verdict}
-```
-"""
-        add_to_card(folder, CARD_HEADING, text, self.made)
+
+def _grouped(groups: dict[str, list[str]]) -> list[str]:
+    return [line for head, paths in groups.items() for line in (head, *(f"    {p}" for p in compact_paths(paths)))]
 
 
 def plan_centring(src, twin: Twin) -> PlannedCentring:
-    """What centring the checkpoint in a folder would do, found and proven on its twin.
-
-    Raises:
-        ConversionRefused: it cannot be converted exactly; the message says why.
-    """
+    """What centring the checkpoint in a folder would do, proven on its twin; refused where it is not exact."""
     plan = discover(twin)
     proof = prove(plan, twin)
     if not proof.passed:

@@ -9,8 +9,6 @@ come out as 0 or 1; where something else reads the norm too (a skip, a tied tabl
 In the same way the bias of a reader is told by dL/dbias_j = sum_r W_rj dL/db_r.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -20,9 +18,9 @@ import torch
 
 from ..checkpoint.expressions import Expression, Filled, FoldedBias, Scaled, Stored, Transposed, computed
 from ..checkpoint.values import Values
-from ..judge.folder import Verification
-from ..judge.publish import add_to_card
+from ..judge.folder import Verification, add_to_card
 from ..plan import ConversionRefused, Scale
+from ..twin.gauge import gradients
 from ..twin.keys import KeyMap, naming, saved_tensors, stored_names
 from ..twin.layer_norms import find_layer_norms
 from ..twin.prove import BOUND, difference, load_tensors
@@ -105,16 +103,12 @@ class PlannedFold(PlannedCentring):
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         super().describe(folder, verdict)
-        text = f"Weights and biases of norms are ones and zeros.\n\n```\n{self.fold}\n{verdict}\n```"
-        add_to_card(folder, CARD_HEADING, text, self.made)
+        text = "Weights and biases of norms are ones and zeros."
+        add_to_card(folder, CARD_HEADING, text, self.made, self.fold, verdict)
 
 
 def plan_fold(twin: Twin) -> FoldPlan:
-    """What can be folded in a checkpoint, and the proof on its twin.
-
-    Raises:
-        ConversionRefused: no norm can be folded, or the proof fails; the message says why.
-    """
+    """What can be folded in a checkpoint, proven on its twin; refused where that is nothing, or not exact."""
     cls = type(twin.model)
     attend_to_encoder(twin)
     model = new_model(cls, twin.config)  # tied where the checkpoint is: a tied table reads and is read
@@ -135,11 +129,7 @@ def plan_fold(twin: Twin) -> FoldPlan:
 
 
 def with_folds(planned: PlannedCentring, twin: Twin) -> PlannedFold:
-    """The same conversion, with norms folded in the same pass.
-
-    Raises:
-        ConversionRefused: as `plan_fold`.
-    """
+    """The same conversion, with norms folded in the same pass; refused as by `plan_fold`."""
     fold = plan_fold(twin)
     name = naming(stored_names(twin.folder), twin.model.base_model_prefix)
     folds = tuple(
@@ -190,7 +180,8 @@ def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
             continue
         probes, rows = [], []
         for g in _probes(outputs, parameters, 2 + 3 * len(columns) // width):
-            rows.append(torch.stack([_sum(parameters[n] * g[n], a) for n, a in columns], 1))
+            products = [(parameters[n] * g[n]).detach().movedim(a, 0).flatten(1).sum(1) for n, a in columns]
+            rows.append(torch.stack(products, 1))
             probes.append({name: t for name, t in g.items() if t.ndim == 1})  # the rest is large
         sums = torch.cat(rows)
         silent = [name for (name, _), column in zip(columns, sums.T, strict=True) if not column.any()]
@@ -225,16 +216,8 @@ def _probes(outputs, parameters, count: int) -> Iterator[dict[str, torch.Tensor]
     """Gradients of `count` random losses; zeros where nothing depends on a parameter."""
     generator = torch.Generator().manual_seed(2)
     for _ in range(count):
-        loss = sum((torch.randn(o.shape, generator=generator, dtype=o.dtype) * o).sum() for o in outputs)
-        grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-        yield {
-            name: torch.zeros_like(p) if g is None else g
-            for (name, p), g in zip(parameters.items(), grads, strict=True)
-        }  # fmt: skip
-
-
-def _sum(product: torch.Tensor, axis: int) -> torch.Tensor:
-    return product.detach().movedim(axis, 0).flatten(1).sum(1)
+        found = gradients(outputs, parameters, generator)
+        yield {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in found.items()}
 
 
 def _own(model, path: str, norm, parameters) -> dict[str, str]:

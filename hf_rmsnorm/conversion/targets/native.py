@@ -1,7 +1,5 @@
 """`plan_native`: a LayerNorm checkpoint written as one of an architecture that is RMSNorm by birth."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,18 +9,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...record import RECORD_KEY
-from ..checkpoint.expressions import Stored, computed, is_zero, largest_output
+from ..checkpoint.expressions import Stored, computed, largest_output
 from ..checkpoint.layout import MAX_SHARD_SIZE, split
 from ..checkpoint.values import Values, open_values
-from ..judge.folder import Verification, as_it_computes, judge_folders
-from ..judge.publish import add_to_card, provenance
+from ..judge.folder import Verification, add_to_card, as_it_computes, judge_folders, provenance
 from ..plan import ConversionRefused
 from ..twin.keys import saved_tensors
 from ..twin.prove import BOUND, difference
-from ..twin.run import in_double, quiet, run
+from ..twin.run import in_double, loaded, run
 from ..twin.twin import Twin, config_of, give_weights, make_twin, new_model, shapes_of
-from .native_build import NativeTarget, native_targets, refused
-from .planned import PlannedConversion
+from .centred import PlannedConversion
+from .native_build import WITHOUT, NativeTarget, native_targets, refused
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -46,10 +43,8 @@ class NativeProof:
 
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
-        return (
-            f"{self.source_class} as {self.target_class}: {verdict}, float64 logits differ by {self.difference:.1e} "
-            "of their scale"
-        )
+        pair = f"{self.source_class} as {self.target_class}"
+        return f"{pair}: {verdict}, float64 logits differ by {self.difference:.1e} of their scale"
 
 
 @dataclass(frozen=True)
@@ -88,24 +83,17 @@ class PlannedNative(PlannedConversion):
         how = "was centred" if self.target.centred else "was trained with RMSNorm in its place"
         text = f"""{self.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream
 {how}, the norms' biases were folded into the linears that read them, and the result is a
-{self.proof.target_class}, which gives the same logits: any program that runs {self.target.model_type} runs it.
-
-```
-{self.proof}
-{verdict}
-```
-"""
-        add_to_card(folder, CARD_HEADING, text, self.made)
+{self.proof.target_class}, which gives the same logits: any program that runs {self.target.model_type} runs it."""
+        add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
 
 
 def native_target(config: PretrainedConfig, values: Values | None = None, *, fold_affine: bool = False) -> NativeTarget:
     """The RMSNorm architecture that computes what a LayerNorm one does, and how its tensors are computed.
 
     Args:
-        config: of the source.
+        config, fold_affine: as in `native_targets`.
         values: the source's tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without
             `values` that is taken for granted, and is said by the target's `zero` and `clips`.
-        fold_affine: fold the norms' weights too into the linears that read them, so that they are ones.
 
     Raises:
         ConversionRefused: no such architecture; the message names the condition that fails.
@@ -114,9 +102,7 @@ def native_target(config: PretrainedConfig, values: Values | None = None, *, fol
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or classes[:1] not in ([], [cls]):
         name = (config.architectures or [type(config).__name__])[0]
-        raise ConversionRefused(
-            f"{name} has no native target: only causal language models have; convert it without --target native"
-        )
+        raise ConversionRefused(f"{name} has no native target: only causal language models have; {WITHOUT}")
     names = shapes_of(cls, config)
     failed = None
     for target in native_targets(config, names.__contains__, fold_affine):
@@ -129,45 +115,31 @@ def native_target(config: PretrainedConfig, values: Values | None = None, *, fol
 
 def _reason_against(target: NativeTarget, values: Values) -> str | None:
     for key in target.zero:
-        if not is_zero(Stored(key), values):
+        if any(bool(piece.any()) for piece in Stored(key).pieces(values)):
             return f"{key}, the final norm's bias, is not 0 and the head of {target.model_type} has no bias to take it"
     for clip in target.clips:
         reached = largest_output(clip.weight, clip.gain, clip.bias, values)
         if reached > clip.limit:
-            return (
-                f"{target.source_type} clips queries, keys and values at {clip.limit:g} (clip_qkv), and with "
-                f"{clip.weight.like} they may reach {reached:.3g}"
-            )
+            clips = f"{target.source_type} clips queries, keys and values at {clip.limit:g} (clip_qkv)"
+            return f"{clips}, and with {clip.weight.like} they may reach {reached:.3g}"
     return None
 
 
 def plan_native(src, *, fold_affine: bool = False, allow_pickle: bool = False) -> PlannedNative:
-    """The native target of a model folder, and its proof; no code of the folder runs.
-
-    Raises:
-        ConversionRefused: it has none, or the proof fails; the message says why.
-        ConversionError: this is no whole checkpoint folder.
-    """
+    """The native target of a model folder, and its proof; no code of the folder runs. Refused where there is none."""
     with open_values(src, allow_pickle=allow_pickle) as values:
-        target = _target_of(values, fold_affine)
+        model_type = values.checkpoint.config.get("model_type")
+        if model_type not in transformers.CONFIG_MAPPING:
+            raise ConversionRefused(f"{model_type} has no native target: Transformers does not know it; {WITHOUT}")
+        config = config_of(values.checkpoint.folder)
+        values.aliases.update(native_target(config).aliases)  # which refuses by config alone, before a tensor is read
+        target = native_target(config, values, fold_affine=fold_affine)
+        for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
+            values.stored(key, "")
     proof = prove_native(make_twin(src, trained=True), target.model_type, fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
     return PlannedNative(provenance(src), target, proof)
-
-
-def _target_of(values: Values, fold_affine: bool) -> NativeTarget:
-    model_type = values.checkpoint.config.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise ConversionRefused(
-            f"{model_type} has no native target: Transformers does not know it; convert it without --target native"
-        )
-    config = config_of(values.checkpoint.folder)
-    values.aliases.update(native_target(config).aliases)  # which refuses by config alone, before any tensor is read
-    target = native_target(config, values, fold_affine=fold_affine)
-    for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
-        values.stored(key, "")
-    return target
 
 
 @torch.no_grad()
@@ -175,9 +147,7 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
     """Convert a small random model in memory, load the result with the target's class, and compare in float64.
 
     Args:
-        twin: of the source.
         target_type: which target, where there are several; the first by default.
-        fold_affine: as in `native_target`.
 
     Raises:
         ConversionRefused: it has no such target, or the target's class does not load its tensors.
@@ -199,13 +169,12 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
     tensors = computed(target.tensors, Values(saved_tensors(source), aliases=target.aliases))
     source = as_it_computes(source)
     result_class = getattr(transformers, target.config.architectures[0])
-    with quiet(), in_double():
-        result, info = result_class.from_pretrained(
-            None, config=target.config, state_dict=tensors, dtype=torch.float64, attn_implementation="eager",
-            experts_implementation="eager", output_loading_info=True,
+    with in_double():
+        result, wrong = loaded(
+            result_class, None, wrong=("missing_keys", "mismatched_keys", "unexpected_keys"), config=target.config,
+            state_dict=tensors, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager",
         )  # fmt: skip
-    wrong = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"])))
     if wrong:
         raise ConversionRefused(f"{result_class.__name__} does not load what was made for it: {wrong[0]}")
-    expected, got = (run(model.eval(), twin.inputs)[:1] for model in (source, result))
+    expected, got = (run(model, twin.inputs)[:1] for model in (source, result))
     return NativeProof(cls.__name__, result_class.__name__, difference(expected, got))

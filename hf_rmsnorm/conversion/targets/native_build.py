@@ -1,7 +1,5 @@
 """Make the native target of a config: the config of its architecture, and how each of its tensors is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,6 +11,8 @@ from ...record import RECORD_KEY, trained_as_rms
 from ..checkpoint.expressions import Centred, Expression, Filled, FoldedBias, Plus, Rows, Scaled, Stored
 from ..plan import ConversionRefused
 from .native_rules import PAIRS, NativePair
+
+WITHOUT = 'convert it without target="native"'
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,8 @@ def native_targets(
         ConversionRefused: there is none; the message says why.
     """
     if config.model_type not in PAIRS:
-        raise ConversionRefused(
-            f"no RMSNorm architecture is known that computes what {config.model_type} does: convert it without "
-            f"--target native; there are targets for {', '.join(sorted(PAIRS))}"
-        )
+        none = f"no RMSNorm architecture is known that computes what {config.model_type} does"
+        raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {', '.join(sorted(PAIRS))}")
     for pair in PAIRS[config.model_type]:
         for reason, holds in pair.refusals:
             if holds(config):
@@ -84,7 +82,7 @@ def native_targets(
 
 
 def refused(source: str, target: str, reason: str) -> ConversionRefused:
-    return ConversionRefused(f"{source} does not become {target}: {reason}; convert it without --target native")
+    return ConversionRefused(f"{source} does not become {target}: {reason}; {WITHOUT}")
 
 
 class _Builder:
@@ -104,9 +102,9 @@ class _Builder:
 
     def target(self) -> NativeTarget:
         config, layout, pair = self.config, self.layout, self.pair
-        first = layout.layer.format(0)
-        affine = self.present(f"{first}{layout.attention_norm}.bias")
-        self.biased = bool(pair.biases) and (affine or self._has_biases(first))
+        linears = (*layout.projections, layout.output, *(old for _, old, _ in layout.mlp(config, 0)))
+        biases = [f"{layout.layer.format(0)}{name}.bias" for name in (layout.attention_norm, *linears)]
+        self.biased = bool(pair.biases) and any(map(self.present, biases))
         tied = bool(config.tie_word_embeddings)
         # Centring a table that is also the head changes the logits, unless the final norm has no weight: then what
         # the head reads sums to 0.
@@ -132,19 +130,14 @@ class _Builder:
             config.model_type, made, self.tensors, zero, tuple(self.clips), aliases, self.fold_affine, self.centred
         )
 
-    def _has_biases(self, first: str) -> bool:
-        names = (*self.layout.projections, self.layout.output, *(old for _, old, _ in self.layout.mlp(self.config, 0)))
-        return any(self.present(f"{first}{name}.bias") for name in names)
-
     def _settings(self, keeps_tie: bool) -> dict[str, Any]:
         """Keyword arguments of the target's config: what both know by one name, then what is particular."""
         config, pair = self.config, self.pair
         known = {f.name for f in fields(CONFIG_MAPPING[pair.target])} - {"architectures", "dtype"}
-        own = {name for name in known if name not in vars(PretrainedConfig) and hasattr(config, name)}
-        settings = {name: getattr(config, name) for name in sorted(own)}
+        own = sorted(name for name in known if name not in vars(PretrainedConfig) and hasattr(config, name))
         eps = self.layout.eps
         return {
-            **settings,
+            **{name: getattr(config, name) for name in own},
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
@@ -157,15 +150,17 @@ class _Builder:
 
     def _norm(self, new: str, old: str) -> tuple[Expression | None, Expression | None]:
         """Make the weight of a norm; the source's weight and bias are returned, for what reads it."""
-        weight, gain = f"{old}.weight", None
-        if self.present(weight):
-            offset = self.layout.weight_offset
-            gain = Plus(Stored(weight), offset) if offset else Stored(weight)
+        gain: Expression | None = self._stored(f"{old}.weight")
+        if gain is not None and self.layout.weight_offset:
+            gain = Plus(gain, self.layout.weight_offset)
         if gain is None or self.fold_affine:
             self.tensors[f"{new}.weight"] = Filled(Stored(f"{self.layout.embedding}.weight"), 1.0, 1)
         else:
             self.tensors[f"{new}.weight"] = gain
-        return gain, Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
+        return gain, self._stored(f"{old}.bias")
+
+    def _stored(self, name: str) -> Stored | None:
+        return Stored(name) if self.present(name) else None
 
     def _scaled(self, weight: Expression, gain: Expression | None) -> Expression:
         return Scaled(weight, gain, 1) if gain is not None and self.fold_affine else weight
@@ -174,7 +169,7 @@ class _Builder:
         """Make a linear; `reads` are weight and bias of the norm that it reads."""
         gain, shift = reads
         weight: Expression = Stored(f"{old}.weight")
-        bias: Expression | None = Stored(f"{old}.bias") if self.present(f"{old}.bias") else None
+        bias: Expression | None = self._stored(f"{old}.bias")
         if writes and self.centred:
             weight, bias = Centred(weight, 0), bias and Centred(bias, 0)
         if index is not None:
@@ -193,8 +188,8 @@ class _Builder:
         limit = self.pair.clip(self.config)
         if limit is not None:
             for name in layout.projections:
-                bias = Stored(f"{old}{name}.bias") if self.present(f"{old}{name}.bias") else None
-                self.clips.append(Clip(Stored(f"{old}{name}.weight"), reads[0], bias, limit))
+                weight = Stored(f"{old}{name}.weight")
+                self.clips.append(Clip(weight, reads[0], self._stored(f"{old}{name}.bias"), limit))
         self._linear(f"{new}self_attn.o_proj", old + layout.output, writes=True)
         if layout.mlp_norm is not None:
             reads = self._norm(f"{new}post_attention_layernorm", old + layout.mlp_norm)
@@ -230,13 +225,11 @@ class _Builder:
         share = rope.pop("partial_rotary_factor", None) or 1.0
         rotated, channels = int(self.head_dim * share), self.head_dim
         if rotated < channels:
-            if rope["rope_type"] != "default":
-                reason = f"a part of its channels is rotated, and scaled ({rope['rope_type']})"
-                raise refused(self.config.model_type, self.pair.target, reason)
-            theta = float(rope["rope_theta"]) ** (channels / rotated)
-            if theta > torch.finfo(torch.float32).max or rotated % 2 or channels % 2:
-                reason = f"{rotated} of {channels} channels are rotated, with theta {rope['rope_theta']}"
-                raise refused(self.config.model_type, self.pair.target, reason)
+            theta, kind = float(rope["rope_theta"]) ** (channels / rotated), rope["rope_type"]
+            if kind != "default" or theta > torch.finfo(torch.float32).max or rotated % 2 or channels % 2:
+                scaled = "" if kind == "default" else f" and scaled ({kind})"
+                how = f"rotated{scaled}, with theta {rope['rope_theta']}"
+                raise refused(self.config.model_type, self.pair.target, f"{rotated} of {channels} channels are {how}")
             factor = rotated / channels
             if int(factor * channels) != rotated:  # it rounded down, as the model will
                 factor = (rotated + 0.5) / channels

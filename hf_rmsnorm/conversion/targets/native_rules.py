@@ -4,8 +4,6 @@ A source is described by where it keeps what (`SourceLayout`), and a pair by its
 targets use the names of LLaMA; once the writers are centred, the norms' biases fold into the linears that read them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,23 +1,21 @@
 """From a config to a conversion plan: which tensors to centre, which norms become RMSNorms, which stay and why."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from ... import __version__
 from ...record import RECORD_KEY, make_record
-from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord
+from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
 from .gauge import Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, input_means
-from .inputs import default_inputs
 from .keys import Hit, KeyMap, named_as_stored, stored_names
 from .layer_norms import TwinNorm, find_layer_norms
-from .run import hooked, one_line, run
-from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model
+from .run import and_more, hooked, one_line, run
+from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
@@ -30,39 +28,25 @@ NOTES = (
 )
 
 
-def discover(
-    source,
-    trust_remote_code: bool = False,
-    *,
-    model_class=None,
-    inputs=None,
-) -> CentringPlan:
+def discover(source, **how) -> CentringPlan:
     """What converting a checkpoint would do, found on a small random model of the same classes; no weights are read.
 
     Args:
         source: the folder of a model, a `PretrainedConfig`, or a `Twin` made before.
-        trust_remote_code: run the model code that comes with a folder.
-        model_class: instead of the class that the config names.
-        inputs: makes keyword arguments of the forward for a model; needed where the forward wants other inputs than
-            token ids, pixels or audio features.
+        how: keyword arguments of `make_twin`, where `source` is none.
 
     Raises:
         ConversionRefused: the model cannot be converted; the message is one line with the reason.
     """
-    twin = source
-    if not isinstance(twin, Twin):
-        twin = make_twin(source, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    twin = source if isinstance(source, Twin) else make_twin(source, **how)
     norms, silent = find_layer_norms(twin.model, twin.inputs)
     if silent and attend_to_encoder(twin):
         norms, silent = find_layer_norms(twin.model, twin.inputs)
     if not norms:
         raise ConversionRefused(f"{twin.name} computes no LayerNorm: there is nothing to convert")
     if silent:
-        raise ConversionRefused(
-            f"{twin.name}: the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms and not "
-            f"{silent[0]}, so what that part of the model writes to the residual stream is unknown: pass inputs that "
-            "reach all of them"
-        )
+        reached = f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms and not {silent[0]}"
+        raise ConversionRefused(f"{twin.name}: {reached}, so what writes there is unknown: pass inputs that reach all")
     keys = KeyMap(twin.model)
     work = copy.deepcopy(twin.model)
     folds = find_layer_scales(work, twin.inputs)
@@ -78,10 +62,8 @@ def discover(
     bad = [path for path in norms if means[path] > ZERO_MEAN]
     causes = _causes(work, twin, norms, bad, gauge, unsaved) if bad else {}
     if any(not cause.source for cause in causes.values()) and _returns_stream(work, twin, norms):
-        raw = (
-            "the model returns rows of the stream that no LayerNorm has read, so that their mean is part of its output"
-        )
-        causes = {path: cause if cause.source else Cause("", False, raw) for path, cause in causes.items()}
+        raw = "the model returns rows of the stream that no LayerNorm has read: their mean is part of its output"
+        causes = {path: cause if cause.source else cause._replace(reason=raw) for path, cause in causes.items()}
     _refuse_if_hopeless(twin, norms, bad, causes)
     becoming = {path: norm for path, norm in norms.items() if path not in bad}
     more, reached = behind_masks(work, twin, becoming, gauge, ZERO_MEAN)
@@ -89,30 +71,41 @@ def discover(
     twin.widths = _widths(twin, hits)
     refuse_if_unreached(work, twin, becoming, gauge, reached, ZERO_MEAN)
     centred = [replace(c, block=twin.widths[c.block]) for c in keys.centre(hits)]
-    copies = _untie(twin, keys, hits)
-    records = [_record(twin, path, norm, causes.get(path)) for path, norm in norms.items()]
+    tied = new_model(type(twin.model), twin.config)
+    names = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}
+    shared = Counter(names.values())  # where no writer is tied, nothing has to be untied
+    copies = keys.untie(KeyMap(tied)) if any(shared[names.get(hit.parameter)] > 1 for hit in hits) else ()
+    records = []
+    for path, norm in norms.items():
+        size = twin.widths.get(norm.hidden_size, norm.hidden_size * twin.factor)
+        reason = causes[path].reason if path in causes else ""
+        records.append(NormRecord(path, size, norm.spec.eps, path not in causes, reason))
     notes = list(NOTES)
+    if getattr(twin.config, RECORD_KEY, None) is not None:
+        notes.append("It was converted before, as config.json says: what training has not moved since stays as it is.")
     if copies:
         names = ", ".join(c.key for c in copies)
         notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
     headless = not copies and would_tie_a_head(twin.model, twin.config, hits)
     if headless:
         notes.append(
-            "tie_word_embeddings becomes false: there is no head here, and one that a class with a head would tie to "
-            "the centred table gives other logits; now such a class says that its head is missing."
+            "tie_word_embeddings becomes false: a head tied to the centred table would give other logits; a class with "
+            "a head now says that it is missing."
         )
     undetermined = tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)}))
     if undetermined:
-        notes.append(
-            f"No output depended on {len(undetermined)} tensors, {undetermined[0]} for one: they are copied, as they "
-            "do not write to the stream."
-        )
+        which = f"{len(undetermined)} tensors, {undetermined[0]} for one"
+        notes.append(f"No output depended on {which}: they are copied, as they do not write to the stream.")
+    record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, norms)
+    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
+    if copies or headless:
+        config["tie_word_embeddings"] = False
     plan = CentringPlan(
         centre=tuple(centred),
         scale=tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by)),
         copy=copies,
         norms=tuple(records),
-        config=_config(twin, hits, norms, bad, untied=bool(copies) or headless),
+        config=config,
         undetermined=undetermined,
         margins=gauge.margins,
         notes=tuple(notes),
@@ -126,10 +119,8 @@ def _gauge_of_all(work, twin: Twin, norms) -> Gauge:
     try:
         gauge = gauge_test(work, twin.inputs, norms)
     except (AssertionError, RuntimeError) as error:
-        raise ConversionRefused(
-            f"{twin.name}: its forward cannot be differentiated in eval mode, which finding what writes to the "
-            f"residual stream needs ({one_line(error)})"
-        ) from error
+        what = "its forward cannot be differentiated in eval mode, which finding what writes to the stream needs"
+        raise ConversionRefused(f"{twin.name}: {what} ({one_line(error)})") from error
     for tokens in MORE_TOKENS if twin.made_inputs else ():
         if not _unreached(gauge):
             return gauge
@@ -139,11 +130,8 @@ def _gauge_of_all(work, twin: Twin, norms) -> Gauge:
             attend_to_encoder(twin)
         gauge = gauge_test(work, twin.inputs, norms)
     if left := _unreached(gauge):
-        raise ConversionRefused(
-            f"{twin.name}: no input reached {left[0]!r}"
-            + (f" and {len(left) - 1} more" if len(left) > 1 else "")
-            + ", though others of its kind write to the residual stream: pass inputs that reach every expert"
-        )
+        what = f"no input reached {and_more(left)}, though others of its kind write to the residual stream"
+        raise ConversionRefused(f"{twin.name}: {what}: pass inputs that reach every expert")
     return gauge
 
 
@@ -156,17 +144,13 @@ def _confirmed(gauge: Gauge, twin: Twin, norms, folds) -> Gauge:
     known = {(hit.parameter, hit.axis, hit.block): hit.blocks for hit in second.hits}
     hits = []
     for hit in gauge.hits:
-        blocks = hit.blocks
-        if hit.parameter not in second.undetermined:
-            also = known.get((hit.parameter, hit.axis, hit.block), ())
-            blocks = tuple(block for block in blocks if block in also)
+        also = known.get((hit.parameter, hit.axis, hit.block), ())
+        blocks = [block for block in hit.blocks if block in also or hit.parameter in second.undetermined]
         if blocks:
-            hits.append(replace(hit, blocks=blocks))
+            hits.append(replace(hit, blocks=tuple(blocks)))
     dropped = {hit.parameter for hit in gauge.hits} - {hit.parameter for hit in hits}
-    margins = {
-        "gauge_max": max(gauge.margins["gauge_max"], second.margins["gauge_max"]),
-        "nongauge_min": min(gauge.margins["nongauge_min"], second.margins["nongauge_min"]),
-    }
+    picks = {"gauge_max": max, "nongauge_min": min}
+    margins = {name: pick(gauge.margins[name], second.margins[name]) for name, pick in picks.items()}
     return replace(gauge, hits=hits, bound=gauge.bound | dropped, margins=margins)
 
 
@@ -175,19 +159,12 @@ def _unreached(gauge: Gauge) -> list[str]:
     return [name for name in gauge.undetermined if _NUMBER.sub("*", name) in writers]
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why the input of a norm keeps a mean.
+class Cause(NamedTuple):
+    """Why the input of a norm keeps a mean."""
 
-    Args:
-        source: path of the first module whose output has just that mean; "" if there is none.
-        norm: whether that module is a LayerNorm.
-        reason: for people.
-    """
-
-    source: str
-    norm: bool
-    reason: str
+    source: str  # path of the first module whose output has just that mean; "" if there is none
+    norm: bool  # whether that module is a LayerNorm
+    reason: str  # for people
 
 
 @torch.no_grad()
@@ -235,19 +212,18 @@ def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cau
         return Cause("", False, "its input has a mean that is the work of several modules or of an activation")
     what = f"{source} ({type(module).__name__})"
     if source in norms:
-        return Cause(
-            source, True, f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
-        )
+        carries = f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
+        return Cause(source, True, carries)
     own = {f"{source}.{name}" for name, _ in module.named_parameters()}
     if own & unsaved:
-        return Cause(source, False, f"its input has the mean of {what}, whose table is not in the checkpoint")
-    if own and own <= set(gauge.undetermined):
-        return Cause(source, False, f"{what} feeds it, and no output follows smoothly from that: it is undetermined")
-    if own & gauge.bound:
-        return Cause(source, False, f"its input has the mean of {what}, and the model's outputs depend on that mean")
-    if not own:
-        return Cause(source, False, f"its input has the mean of {what}, which is computed and no weight's")
-    return Cause(source, False, f"its input has the mean of {what}, which no weight alone sets")
+        why = "whose table is not in the checkpoint"
+    elif own and own <= set(gauge.undetermined):
+        why = "which no output follows smoothly: it is undetermined"
+    elif own & gauge.bound:
+        why = "and the model's outputs depend on that mean"
+    else:
+        why = "which no weight alone sets" if own else "which is computed and no weight's"
+    return Cause(source, False, f"its input has the mean of {what}, {why}")
 
 
 def _refuse_if_hopeless(twin: Twin, norms, bad: list[str], causes: dict[str, Cause]) -> None:
@@ -257,14 +233,13 @@ def _refuse_if_hopeless(twin: Twin, norms, bad: list[str], causes: dict[str, Cau
     by_norm = sum(causes[path].norm for path in bad)
     if len(sources) > 1 and 2 * by_norm > len(bad):
         raise ConversionRefused(
-            f"{twin.name} is a post-norm model: {by_norm} of its {len(norms)} LayerNorms read a sum with the output of "
-            "another LayerNorm, whose mean no weight removes; --post-norm exact (equal outputs, FFN norms only, two "
-            "neurons more) and --post-norm fit (all norms, approximate) are the two levels for such models"
+            f"{twin.name} is a post-norm model: {by_norm} of its {len(norms)} LayerNorms read a sum with another's "
+            'output, whose mean no weight removes: choose post_norm="exact" (equal outputs, FFN norms only, two '
+            'neurons more) or post_norm="fit" (all norms, approximate)'
         )
     reason, _ = Counter(causes[path].reason for path in bad).most_common(1)[0]
-    raise ConversionRefused(
-        f"{twin.name}: {len(bad)} of {len(norms)} LayerNorms would stay, {bad[0]} and others because {reason}"
-    )
+    stay = f"{len(bad)} of {len(norms)} LayerNorms would stay, {bad[0]} and others because {reason}"
+    raise ConversionRefused(f"{twin.name}: {stay}")
 
 
 def _widths(twin: Twin, hits: list[Hit]) -> dict[int, int]:
@@ -274,25 +249,10 @@ def _widths(twin: Twin, hits: list[Hit]) -> dict[int, int]:
         here = twin.model.get_parameter(hit.parameter).shape[hit.axis]
         there = twin.shapes[hit.parameter][hit.axis] * hit.block
         if there % here or widths.setdefault(hit.block, there // here) != there // here:
-            raise ConversionRefused(
-                f"{twin.name}: rows of {hit.parameter!r} are of another length than others of the checkpoint that the "
-                "narrow model made equal"
-            )
+            raise ConversionRefused(f"{twin.name}: rows of {hit.parameter!r} are narrowed in another way than others")
     if len(set(widths.values())) != len(widths):
-        raise ConversionRefused(
-            f"{twin.name}: rows of different lengths in the narrow model are equal in the checkpoint"
-        )
+        raise ConversionRefused(f"{twin.name}: rows of different lengths when narrowed are equal in the checkpoint")
     return widths
-
-
-def _untie(twin: Twin, keys: KeyMap, hits: list[Hit]) -> tuple[Copy, ...]:
-    """The copies that let every writer be centred by itself; none where no writer is tied."""
-    tied = new_model(type(twin.model), twin.config)
-    parameters = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}
-    names = Counter(parameters.values())
-    if not any(names[parameters.get(hit.parameter)] > 1 for hit in hits):
-        return ()
-    return keys.untie(KeyMap(tied))
 
 
 def would_tie_a_head(model, config, hits: list[Hit]) -> bool:
@@ -303,26 +263,3 @@ def would_tie_a_head(model, config, hits: list[Hit]) -> bool:
         return False
     centred = any(model.get_parameter(hit.parameter) is table for hit in hits)
     return centred and head is None and bool(getattr(config, "tie_word_embeddings", False))
-
-
-def _record(twin: Twin, path: str, norm: TwinNorm, cause: Cause | None) -> NormRecord:
-    size = twin.widths.get(norm.hidden_size, norm.hidden_size * twin.factor)
-    return NormRecord(path, size, norm.spec.eps, cause is None, "" if cause is None else cause.reason)
-
-
-def _config(twin: Twin, hits: list[Hit], norms, bad, *, untied: bool) -> dict:
-    writers: dict[str, dict] = {}
-    for hit in hits:
-        block = twin.widths[hit.block]
-        whole = len(hit.blocks) * hit.block == twin.model.get_parameter(hit.parameter).shape[hit.axis]
-        writers[hit.parameter] = {"axis": hit.axis, "block": block, "blocks": None if whole else list(hit.blocks)}
-    rms = {
-        path: {"eps": norm.spec.eps, "hidden_size": _record(twin, path, norm, None).hidden_size}
-        for path, norm in norms.items()
-        if path not in bad
-    }
-    record = make_record(writers, rms, twin.shapes, norms)
-    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
-    if untied:
-        config["tie_word_embeddings"] = False
-    return config

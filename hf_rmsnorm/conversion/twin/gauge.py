@@ -5,8 +5,6 @@ and moves the mean that those norms remove. Both are read off one backward pass 
 float64 the sums that vanish do so to 1e-15 of their terms; in float32 they would not stand out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ...record import centre_
 from .keys import Hit
 from .layer_norms import TwinNorm
-from .run import hooked, run, weight_axis
+from .run import hooked, linear_paths, run, weight_axis
 
 GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
 WRITES = 1e-9  # of the largest derivative of a norm's mean
@@ -51,18 +49,8 @@ def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm])
     with torch.enable_grad(), hooked(model, norms, note):
         outputs = run(model, inputs)
     generator = torch.Generator().manual_seed(1)
-
-    def weigh(tensors):
-        return sum((torch.randn(t.shape, generator=generator, dtype=t.dtype) * t).sum() for t in tensors)
-
-    def gradients(value):
-        if not value.requires_grad:
-            return dict.fromkeys(parameters)
-        found = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, allow_unused=True)
-        return dict(zip(parameters, found, strict=True))
-
-    of_outputs = gradients(weigh(outputs))
-    of_means = {n: gradients(weigh(x.mean(-1) for x in xs)) for n, xs in sorted(entered.items())}
+    of_outputs = gradients(outputs, parameters, generator)
+    of_means = {n: gradients([x.mean(-1) for x in xs], parameters, generator) for n, xs in sorted(entered.items())}
     largest = {
         n: max((float(m.abs().max()) for m in ms.values() if m is not None), default=0.0) for n, ms in of_means.items()
     }
@@ -75,6 +63,15 @@ def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm])
             if means[name] is not None and _try(result, name, n, gradient, means[name], WRITES * largest[n]):
                 break
     return result
+
+
+def gradients(tensors, parameters: dict[str, torch.Tensor], generator) -> dict[str, torch.Tensor | None]:
+    """Parameter -> gradient of a random sum of all elements; None where it does not depend on the parameter."""
+    total = sum((torch.randn(t.shape, generator=generator, dtype=t.dtype) * t).sum() for t in tensors)
+    if not total.requires_grad:
+        return dict.fromkeys(parameters)
+    found = torch.autograd.grad(total, list(parameters.values()), retain_graph=True, allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
 
 
 def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float) -> bool:
@@ -111,22 +108,17 @@ def centre(model: torch.nn.Module, hits: list[Hit]) -> None:
         centre_(parameters[hit.parameter], hit.axis, hit.block, hit.blocks)
 
 
-def noting_means(largest: dict[str, float]):
-    """A hook that notes the largest |mean| / RMS of a row that enters a module, by its path."""
+@torch.no_grad()
+def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]:
+    """path -> the largest |mean| / RMS of a row that enters the norm there."""
+    largest: dict[str, float] = {}
 
     def note(path, args, output):
         x = args[0].double()
         ratio = x.mean(-1).abs() / x.square().mean(-1).sqrt().clamp_min(1e-300)
         largest[path] = max(largest.get(path, 0.0), float(ratio.max()))
 
-    return note
-
-
-@torch.no_grad()
-def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]:
-    """path -> the largest |mean| / RMS of a row that enters the norm there."""
-    largest: dict[str, float] = {}
-    with hooked(model, norms, noting_means(largest)):
+    with hooked(model, norms, note):
         run(model, inputs)
     return largest
 
@@ -154,14 +146,13 @@ def find_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, i
     vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
     made: dict[int, str] = {}
     kept = []  # a storage that is freed may be given to another tensor
-    linear = [p for p, m in model.named_modules() if next(m.children(), None) is None and weight_axis(m) is not None]
 
     def note(path, args, output):
         if torch.is_tensor(output):
             kept.append(output)
             made[output.untyped_storage().data_ptr()] = path
 
-    with hooked(model, linear, note), _Products(vectors, made) as products:
+    with hooked(model, linear_paths(model), note), _Products(vectors, made) as products:
         run(model, inputs)
     found = []
     for path, by in dict.fromkeys(products.found):

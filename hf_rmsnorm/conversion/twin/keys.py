@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from ..checkpoint.shard import read_keys
+from ..checkpoint.shard import open_safetensors
 from ..checkpoint.source import INDEX, read_json
 from ..plan import Centre, CentringPlan, ConversionRefused, Copy, Scale
 from .run import quiet
@@ -74,9 +74,7 @@ class KeyMap:
                 if _all_differ(index) and key not in buffers:
                     self.saved[key] = index
             elif key not in buffers and not any(key.endswith(b.rpartition(".")[2]) for b in buffers):
-                raise ConversionRefused(
-                    f"{type(model).__name__} saves {key!r} as numbers that no parameter of it holds"
-                )
+                raise ConversionRefused(f"{type(model).__name__} saves {key!r}, which no parameter of it holds")
         names, starts = list(self.offsets), torch.tensor(list(self.offsets.values()))
         self._keys: dict[str, list[str]] = {}
         for key, index in self.saved.items():
@@ -98,11 +96,7 @@ class KeyMap:
         }
 
     def centre(self, hits: list[Hit]) -> tuple[Centre, ...]:
-        """The hits as blocks of checkpoint tensors; block lengths are those of this model.
-
-        Raises:
-            ConversionRefused: a block is spread over several tensors, or is no row of one.
-        """
+        """The hits as blocks of checkpoint tensors, as long as here; refused where a block is no row of one tensor."""
         group = torch.full((self.total,), -1, dtype=torch.long)
         size = torch.zeros(self.total, dtype=torch.long)
         count = 0
@@ -126,9 +120,7 @@ class KeyMap:
             length = int(lengths[0])
             found = _blocks(marks, length) if bool((lengths == length).all()) else None
             if found is None:
-                raise ConversionRefused(
-                    f"tensor {key!r} of the checkpoint holds rows of the residual stream in an order unknown"
-                )
+                raise ConversionRefused(f"{key!r} of the checkpoint holds rows of the stream in an order unknown")
             axis, blocks = found
             count_here = marks.shape[axis] // length
             covered += int((marks >= 0).sum())
@@ -138,11 +130,7 @@ class KeyMap:
         return tuple(done)
 
     def scale(self, parameter: str, axis: int, by: str) -> list[Scale]:
-        """The product of a parameter along `axis` with the vector `by`, as operations on checkpoint tensors.
-
-        Raises:
-            ConversionRefused: the checkpoint stores either in another order.
-        """
+        """A parameter times the vector `by` along `axis`; refused where either is stored in another order."""
         (by_key, *more), start = self.of(by), self.offsets[by]
         wanted = torch.arange(start, start + self.shapes[by].numel())
         shape = self.shapes[parameter]
@@ -164,11 +152,7 @@ class KeyMap:
         raise ConversionRefused(f"the layer scale {by!r} is stored in another order than {parameter!r}")
 
     def untie(self, tied: KeyMap) -> tuple[Copy, ...]:
-        """The tensors that this model saves and `tied`, the same model with ties, does not; and what they equal there.
-
-        Raises:
-            ConversionRefused: one of them equals nothing that is saved.
-        """
+        """The tensors that this model saves and `tied`, the same with ties, does not; and what they equal there."""
         copies = []
         for key in sorted(self.saved.keys() - tied.saved.keys()):
             names = [n for n in self.offsets if key in self.of(n)]
@@ -206,7 +190,7 @@ def stored_names(folder: Path) -> set[str]:
     """Names of all safetensors tensors of a folder, from its index or headers; none where it has no such file."""
     if (folder / INDEX).is_file():
         return set(read_json(folder / INDEX).get("weight_map", ()))
-    return {name for file in folder.glob("*.safetensors") for name in read_keys(file)}
+    return {name for file in folder.glob("*.safetensors") for name in open_safetensors(file).tensors}
 
 
 def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) -> Callable[[str], str]:
@@ -215,10 +199,7 @@ def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) 
     Args:
         names: every tensor of the checkpoint; none where they are not known, and then each keeps its name.
         prefix: ``base_model_prefix`` of the class.
-        optional: what keeps its name where it is not there.
-
-    Returns:
-        A function, which raises ConversionRefused for a tensor that is there under neither name.
+        optional: what keeps its name where it is not there; any other tensor is refused.
     """
 
     def name(key: str) -> str:
@@ -227,20 +208,14 @@ def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) 
                 return candidate
         if key in optional or not names:
             return key
-        raise ConversionRefused(
-            f"the checkpoint has no tensor {key!r}, which this version of Transformers saves for such a model: load "
-            "and save it once with save_pretrained, then convert the result"
-        )
+        missing = f"no tensor {key!r}, which this version of Transformers saves for such a model"
+        raise ConversionRefused(f"the checkpoint has {missing}: save it once with save_pretrained, and convert that")
 
     return name
 
 
 def named_as_stored(plan: CentringPlan, names: Collection[str], prefix: str) -> CentringPlan:
-    """The plan with each key as the checkpoint has it; the arguments are those of `naming`.
-
-    Raises:
-        ConversionRefused: a tensor that the plan changes is there under neither name.
-    """
+    """The plan with each key as the checkpoint has it; the arguments are those of `naming`."""
     name = naming(names, prefix, {*(c.key for c in plan.copy), *plan.undetermined})
     return replace(
         plan,

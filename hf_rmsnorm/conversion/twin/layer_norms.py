@@ -9,7 +9,7 @@ import torch
 
 from ...formula import NormSpec
 from ...reference import reference_norm
-from .run import MISFITS, hooked, in_double, run, weight_axis
+from .run import MISFITS, hooked, in_double, leaves, run, weight_axis
 
 TOLERANCE = 1e-9  # of the largest output; a wrong formula or eps is off by 1e-6 and more
 USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute may have in its code
@@ -47,7 +47,7 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[dict[str, Tw
     Every module without children whose output has the shape of its input is given new rows of several sizes and means
     and compared with the formula; one that was not called, with rows of the length of its parameters.
     """
-    leaves = [path for path, m in model.named_modules() if path and next(m.children(), None) is None]
+    paths = leaves(model)
     seen: dict[str, tuple] = {}
 
     def note(path, args, output):
@@ -55,14 +55,14 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[dict[str, Tw
         if torch.is_tensor(x) and torch.is_tensor(output) and x.shape == output.shape and x.is_floating_point():
             seen[path] = args
 
-    with hooked(model, leaves, note):
+    with hooked(model, paths, note):
         run(model, inputs)
     found: dict[str, TwinNorm] = {}
     for path, args in seen.items():
         norm = _recognise(model.get_submodule(path), args)
         if norm is not None:
             found[path] = norm
-    silent = [path for path in leaves if path not in seen and _is_layer_norm(model.get_submodule(path))]
+    silent = [path for path in paths if path not in seen and _is_layer_norm(model.get_submodule(path))]
     return found, silent
 
 

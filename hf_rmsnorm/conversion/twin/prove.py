@@ -1,22 +1,19 @@
 """The proof of a plan: carried out on the twin's own checkpoint, loaded again, and run as LayerNorm and as RMSNorm."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..checkpoint.expressions import computed
-from ..checkpoint.steps import planned_tensors
+from ..checkpoint.expressions import computed, planned_tensors
 from ..checkpoint.values import Values
 from ..plan import CentringPlan, ConversionRefused
-from .gauge import noting_means
+from .gauge import input_means
 from .keys import named_as_stored, saved_tensors
-from .layer_norms import find_layer_norms
-from .run import hooked, quiet, run
-from .twin import Twin, give_weights, new_model
+from .layer_norms import TwinNorm, find_layer_norms
+from .run import hooked, loaded, run
+from .twin import Twin, give_weights, new_model, with_settings
 
 BOUND = 1e-12
 
@@ -26,7 +23,6 @@ class ProofReport:
     """How far a converted twin is from the original, everything in float64.
 
     Args:
-        model_class: of the twin.
         stock: max |difference| of the outputs with the model's own LayerNorms, over the largest.
         rms: the same with RMSNorms wherever the plan says so.
         norms: how many norms became RMSNorms, and how many there are.
@@ -56,21 +52,9 @@ class ProofReport:
         )
 
 
-def at_twin_size(plan: CentringPlan, twin: Twin) -> CentringPlan:
-    """The plan with blocks as long as the twin's."""
-    here = {there: n for n, there in twin.widths.items()}
-    return replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
-
-
 @torch.no_grad()
 def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
-    """Carry the plan out on a checkpoint of the twin, load it with the stock class, and compare the outputs.
-
-    Args:
-        plan: what `discover` found on this twin.
-
-    Returns:
-        A report; its `passed` is the verdict.
+    """Carry out what `discover` found on a checkpoint of the twin, load it with the stock class, compare the outputs.
 
     Raises:
         ConversionRefused: the plan does not fit the checkpoint, or the result does not load.
@@ -80,39 +64,35 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
     original = load_tensors(cls, twin.config, tensors)
-    own = named_as_stored(at_twin_size(plan, twin), set(tensors), cls.base_model_prefix)
-    config = copy.deepcopy(twin.config)
-    for name, value in plan.config.items():
-        setattr(config, name, value)
+    here = {there: n for n, there in twin.widths.items()}
+    own = replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
+    own = named_as_stored(own, tensors.keys(), cls.base_model_prefix)
     values = Values(tensors)
     made = computed(planned_tensors(own, values, twin.name), values)
-    converted = load_tensors(cls, config, made)
+    converted = load_tensors(cls, with_settings(twin.config, plan.config), made)
     expected = run(original, twin.inputs)
+    stock = difference(expected, run(converted, twin.inputs))
     norms, _ = find_layer_norms(converted, twin.inputs)
+    means = input_means(converted, twin.inputs, norms)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
-    means: dict[str, float] = {}
-    with hooked(converted, norms, noting_means(means)):
-        stock = difference(expected, run(converted, twin.inputs))
-    as_rms = {path: norm for path, norm in norms.items() if path in chosen}
-    if as_rms.keys() != chosen:
-        raise ConversionRefused(f"{cls.__name__}: {sorted(chosen - as_rms.keys())[0]} is no LayerNorm once converted")
+    if lost := sorted(chosen - norms.keys()):
+        raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
 
-    def instead(path, args, output):
-        return norms[path].as_rms(args[0])
+    rms = difference(expected, run_as_rms(converted, twin.inputs, norms, chosen))
+    return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means)
 
-    with hooked(converted, as_rms, instead):
-        rms = difference(expected, run(converted, twin.inputs))
-    return ProofReport(cls.__name__, stock, rms, (len(as_rms), len(plan.norms)), means)
+
+def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm], chosen) -> list[torch.Tensor]:
+    """The outputs in float64 with the chosen norms as RMSNorms."""
+    with torch.no_grad(), hooked(model, chosen, lambda path, args, _: norms[path].as_rms(args[0])):
+        return run(model, inputs)
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
-    how = {"config": copy.deepcopy(config), "dtype": torch.float64, "output_loading_info": True}
-    with quiet():
-        model, info = cls.from_pretrained(None, state_dict=dict(tensors), **how)
-    if info["missing_keys"] or info["mismatched_keys"]:
-        missing = sorted([*info["missing_keys"], *map(str, info["mismatched_keys"])])
-        raise ConversionRefused(f"{cls.__name__} does not load what it saved: {missing[0]!r} is missing or misshapen")
-    return model.double().eval()
+    model, wrong = loaded(cls, None, config=copy.deepcopy(config), dtype=torch.float64, state_dict=dict(tensors))
+    if wrong:
+        raise ConversionRefused(f"{cls.__name__} does not load what it saved: {wrong[0]!r} is missing or misshapen")
+    return model.double()
 
 
 def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> float:

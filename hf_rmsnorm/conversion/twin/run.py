@@ -1,12 +1,11 @@
 """Run a model of Transformers in float64, look at what its modules take and give, and take its outputs apart."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...verification.float64 import Float64Mode
@@ -50,10 +49,8 @@ def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
         outputs = list(output_tensors(model(**inputs)))
     if not outputs:
         raise ValueError("the model returned no floating tensor")
-    if not all(bool(torch.isfinite(o).all()) or not o.numel() for o in outputs):
-        finite = [bool(torch.isfinite(o).any()) for o in outputs]
-        if not all(finite):
-            raise ValueError("the model's outputs are not finite")
+    if not all(bool(torch.isfinite(o).any()) or not o.numel() for o in outputs):
+        raise ValueError("the model's outputs are not finite")
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
 
 
@@ -82,6 +79,18 @@ def quiet():
             logging.enable_progress_bar()
 
 
+def loaded(cls, folder, *, wrong=("missing_keys", "mismatched_keys"), **how) -> tuple[PreTrainedModel, list[str]]:
+    """(model in eval mode, keys of these kinds that loading reports); `folder` and `how` as for `from_pretrained`."""
+    with quiet():
+        model, info = cls.from_pretrained(folder, **how, output_loading_info=True)
+    return model.eval(), sorted(str(key) for kind in wrong for key in info[kind])
+
+
+def and_more(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
@@ -93,18 +102,14 @@ def hooked(model: torch.nn.Module, paths, hook):
 
     What the hook returns, where it is not None, becomes the output.
     """
-    handles = [
-        model.get_submodule(path).register_forward_hook(
-            lambda module, args, kwargs, output, path=path: hook(path, (*args, *kwargs.values()), output),
-            with_kwargs=True,
-        )
-        for path in paths
-    ]
-    try:
+    with ExitStack() as stack:
+        for path in paths:
+
+            def called(module, args, kwargs, output, path=path):
+                return hook(path, (*args, *kwargs.values()), output)
+
+            stack.enter_context(model.get_submodule(path).register_forward_hook(called, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def weight_axis(module: torch.nn.Module) -> int | None:
@@ -125,3 +130,13 @@ def weight_axis(module: torch.nn.Module) -> int | None:
         if torch.is_tensor(y) and y.shape == expected.shape and torch.allclose(y, expected):
             return axis
     return None
+
+
+def leaves(model: torch.nn.Module) -> list[str]:
+    """Paths of the modules without children."""
+    return [path for path, module in model.named_modules() if path and next(module.children(), None) is None]
+
+
+def linear_paths(model: torch.nn.Module) -> list[str]:
+    """Paths of the linear modules."""
+    return [path for path in leaves(model) if weight_axis(model.get_submodule(path)) is not None]

@@ -1,7 +1,5 @@
 """Smaller configs of the same structure: equal depth, heads, experts and flags, narrower in every width."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,29 +1,32 @@
 """A small random model of the same classes and structure as a big one, on which everything can be tried in float64."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
+from ...verification.context import max_positions
 from ..checkpoint.source import read_json
 from ..plan import ConversionRefused
-from .inputs import default_inputs
+from .keys import Hit
 from .run import MISFITS, one_line, run
 from .shrink import shrunk
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
 # up to MIDDLE are tried before larger ones.
 SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
+TOKENS = (2, 24)  # rows and their length
+VOCABULARY_IF_UNKNOWN = 64
 
 
 @dataclass
@@ -36,7 +39,6 @@ class Twin:
         inputs: keyword arguments of its forward.
         shapes: parameter of `model` -> its shape in the checkpoint's own size.
         factor: what most widths were divided by; 1 where the model is its own twin.
-        source: the config that was given.
         folder: the model folder it was made of, or None.
         made_inputs: `inputs` are random ones made here, of which there can be more, and not the caller's.
         widths: length of the rows of a norm here -> in the checkpoint; filled in by discovery.
@@ -47,7 +49,6 @@ class Twin:
     inputs: dict
     shapes: dict[str, torch.Size]
     factor: int
-    source: PretrainedConfig
     folder: Path | None = None
     made_inputs: bool = True
     widths: dict[int, int] = field(default_factory=dict)
@@ -56,6 +57,15 @@ class Twin:
     def name(self) -> str:
         return type(self.model).__name__
 
+    def writers(self, hits: Iterable[Hit]) -> dict[str, dict]:
+        """Parameter -> ``{"axis", "block", "blocks"}`` as in the record, `block` in the checkpoint's own size."""
+        found: dict[str, dict] = {}
+        for hit in hits:
+            here, there = self.model.get_parameter(hit.parameter).shape[hit.axis], self.shapes[hit.parameter][hit.axis]
+            blocks = None if len(hit.blocks) * hit.block == here else list(hit.blocks)
+            found[hit.parameter] = {"axis": hit.axis, "block": there * hit.block // here, "blocks": blocks}
+        return found
+
 
 def make_twin(
     source,
@@ -63,7 +73,6 @@ def make_twin(
     trust_remote_code: bool = False,
     model_class: type[PreTrainedModel] | None = None,
     inputs: Callable[[PreTrainedModel], dict] | None = None,
-    seed: int = 0,
     trained: bool = False,
 ) -> Twin:
     """The twin of a checkpoint or config.
@@ -86,18 +95,20 @@ def make_twin(
     first = None
     for factor, narrow in _candidates(cls, config, shapes):
         try:
-            twin = _build(cls, narrow, config, shapes, factor, inputs, seed)
+            if hasattr(narrow, "validate"):
+                narrow.validate()
+            model = new_model(cls, plain(narrow, tied=False))
+            give_weights(model)
+            given = {name: _double(value) for name, value in (inputs or default_inputs)(model).items()}
+            run(model, given)
         except MISFITS as error:
             first = first or one_line(error)
             continue
-        twin.folder = None if isinstance(source, PretrainedConfig) else Path(source)
-        twin.made_inputs = inputs is None
-        return twin
-    raise ConversionRefused(
-        f"{cls.__name__} has {_size(shapes):,} parameters and no narrower model of the same structure was found "
-        f"({first or 'none has the same parameters'}): discovery runs on such a model, so pass model_class and inputs "
-        "that fit, or a config that can be narrowed"
-    )
+        folder = None if isinstance(source, PretrainedConfig) else Path(source)
+        return Twin(model, plain(narrow), given, shapes, factor, folder, inputs is None)
+    what = f"{cls.__name__} has {_size(shapes):,} parameters and no narrower model of the same structure was found"
+    why = first or "none has the same parameters"
+    raise ConversionRefused(f"{what} ({why}): pass model_class and inputs that fit, or a config that can be narrowed")
 
 
 def config_and_class(
@@ -108,18 +119,14 @@ def config_and_class(
     if record is not None and not isinstance(record, dict):
         raise ConversionRefused(f"{source}: {RECORD_KEY} in its config.json is no record of this package: take it out")
     if record is not None and record.get("computes") == TRAINED_AS_RMS and not (trained and trained_as_rms(record)):
-        raise ConversionRefused(
-            f"{config.model_type}: by the record in its config.json this is an RMSNorm model already, trained as one: "
-            "patch_model runs it, and there is nothing to convert but, with --target native, its architecture"
-        )
+        what = "by the record in its config.json this is an RMSNorm model already, trained as one: patch_model runs it"
+        raise ConversionRefused(f'{config.model_type}: {what}; target="native" may change its architecture')
     if model_class is not None:
         return config, model_class
     names = getattr(config, "architectures", None) or []
     remote = getattr(config, "auto_map", None) or {}
     for auto in (AutoModelForCausalLM, AutoModel):
         if auto.__name__ in remote and trust_remote_code and not isinstance(source, PretrainedConfig):
-            from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
             return config, get_class_from_dynamic_module(remote[auto.__name__], str(source))
     if names and (cls := getattr(transformers, names[0], None)) is not None:
         return config, cls
@@ -127,10 +134,8 @@ def config_and_class(
         if type(config) in auto._model_mapping:
             cls = auto._model_mapping[type(config)]
             return config, cls[0] if isinstance(cls, (list, tuple)) else cls
-    raise ConversionRefused(
-        f"{', '.join(names) or type(config).__name__} is no model class of Transformers: "
-        "pass model_class, or trust_remote_code=True where the folder brings its code"
-    )
+    cure = "pass model_class, or trust_remote_code=True where the folder brings its code"
+    raise ConversionRefused(f"{', '.join(names) or type(config).__name__} is no model class of Transformers: {cure}")
 
 
 def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -139,7 +144,8 @@ def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
         return copy.deepcopy(source)
     path = Path(source)
     if not (path / "config.json").is_file():
-        raise ConversionRefused(f"{path} has no config.json: give the folder of a model")
+        cure = 'pass the folder of a model, such as hf_rmsnorm.demo.demo_path("gpt2")'
+        raise ConversionRefused(f"{path} has no config.json: {cure}")
     stored = read_json(path / "config.json")
     if stored.get("quantization_config"):
         raise ConversionRefused(f"{path} is quantised: convert the checkpoint it was made from, then quantise")
@@ -147,20 +153,22 @@ def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=bool(trust_remote_code))  # None would ask on stdin
     except (ValueError, OSError) as error:
         if stored.get("auto_map") and not trust_remote_code:
-            raise ConversionRefused(
-                f"{path} brings model code of its own: read it, and pass trust_remote_code=True if you trust it"
-            ) from error
+            cure = "read it, and pass trust_remote_code=True if you trust it"
+            raise ConversionRefused(f"{path} brings model code of its own: {cure}") from error
         raise ConversionRefused(f"{path}: {one_line(error)}") from error
 
 
 def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
     """A copy that computes by the plain code of Transformers, with its own embeddings for head and stacks or not."""
+    changes = {"_attn_implementation": "eager", "_experts_implementation": "eager", "use_cache": False}
+    return with_settings(config, changes if tied else {**changes, "tie_word_embeddings": False})
+
+
+def with_settings(config: PretrainedConfig, changes: dict) -> PretrainedConfig:
+    """A copy with other values under these keys."""
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
-    config.use_cache = False
-    if not tied:
-        config.tie_word_embeddings = False
+    for key, value in changes.items():
+        setattr(config, key, value)
     return config
 
 
@@ -179,8 +187,6 @@ def shapes_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str,
         with torch.device("meta"), _NoRandomNumbers():
             model = cls(plain(config, tied=False))
     except MISFITS:  # a constructor that reads numbers back from tensors it made
-        from accelerate import init_empty_weights
-
         with init_empty_weights():
             model = cls(plain(config, tied=False))
     return {name: p.shape for name, p in model.named_parameters()}
@@ -212,21 +218,10 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
         yield 1, config
 
 
-def _build(cls, narrow, config, shapes, factor, inputs, seed) -> Twin:
-    if hasattr(narrow, "validate"):
-        narrow.validate()
-    model = new_model(cls, plain(narrow, tied=False), seed)
-    give_weights(model, seed)
-    twin = Twin(model, plain(narrow), {}, shapes, factor, config)
-    twin.inputs = {k: _double(v) for k, v in (inputs(model) if inputs else default_inputs(model, seed)).items()}
-    run(model, twin.inputs)
-    return twin
-
-
-def new_model(cls: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def new_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """A model in eval mode and float64; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return cls(config).double().eval()
 
 
@@ -258,8 +253,7 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
         elif p.ndim < 2:
             p.mul_(1 + 0.1 * normal(p.shape))
         else:
-            fan = math.sqrt(p.shape[-1] * p[0].numel()) if p.ndim == 2 else p[0].numel() ** 0.5 if p.ndim == 3 else 0
-            fan = fan or p[0].numel()
+            fan = p[0].numel() ** (0.5 if p.ndim == 3 else 1)
             p.copy_((normal(p.shape) + lean * (0.3 * normal(1).item() + 0.2)) / math.sqrt(fan))
 
 
@@ -280,3 +274,53 @@ def attend_to_encoder(twin: Twin) -> bool:
         twin.inputs[name] = wrap(states)
         return True
     return False
+
+
+def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
+    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature.
+
+    Raises:
+        ValueError: the main input has a name that nothing is known of.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config, names = model.config, inspect.signature(model.forward).parameters
+    tokens = (tokens[0], min(tokens[1], max_positions(config)))
+    main = getattr(model, "main_input_name", None) or next(iter(names))
+
+    def number(*keys: str, default: int) -> int:
+        for part in (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig))):
+            for key in keys:
+                value = getattr(part, key, None)
+                if isinstance(value, (list, tuple)) and value:
+                    value = value[0]
+                if isinstance(value, int) and value:
+                    return value
+        return default
+
+    def ids():
+        special = {v for k, v in vars(config).items() if k.endswith("_id") and isinstance(v, int)}
+        vocabulary = number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
+        free = torch.tensor([i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary)))
+        return free[torch.randint(len(free), tokens, generator=generator)]
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows = tokens[0]
+    if main == "input_ids":
+        inputs = {main: ids()}
+    elif main == "pixel_values":
+        side = number("image_size", default=64)
+        inputs = {main: normal(rows, number("num_channels", "in_channels", default=3), side, side)}
+    elif main == "input_values":
+        inputs = {main: normal(rows, 4000)}
+    elif main == "input_features":
+        length = 2 * number("max_source_positions", default=50)
+        inputs = {main: normal(rows, number("num_mel_bins", "input_feat_per_channel", default=80), length)}
+    else:
+        raise ValueError(f"nothing is known of the input {main!r}")
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        inputs["decoder_input_ids"] = ids()
+    if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
+        inputs["use_cache"] = False
+    return inputs

@@ -1,8 +1,5 @@
 """Parameters that the inputs did not reach and that may yet write to the residual stream."""
 
-from __future__ import annotations
-
-import copy
 import inspect
 import re
 from collections.abc import Iterator
@@ -14,8 +11,8 @@ from ..plan import ConversionRefused
 from .gauge import Gauge, centre, gauge_test, input_means
 from .keys import Hit, KeyMap
 from .layer_norms import TwinNorm
-from .run import MISFITS, run, weight_axis
-from .twin import Twin, new_model
+from .run import MISFITS, and_more, run, weight_axis
+from .twin import Twin, new_model, with_settings
 
 _NUMBER = re.compile(r"\d+")
 
@@ -27,14 +24,13 @@ def behind_masks(
 
     The model inside is run, which may take a mask where the model with its head does not.
 
-    Returns:
-        What is to be centred besides, and all parameters that were reached so and leave the norms' inputs without mean.
-
     Args:
         work: the twin's model, centred so far.
         norms: those that are to become RMSNorms.
-        gauge: what the twin's own inputs show.
         bound: largest |mean| / RMS that a norm's input may have.
+
+    Returns:
+        What is to be centred besides, and all parameters that were reached so and leave the norms' inputs without mean.
     """
     left = set(gauge.undetermined)
     base = work.base_model
@@ -72,21 +68,15 @@ def _masked(model, inputs: dict) -> Iterator[dict]:
 def refuse_if_unreached(
     work, twin: Twin, norms: dict[str, TwinNorm], gauge: Gauge, reached: set[str], bound: float
 ) -> None:
-    """Refuse where a parameter that nothing is known of is as wide as the stream.
-
-    Args:
-        work, norms, gauge, bound: as in `behind_masks`.
-        reached: by other inputs.
-
-    Raises:
-        ConversionRefused: with the parameter.
-    """
+    """Refuse where a parameter that no input reached is as wide as the stream; the arguments are `behind_masks`'s."""
     lengths = {norm.hidden_size for norm in norms.values()}
     left = [name for name in gauge.undetermined if name not in reached and _may_write(twin, name, lengths)]
     if not left:
         return
     kin = {_NUMBER.sub("*", name) for name in twin.shapes.keys() - set(gauge.undetermined)}
-    mentioned, aliases = _mentioned(twin.model), _tied_names(twin)
+    # With tied embeddings a head's bias may have a second name, which is used only there.
+    tied = with_settings(twin.config, {"tie_word_embeddings": True})
+    mentioned, aliases = _mentioned(twin.model), KeyMap(new_model(type(twin.model), tied)).aliases
     used = {alias for name, alias in aliases.items() if name not in gauge.undetermined}
     left = [
         name
@@ -97,18 +87,8 @@ def refuse_if_unreached(
         and not _only_chooses(work, twin, norms, name, bound)
     ]
     if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise ConversionRefused(
-            f"{twin.name}: the inputs made no use of {left[0]!r}{more}; as wide as the residual stream, it may write "
-            "to it: pass inputs that use it (the argument inputs of convert_checkpoint)"
-        )
-
-
-def _tied_names(twin: Twin) -> dict[str, str]:
-    """As `KeyMap.aliases` with tied embeddings: a head's bias may have a second name, which is used only there."""
-    tied = copy.deepcopy(twin.config)
-    tied.tie_word_embeddings = True
-    return KeyMap(new_model(type(twin.model), tied)).aliases
+        what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
+        raise ConversionRefused(f"{twin.name}: {what}: pass inputs that use it (the argument inputs)")
 
 
 @torch.no_grad()

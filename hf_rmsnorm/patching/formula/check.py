@@ -1,6 +1,7 @@
-"""Proves a recipe on everything a model will ask of the swapped forward: shapes, strides, NaN, autocast, gradients."""
+"""Proves a recipe on all that a model will ask of the swapped forward: shapes, strides, NaN, autocast, gradients.
 
-from __future__ import annotations
+And on what no probe can try out, as far as the forward asks for it: sizes, devices, values.
+"""
 
 import contextlib
 import math
@@ -9,24 +10,32 @@ from dataclasses import replace
 
 import torch
 
+from ...formula import HALF_DTYPES
 from ...fused.recipe import Recipe
-from ...reference import reference_norm
-from .closeness import close, same_bits
-from .gradients import check_gradients
+from ...reference import in_groups, reference_norm, reference_stats
+from .closeness import same_bits
 from .inputs import FEW, NotInFamily, Trial
-from .probe import Unusable
-from .questions import check_questions
+from .probe import CHANGES_STATE, INFERENCE, MODES, PLAIN, Mode, Unusable
+from .watch import DEVICE, LENGTH, SIZE, STRIDES, VALUES, Watch, deciding
 
 LONG, WIDE = 4200, 20_000  # a sequence that is long, a row that is longer than one tile of a kernel
 MAX_ELEMENTS, SHORT = 2**17, 600  # how many a long input may have; what is not worth trying
 MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
+TOLERANCE = 1e-4  # of the terms that a gradient is summed of; roundings of float32 are a thousand times smaller
+HALF_TOLERANCE = 0.05  # in bfloat16 every operator of a backward rounds to eight bits
+SCALES = (1.0, 30.0, 0.02, 1e4)  # of the rows of the input
+ALL_MODES = (*MODES, INFERENCE, Mode(context=lambda: torch.autocast("cpu", torch.bfloat16)))
+WORDS = {
+    SIZE: "it does something else with input of another size",
+    LENGTH: "it does something else with input of another size",
+    STRIDES: "it does something else with input that lies in memory in another way",
+    DEVICE: "it does something else on another device",
+    VALUES: "it takes values of a tensor into Python, to decide by them",
+}
 
 
-def prove(trial: Trial, recipe: Recipe, exact: bool) -> Recipe:
+def prove(trial: Trial, recipe: Recipe) -> Recipe:
     """The recipe, kept from autocast where the module computes something else there.
-
-    Args:
-        exact: whether results are equal to the formula's to the last bit, or only `nearly`.
 
     Raises:
         NotInFamily: module and formula differ.
@@ -41,63 +50,76 @@ def prove(trial: Trial, recipe: Recipe, exact: bool) -> Recipe:
         for x in (*given.get(dtype, (rows[:5],)), uneven):
             if trial.size < FEW:  # too few elements for every kind of weight
                 trial.spread(recipe, dtype)
-            _must_agree(trial, recipe, x, dtype, dtype, exact)
+            _must_agree(trial, recipe, x, dtype, dtype)
         if recipe.gate_optional:
             ungated = replace(recipe, spec=replace(recipe.spec, gate=None), gate=None)
-            _must_agree(trial, ungated, three, dtype, dtype, exact)
-        if dtype != torch.float16 and not _same_under_autocast(trial, recipe, three[:, :1], dtype, exact):
+            _must_agree(trial, ungated, three, dtype, dtype)
+        if dtype != torch.float16 and not _same_under_autocast(trial, recipe, three[:, :1].to(dtype)):
             recipe = replace(recipe, not_under_autocast=True)
     one_dtype = recipe.weight is None or (recipe.spec.functional and recipe.spec.rounding == "once")
-    for x_dtype, weight_dtype in () if one_dtype or recipe.only_float32 else MIXED_DTYPES:
+    for mixed in () if one_dtype or recipe.only_float32 else MIXED_DTYPES:
         trial.spread(recipe)
-        _must_agree(trial, recipe, rows[:5], x_dtype, weight_dtype, exact)
-    _check_sizes(trial, recipe, exact)
+        _must_agree(trial, recipe, rows[:5], *mixed)
+    _check_sizes(trial, recipe)
     trial.randomise()
     if not _keeps_strides(trial, recipe):
         recipe = replace(recipe, row_major=True)
     for dtype in dtypes:
-        _check_strange_values(trial, recipe, dtype, exact)
-    _check_dimensions(trial, recipe)
-    check_gradients(trial, recipe)
-    check_questions(trial, recipe)
+        _check_strange_values(trial, recipe, dtype)
+    for leading in ((), (1, 2, 2, 1), (1, 2, 1, 2, 1), (2, 1, 1, 2, 1, 1)):
+        if _takes(trial, recipe, *leading) is False:  # what it does not take never reaches its fused forward
+            raise NotInFamily(f"on {len(leading) + 1}-dimensional input its result is not that of {recipe.spec}")
+    _check_gradients(trial, recipe)
+    _check_questions(trial, recipe)
     return recipe
 
 
-def _must_agree(trial: Trial, recipe: Recipe, x, x_dtype: torch.dtype, weight_dtype: torch.dtype, exact: bool) -> None:
-    if trial.agrees(recipe, x, x_dtype, weight_dtype, exact):
+def _must_agree(trial: Trial, recipe: Recipe, x: torch.Tensor, *dtypes: torch.dtype, where: str = "") -> None:
+    if trial.agrees(recipe, x, *dtypes):
         return
-    trial.randomise()
-    if trial.agrees(recipe, x, x_dtype, weight_dtype, exact):
-        where = "where its weight is zero, negative, tiny or large"
-    elif x_dtype != weight_dtype:
-        where = "where weight and input are of two dtypes"
-    else:
-        where = f"on {x.dim()}-dimensional input"
+    if not where:
+        trial.randomise()
+        if trial.agrees(recipe, x, *dtypes):
+            where = "where its weight is zero, negative, tiny or large"
+        elif len(set(dtypes)) > 1:
+            where = "where weight and input are of two dtypes"
+        else:
+            where = f"on {x.dim()}-dimensional input"
     raise NotInFamily(f"{where} its result is not that of {recipe.spec}")
 
 
-def _check_sizes(trial: Trial, recipe: Recipe, exact: bool) -> None:
-    """Long sequences, many of them, and rows of other sizes, as far as they are affordable."""
+def _check_sizes(trial: Trial, recipe: Recipe) -> None:
+    """Rows of other sizes, and many rows, as far as they are affordable."""
     if recipe.weight is None and recipe.hidden_size is None:
         for size in (trial.size + 8, 3 * trial.size + 40, WIDE):
-            x = trial.normal(2, 3, size)
-            if not trial.agrees(recipe, x, torch.float32, torch.float32, exact):
-                raise NotInFamily(f"on rows of {size} elements its result is not that of {recipe.spec}")
-    with trial.narrowed(recipe, exact) as size:
-        rows = min(LONG, MAX_ELEMENTS // size)
-        for shape in ((1, rows), (rows, 1)) if rows >= SHORT else ():
-            x = trial.normal(*shape, size)
-            if not trial.agrees(recipe, x, torch.float32, torch.float32, exact):
-                raise NotInFamily(f"on input of {rows} rows its result is not that of {recipe.spec}")
+            _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
+    with trial.narrowed() as narrowed:
+        if narrowed and _takes(trial, recipe, 2):
+            _check_lengths(trial, recipe)
+            return
+    _check_lengths(trial, recipe)
+
+
+def _check_lengths(trial: Trial, recipe: Recipe) -> None:
+    rows = min(LONG, MAX_ELEMENTS // trial.size)
+    for shape in ((1, rows), (rows, 1)) if rows >= SHORT else ():
+        _must_agree(trial, recipe, trial.normal(*shape, trial.size), where=f"on input of {rows} rows")
+
+
+def _takes(trial: Trial, recipe: Recipe, *leading: int) -> bool | None:
+    """Whether module and formula agree on so many rows; None where the module does not take them."""
+    try:
+        return trial.agrees(recipe, trial.normal(*leading, trial.size))
+    except Unusable:
+        return None
 
 
 def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
     """Whether the output of a permuted input lies in memory as the formula's does; else it is contiguous."""
-    size, heads = trial.size, trial.probe.head_dim
+    size, heads, spec = trial.size, trial.probe.head_dim, recipe.spec
+    parameters = trial.parameters(recipe)
     if recipe.layout == "channels_first":
         x = trial.normal(2, size, *(3, 5)[: recipe.dims[0] - 2])
-    elif recipe.layout == "heads":
-        x = trial.normal(3, 2, size // heads, heads).transpose(0, 1)
     else:
         row = (size,) if heads is None else (size // heads, heads)
         if recipe.dims is not None and max(recipe.dims) < 2 + len(row):
@@ -105,67 +127,48 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
         x = trial.normal(3, 2, *row).transpose(0, 1)
     gate = trial.gate_for(x, recipe)
     y = trial.probe.run_as_given(x, gate)
-    rows = recipe.rows_of(x)
-    parameters = [trial.tensors.get(name) for name in (recipe.weight, recipe.bias)]
-    spec = recipe.spec
     if heads is not None and recipe.layout == "last":
         parameters = [p if p is None else p.view(-1, heads) for p in parameters]
         spec = replace(spec, group_size=None)
-    expected = reference_norm(rows, *parameters, spec, gate)
+    expected = reference_norm(recipe.rows_of(x), *parameters, spec, gate)
     expected = expected.movedim(-1, 1) if recipe.layout == "channels_first" else expected
     strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (y, expected)]
-    if strides[0] == strides[1]:
-        return True
-    if not y.is_contiguous():
+    if strides[0] != strides[1] and not y.is_contiguous():
         raise NotInFamily("its output lies in memory in an order of its own")
-    return False
+    return strides[0] == strides[1]
 
 
-def _check_strange_values(trial: Trial, recipe: Recipe, dtype: torch.dtype, exact: bool) -> None:
+def _check_strange_values(trial: Trial, recipe: Recipe, dtype: torch.dtype) -> None:
     """NaN, infinity and the largest numbers, in the input and in the weight."""
-    tensors = {name: tensor.to(dtype) for name, tensor in trial.tensors.items()}
     x = trial.normal(4, trial.size)
     x[1, 0], x[2, -1], x[0, 0] = math.nan, math.inf, 6e4
-    if exact:  # their squares are infinite; another way to the same root need not pass through them
+    if trial.exact:  # their squares are infinite; another way to the same root need not pass through them
         x[3] *= 6e4 if dtype == torch.float16 else 1e25
     x, gate = x.to(dtype), trial.gate_for(x, recipe, dtype)
+    parameters = trial.parameters(recipe, dtype)
     for strange_weights in (False, True) if dtype == torch.float32 else (True,):
-        for name in {recipe.weight, recipe.bias} - {None} if strange_weights else ():
-            tensors[name] = tensors[name].clone()
-            tensors[name][0], tensors[name][-1] = math.nan, math.inf
-        trial.probe.set(**tensors)
-        y = trial.probe.run(x, gate)
-        expected = reference_norm(x, tensors.get(recipe.weight), tensors.get(recipe.bias), recipe.spec, gate)
-        if not (same_bits(y, expected) if exact else torch.equal(y.isnan(), expected.isnan())):
-            raise NotInFamily("it treats NaN and infinity, or very large numbers, in a way of its own")
-    trial.probe.set(**trial.tensors)
-
-
-def _check_dimensions(trial: Trial, recipe: Recipe) -> None:
-    values = [trial.tensors.get(recipe.weight), trial.tensors.get(recipe.bias), recipe.spec]
-    for leading in ((), (1, 2, 2, 1), (1, 2, 1, 2, 1), (2, 1, 1, 2, 1, 1)):
-        x = trial.normal(*leading, trial.size)
-        gate = trial.gate_for(x, recipe)
-        try:
+        tensors = {n: p for n, p in zip((recipe.weight, recipe.bias), parameters, strict=True) if n is not None}
+        for p in tensors.values() if strange_weights else ():
+            p[0], p[-1] = math.nan, math.inf
+        with trial.in_dtype(dtype), trial.probe.having(**tensors):
             y = trial.probe.run(x, gate)
-        except Unusable:  # such input never reaches a forward that refuses it
-            continue
-        if not close(y, reference_norm(x, *values, gate), 1e-3):
-            raise NotInFamily(f"on {x.dim()}-dimensional input its result is not that of {recipe.spec}")
+        expected = reference_norm(x, *parameters, recipe.spec, gate)
+        if not (same_bits(y, expected) if trial.exact else torch.equal(y.isnan(), expected.isnan())):
+            raise NotInFamily("it treats NaN and infinity, or very large numbers, in a way of its own")
 
 
-def _same_under_autocast(trial: Trial, recipe: Recipe, x: torch.Tensor, dtype: torch.dtype, exact: bool) -> bool:
-    def watched():
-        trial.probe.set(**{name: tensor.to(dtype) for name, tensor in trial.tensors.items()})
-        return trial.probe.torch_norm(x.to(dtype), trial.gate_for(x.to(dtype), recipe))
+def _same_under_autocast(trial: Trial, recipe: Recipe, x: torch.Tensor) -> bool:
+    def watched() -> str | None:
+        with trial.in_dtype(x.dtype):
+            return trial.probe.torch_norm(x, trial.gate_for(x, recipe))
 
     others = [("cpu", torch.bfloat16), ("cuda", torch.float16), ("cpu", torch.float16), ("cuda", torch.bfloat16)]
     seen = {watched()}
     try:
-        for device_type, autocast_dtype in others if dtype == torch.float32 else others[2:]:
+        for device_type, autocast_dtype in others if x.dtype == torch.float32 else others[2:]:
             with _autocast(device_type, autocast_dtype):
                 seen.add(watched())
-                if not trial.agrees(recipe, x, dtype, dtype, exact):
+                if not trial.agrees(recipe, x, x.dtype, x.dtype):
                     return False
     except Unusable:
         return False
@@ -183,3 +186,116 @@ def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
     finally:
         torch.set_autocast_enabled(device_type, before[0])
         torch.set_autocast_dtype(device_type, before[1])
+
+
+def _check_gradients(trial: Trial, recipe: Recipe) -> None:
+    """Compare with the formula's own gradients, whatever the size of what comes in from either side."""
+    trial.randomise()
+    _compare(trial, recipe, (1.0, 1e-4, 1e8, 1e-7))
+    _compare(trial, recipe, (1e4, math.nan, 1e4, 1e4), train=True)
+    if not recipe.only_float32:
+        some = recipe.weight is None
+        _compare(trial, recipe, (1.0, 1e-4, 1e4, 1.0), train=True, of_weights=some, dtype=torch.bfloat16)
+    trial.spread(recipe)
+    _compare(trial, recipe, (1e-4, 1e-4, 1e-4, 1e-4), train=True, of_x=recipe.weight is None)
+
+
+def _compare(trial, recipe, scales: tuple, train=False, of_x=True, of_weights=True, dtype=torch.float32) -> None:
+    """Compare the gradients of input, gate, weights, or some of them, where those of the output are so large by row."""
+    probe, spec = trial.probe, recipe.spec
+    names = [name for name in (recipe.weight, recipe.bias) if name]
+    x = trial.normal(len(SCALES), trial.size)
+    x = ((x + 0.5 * x.sign()) * torch.tensor(SCALES, dtype=torch.float32)[:, None]).to(dtype).requires_grad_(of_x)
+    gate = trial.gate_for(x, recipe)
+    given = {"input": x} if gate is None else {"input": x, "gate": gate.requires_grad_(of_x)}
+    dy = trial.normal(*x.shape) * torch.tensor(scales, dtype=torch.float32).nan_to_num(1.0)[:, None]
+    dy[[scale != scale for scale in scales], 0] = math.nan
+    leaves = {name: trial.tensors[name].to(dtype).requires_grad_(of_weights) for name in names}
+    weight, bias = leaves.get(recipe.weight), leaves.get(recipe.bias)
+    wanted = (list(given) if of_x else []) + (names if of_weights else [])
+    with probe.under(Mode(train, of_x, of_weights)), probe.having(**leaves):
+        y = reference_norm(x, weight, bias, spec, gate)
+        dy = dy.to(y.dtype)
+        expected = torch.autograd.grad(y, [{**given, **leaves}[name] for name in wanted], dy)
+        try:
+            y = probe.run(x, gate)
+            inputs = [given[name] if name in given else getattr(probe.module, name) for name in wanted]
+            got = torch.autograd.grad(y, inputs, dy)
+        except RuntimeError as error:
+            raise NotInFamily("its output is cut off from the gradient") from error
+    tolerance = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
+    rows, total = _terms(x, weight, dy, gate, spec) if trial.group < FEW else (None, None)
+    for name, a, b in zip(wanted, got, expected, strict=True):
+        a, b = a.view(b.shape), b.detach()
+        terms = b.abs().nan_to_num_().amax(-1, keepdim=True)
+        if rows is not None:  # what is left of a short row is the difference of terms that are nearly equal
+            own = rows if name == "input" else rows * x.abs().amax(-1, keepdim=True) if name == "gate" else total
+            terms = terms.maximum(own.to(terms.dtype))
+        if ((a - b).abs() > tolerance * terms).any() or not torch.equal(a.isnan(), b.isnan()):
+            where = "" if dtype == torch.float32 else " in bfloat16"
+            raise NotInFamily(f"its gradient with respect to its {name} is not that of {spec}{where}")
+
+
+@torch.no_grad()
+def _terms(x, weight, dy, gate, spec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The size of what is summed to the gradients: of x, (rows, 1); and of the parameters, ()."""
+    x, dy = x.double(), dy.double().nan_to_num()
+    weight, gate = (None if t is None else t.double() for t in (weight, gate))
+    grouped = (x, weight, gate) if spec.group_size is None else in_groups(spec.group_size, x, weight, gate)
+    rstd = reference_stats(grouped[0], spec.ungrouped if spec.group_size else spec, *grouped[1:])[0]
+    rstd = rstd.double().view(len(x), -1).amax(-1, keepdim=True)
+    scale = 1.0 if weight is None else (weight + spec.weight_offset).abs().amax()
+    scale = scale if gate is None else scale * (1 + gate.abs().amax())
+    dx = rstd * scale * dy.abs().amax(-1, keepdim=True)
+    return dx, (dx * x.abs()).amax() if spec.weight_first else dy.abs().amax()
+
+
+def _check_questions(trial: Trial, recipe: Recipe) -> None:
+    """Run the forward in every mode with each answer turned round that it gets about its input.
+
+    So nothing decides what it computes that no probe can try out: sizes, devices, values.
+    """
+    trial.spread(recipe)
+    fixed = () if recipe.weight is None else (trial.size, trial.group, trial.probe.head_dim)
+    two, three = [n for n in (2, 3, 5, 7) if n not in fixed][:2]
+    x = trial.normal(two * three, trial.size) * torch.logspace(-3, 5, two * three)[:, None]
+    for mode in ALL_MODES:
+        _ask(trial, recipe, x.view(two, three, -1), mode, fixed)
+    for leading in ((two * three,), (two, three, 1)):
+        _ask(trial, recipe, x.view(*leading, -1), PLAIN, fixed)
+    for dtype in () if recipe.only_float32 else HALF_DTYPES:
+        with trial.in_dtype(dtype):
+            _ask(trial, recipe, x.view(two, three, -1).to(dtype), PLAIN, fixed)
+
+
+def _ask(trial: Trial, recipe: Recipe, x: torch.Tensor, mode: Mode, fixed: tuple) -> None:
+    probe, gate = trial.probe, trial.gate_for(x, recipe)
+    dy = trial.normal(*x.shape) * torch.logspace(-4, 4, x.shape[-1]) if mode.of_x else None
+
+    def run(watch: Watch) -> list[torch.Tensor | None]:
+        state = probe.state()
+        with probe.under(mode):
+            given = probe.present(x.clone()).requires_grad_(mode.of_x)
+            beside = None if gate is None else probe.present(gate)
+            with watch:
+                y = probe.run_as_given(given, beside)
+                if probe.state() != state:  # on a branch that was never taken, perhaps
+                    probe.blame(CHANGES_STATE)
+                if not y.requires_grad:
+                    return [y]
+                leaves = [given, *(p for p in probe.module._parameters.values() if p is not None and p.requires_grad)]
+                got = torch.autograd.grad(y, leaves, dy.view(y.shape).to(y.dtype), allow_unused=True)
+            return [y.detach(), *got]
+
+    for stand_ins in (True, False):
+        try:
+            about, watch = deciding(run, fixed=fixed, stand_ins=stand_ins)
+        except (Unusable, RuntimeError):  # what stands in for a device or a shape is none to all of torch
+            continue
+        if about is None and any(function.__code__ in watch.tables for function in probe.code.functions):
+            about = SIZE
+        if about is not None:
+            raise NotInFamily(WORDS[about])
+        if watch.hooks:
+            raise NotInFamily("its forward puts a hook on a gradient")
+        return

@@ -1,6 +1,7 @@
-"""How near a module's output must be to a formula's to count as the same."""
+"""How near a module's output must be to a formula's to count as the same, and names for what is nearly a norm."""
 
-from __future__ import annotations
+import itertools
+from collections.abc import Iterator
 
 import torch
 
@@ -18,6 +19,17 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float, floor: float = 1e-
     """Whether a is b within `tolerance` times the largest magnitude in b, or `floor` if that is larger."""
     b = b.double()
     return bool(((a.double() - b).abs() <= tolerance * b.abs().amax().clamp_min(floor)).all())
+
+
+def affine(hat, y, tensors: dict[str, torch.Tensor], tolerance: float) -> tuple[str | None, str | None, float] | None:
+    """(weight, bias, offset) with which ``hat * (offset + weight) + bias`` is close to y: names of tensors, or None."""
+    for weight, bias, offset in itertools.product([None, *tensors], [None, *tensors], (0.0, 1.0)):
+        if (weight is None and offset) or (bias is not None and bias == weight):
+            continue
+        scale = 1.0 if weight is None else tensors[weight].double() + offset
+        if close(hat * scale + (0.0 if bias is None else tensors[bias].double()), y, tolerance):
+            return weight, bias, offset
+    return None
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -55,3 +67,35 @@ def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
     info = torch.finfo(half)
     within = error <= 2 * (info.eps * terms.clamp_min(info.tiny) + noise).nan_to_num()
     return bool(within.all()) and (error > 0).sum().item() <= max(2, MAX_DIFFERING[half] * error.numel())
+
+
+def describe(x: torch.Tensor, y: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str | None:
+    """What the module computes on rows so large that eps is nothing, if it is one of the well-known look-alikes.
+
+    Args:
+        x: (..., hidden_size) float32, the input.
+        y: (..., hidden_size), the module's output.
+        tensors: those of the module, which may be its weight or its bias.
+    """
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.shape == x.shape[-1:]}
+    for name, hat in _variants(x.double()):
+        if affine(hat, y.double(), tensors, 1e-5) is not None:
+            return f"it computes {name}"
+    return None
+
+
+def _variants(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    centred = x - x.mean(-1, keepdim=True)
+    square, variance = x.pow(2).mean(-1, keepdim=True), centred.pow(2).mean(-1, keepdim=True)
+    unbiased = variance * x.shape[-1] / max(x.shape[-1] - 1, 1)
+    length = x.pow(2).sum(-1, keepdim=True)
+    yield "a LayerNorm with the unbiased variance, dividing by n - 1", centred * unbiased.rsqrt()
+    yield "an L2 norm: it divides by the length of the row, without the mean", x * length.rsqrt()
+    yield "a division by the standard deviation without centring", x * variance.rsqrt()
+    yield "a division by the unbiased standard deviation without centring", x * unbiased.rsqrt()
+    yield "a division by the variance without the root, centred", centred / variance
+    yield "a division by the variance without the root or centring", x / variance
+    yield "a division by the mean square without the root", x / square
+    yield "centring alone", centred
+    yield "a division by the mean magnitude", x / x.abs().mean(-1, keepdim=True)
+    yield "an affine map", x

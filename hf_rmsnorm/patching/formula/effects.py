@@ -1,7 +1,5 @@
 """What a forward does besides computing its result, as far as its code and what that code can reach tell."""
 
-from __future__ import annotations
-
 import copy
 import dis
 import random
@@ -15,26 +13,22 @@ import torch
 
 MAX_ITEMS = 1000  # a longer list or table is data, and costs more to compare than it tells
 _CONTAINERS = (list, dict, set, bytearray)
-# What these say may differ from one call to the next, and nothing about the input or the module tells.
-_PROCESS = {
-    "is_compiling": "whether it is compiled",
-    "is_dynamo_compiling": "whether it is compiled",
-    "is_exporting": "whether it is exported",
-    "is_in_onnx_export": "whether it is exported",
-    "is_tracing": "whether it is traced",
-    "get_default_dtype": "the default dtype",
-    "get_num_threads": "the number of threads",
-    "are_deterministic_algorithms_enabled": "whether algorithms are deterministic",
-    "get_rank": "its rank",
-    "get_world_size": "the number of processes",
-    "all_reduce": "what other processes hold",
-    "all_gather": "what other processes hold",
-    "getenv": "the environment",
-    "environ": "the environment",
-}
+_FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
 _HOOK = re.compile("register_.*hook")
-_DEEDS = {
+_TELLING = {
+    # What these say may differ from one call to the next, and nothing about the input or the module tells.
+    **dict.fromkeys(("is_compiling", "is_dynamo_compiling"), "asks for whether it is compiled"),
+    **dict.fromkeys(("is_exporting", "is_in_onnx_export"), "asks for whether it is exported"),
+    **dict.fromkeys(("all_reduce", "all_gather"), "asks for what other processes hold"),
+    **dict.fromkeys(("getenv", "environ"), "asks for the environment"),
+    "is_tracing": "asks for whether it is traced",
+    "get_default_dtype": "asks for the default dtype",
+    "get_num_threads": "asks for the number of threads",
+    "are_deterministic_algorithms_enabled": "asks for whether algorithms are deterministic",
+    "get_rank": "asks for its rank",
+    "get_world_size": "asks for the number of processes",
+    # And what these do is no part of a result.
     **dict.fromkeys(("retain_grad", "requires_grad_"), "changes which tensors keep gradients"),
     **dict.fromkeys(("grad", "backward", "set_grad_enabled"), "reads or steers gradients"),
     **dict.fromkeys(("setattr", "delattr", "__setattr__", "globals"), "sets what has no fixed name"),
@@ -54,46 +48,41 @@ class Code:
 
     def __init__(self, forward, cls: type):
         self.functions: list[types.FunctionType] = []
-        self._cls, self._modules = cls, {c.__module__ for c in cls.__mro__ if c not in torch.nn.Module.__mro__}
-        self._modules.add(getattr(forward, "__module__", None))
+        own = [c for c in cls.__mro__ if c not in torch.nn.Module.__mro__]
+        self._members = [vars(c) for c in own]
+        self._modules = {getattr(forward, "__module__", None), *(c.__module__ for c in own)}
         self._add(forward)
         self._add_member("__getattr__")
         self._add_member("__getattribute__")
-        self.names = {name for f in self.functions for code in _codes(f.__code__) for name in code.co_names}
-        self.scripted = [s for f in self.functions for s in _reached(f) if isinstance(s, torch.jit.ScriptFunction)]
+        self.names = set().union(*map(_names, self.functions))
 
     def _add(self, function, wherever: bool = True) -> None:
+        if not isinstance(function, _FUNCTIONS):
+            return
         function = getattr(function, "_torchdynamo_orig_callable", function)
-        function = getattr(function, "__func__", function)
-        if isinstance(function, property):
-            function = function.fget
+        function = getattr(function, "__func__", getattr(function, "fget", function))
         if not isinstance(function, types.FunctionType) or function in self.functions or len(self.functions) > 50:
             return
         module = str(function.__module__)
         if module not in self._modules and (not wherever or module.partition(".")[0] == "torch"):
             return
         self.functions.append(function)
-        self._add(getattr(function, "__wrapped__", None))
-        for cell in _cells(function):
-            self._add(cell)
+        for inner in (getattr(function, "__wrapped__", None), *_cells(function)):
+            self._add(inner)
         for value in _reached(function):
             self._add(value, wherever=False)
-        for name in {name for code in _codes(function.__code__) for name in code.co_names}:
+        for name in _names(function):
             self._add_member(name)
 
     def _add_member(self, name: str) -> None:
-        for cls in self._cls.__mro__:
-            if cls not in torch.nn.Module.__mro__:
-                self._add(vars(cls).get(name), wherever=False)
+        for members in self._members:
+            self._add(members.get(name), wherever=False)
 
     def faults(self) -> list[str]:
         """What this code does, or asks, that a fused forward would not, in words."""
-        found = []
-        for function in self.functions:
-            stored = _stores(function)
-            found += [f"its forward changes the module's own state or another object's: it sets {n!r}" for n in stored]
-        found += [f"its forward asks for {_PROCESS[name]}" for name in sorted(self.names & _PROCESS.keys())]
-        found += [f"its forward {_DEEDS[name]}" for name in sorted(self.names & _DEEDS.keys())]
+        stored = [name for function in self.functions for name in _stores(function)]
+        found = [f"its forward changes the module's own state or another object's: it sets {name!r}" for name in stored]
+        found += [f"its forward {what}" for name, what in _TELLING.items() if name in self.names]
         if any(_HOOK.fullmatch(name) for name in self.names):
             found.append("its forward puts a hook on a gradient")
         reached = [value for function in self.functions for value in _reached(function)]
@@ -101,19 +90,17 @@ class Code:
             found.append("its forward asks for the clock, or for Python's random numbers")
         if any(value is numpy for value in reached) and self.names & {"prod", "array", "asarray", "product"}:
             found.append("its forward computes in NumPy")
-        if any("prim::If" in str(function.graph) for function in self.scripted):
+        scripted = [value for value in reached if isinstance(value, torch.jit.ScriptFunction)]
+        if any("prim::If" in str(function.graph) for function in scripted):
             found.append("a scripted function that it calls decides something, which cannot be watched")
         return list(dict.fromkeys(found))
 
-    def containers(self) -> Iterator[object]:
+    def containers(self) -> list:
         """Lists, tables and sets that outlive a call: globals, defaults, what a closure holds, the class's own."""
+        held = [members.get(name) for members in self._members for name in self.names]
         for function in self.functions:
-            yield from function.__defaults__ or ()
-            yield from (function.__kwdefaults__ or {}).values()
-            yield from _reached(function)
-        for cls in self._cls.__mro__:
-            if cls not in torch.nn.Module.__mro__:
-                yield from (vars(cls).get(name) for name in self.names)
+            held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_reached(function)]
+        return list({id(value): value for value in held if _is_container(value)}.values())
 
 
 def contents(value, depth: int = 3):
@@ -133,8 +120,7 @@ def contents(value, depth: int = 3):
     return id(value)
 
 
-def is_container(value) -> bool:
-    """Whether a call may leave a trace in a value that is no attribute of the module."""
+def _is_container(value) -> bool:
     return type(value).__module__ == "itertools" or (isinstance(value, _CONTAINERS) and len(value) <= MAX_ITEMS)
 
 
@@ -147,15 +133,15 @@ def otherwise(value, depth: int = 3):
     if not depth:
         return None
     if isinstance(value, (list, tuple)):
-        other = [otherwise(v, depth - 1) for v in value]
-        return None if all(v is None for v in other) else type(value)(_filled(other, value))
+        others = [otherwise(v, depth - 1) for v in value]
+        filled = [v if other is None else other for v, other in zip(value, others, strict=True)]
+        return None if all(other is None for other in others) else type(value)(filled)
     if isinstance(value, dict):
-        other = {k: otherwise(v, depth - 1) for k, v in value.items()}
-        if all(v is None for v in other.values()):
-            return None
+        others = {k: otherwise(v, depth - 1) for k, v in value.items()}
+        others = {k: other for k, other in others.items() if other is not None}
         changed = copy.copy(value)
-        changed.update({k: v for k, v in other.items() if v is not None})
-        return changed
+        changed.update(others)
+        return changed if others else None
     if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
         return None
     other = otherwise(dict(vars(value)), depth)
@@ -164,10 +150,6 @@ def otherwise(value, depth: int = 3):
     changed = copy.copy(value)
     vars(changed).update(other)
     return changed
-
-
-def _filled(other: list, value) -> list:
-    return [b if a is None else a for a, b in zip(other, value, strict=True)]
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -185,11 +167,14 @@ def _cells(function: types.FunctionType) -> Iterator[object]:
             continue
 
 
+def _names(function: types.FunctionType) -> list[str]:
+    return list(dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names))
+
+
 def _reached(function: types.FunctionType) -> Iterator[object]:
     """What a function may use that it was not given: what its closure holds, and globals."""
     yield from _cells(function)
-    for code in _codes(function.__code__):
-        yield from (function.__globals__.get(name) for name in code.co_names)
+    yield from (function.__globals__.get(name) for name in _names(function))
 
 
 def _stores(function: types.FunctionType) -> list[str]:

@@ -1,10 +1,8 @@
 """From a module's answers to crafted inputs to the one formula that reproduces them bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -13,20 +11,15 @@ from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
 from ...ops.backend import TILE_MAX
 from .check import MIXED_DTYPES, prove
-from .closeness import close, same_bits
+from .closeness import affine, close, describe, same_bits
 from .effects import otherwise
 from .inputs import FEW, NotInFamily, Trial
-from .lookalikes import describe
-from .probe import Unusable, is_plain, own_tensors, plain_attributes
+from .probe import INFERENCE, MODES, DrawsRandom, Mode, Unusable, is_plain, own_tensors, plain_attributes
 
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back from an output.
 EPS_READING = 2e-6
 SAME_DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
-# (train mode, whether the input needs gradients, whether the weights do, inference mode)
-MODES = (
-    *((False, False, False, False), (True, False, False, False), (False, True, True, False), (True, True, True, False)),
-    *((True, True, False, False), (True, False, True, False), (False, False, False, True)),
-)
+ALL_MODES = (*MODES, Mode(training=True, of_x=True), Mode(training=True, of_weights=True), INFERENCE)
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
@@ -42,7 +35,7 @@ class Fit(Trial):
         self.probe.faults.extend(self.probe.code.faults())
         try:
             recipe = None if self.probe.faults else self._find_formula()
-        except Unusable as error:  # it normalises, so it is a norm, if one that fails on some inputs
+        except (Unusable, DrawsRandom) as error:  # it normalises, so it is a norm, if one that fails on some inputs
             raise NotInFamily(str(error)) from error
         if self.probe.faults:
             raise NotInFamily("; ".join(self.probe.faults))
@@ -69,12 +62,12 @@ class Fit(Trial):
         recipe = self._find_eps(recipe)
         if gate is not None:
             recipe = replace(recipe, spec=replace(recipe.spec, gate=gate), gate=self.probe.gate)
-        recipe, exact = self._find_rounding(recipe, functional)
+        recipe = self._find_rounding(recipe, functional)
         if gate is None and self.probe.gate is not None:
-            recipe = self._find_optional_gate(recipe, exact)
-        recipe = self._check_gate_dtypes(recipe, exact)
+            recipe = self._find_optional_gate(recipe)
+        recipe = self._check_gate_dtypes(recipe)
         recipe = self._check_other_attributes(recipe)
-        recipe = prove(self, recipe, exact)
+        recipe = prove(self, recipe)
         if self.probe.head_dim is not None and self.probe.layout == "last":
             recipe = replace(recipe, spec=replace(recipe.spec, group_size=None), hidden_size=None)
         return recipe
@@ -104,10 +97,8 @@ class Fit(Trial):
 
     def _find_functional(self) -> str | None:
         """What torch's own operator does of it; asked in bfloat16, where a cast to float32 around it shows."""
-        self.probe.set(**{name: tensor.bfloat16() for name, tensor in self.tensors.items()})
-        functional = self.probe.torch_norm(self.normal(2, self.size).bfloat16())
-        self.probe.set(**self.tensors)
-        return functional
+        with self.in_dtype(torch.bfloat16):
+            return self.probe.torch_norm(self.normal(2, self.size).bfloat16())
 
     def _find_structure(self) -> tuple[bool, str | None, str | None, float, bool]:
         """(centered, weight attribute, bias attribute, weight offset, whether the weight is applied first).
@@ -116,20 +107,16 @@ class Fit(Trial):
         """
         x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
         y = self.probe.run(x).double()
-        names = [name for name, tensor in self.tensors.items() if tensor.shape[0] == self.size]
-        for centered, weight, bias in itertools.product((False, True), [None, *names], [None, *names]):
-            if bias is not None and bias == weight:
-                continue
-            h = self._hat(x.double(), centered)
-            shift = 0.0 if bias is None else self.tensors[bias].double()
-            for offset in (0.0, 1.0) if weight else (0.0,):
-                scale = 1.0 if weight is None else self.tensors[weight].double() + offset
-                if close(h * scale + shift, y, 2e-5):
-                    return centered, weight, bias, offset, False
-        for name, offset in itertools.product(names if self.size <= TILE_MAX else (), (0.0, 1.0)):
-            if close(self._hat(x.double() * (self.tensors[name].double() + offset), False), y, 2e-5):
+        tensors = {name: tensor for name, tensor in self.tensors.items() if tensor.shape[0] == self.size}
+        for centered in (False, True):
+            if found := affine(self._hat(x.double(), centered), y, tensors, 2e-5):
+                return centered, *found, False
+        for name, offset in itertools.product(tensors, (0.0, 1.0)):
+            if close(self._hat(x.double() * (tensors[name].double() + offset), False), y, 2e-5):
+                if self.size > TILE_MAX:
+                    raise NotInFamily("it computes an RMSNorm of the weighted input, in rows longer than any served")
                 return False, name, None, offset, True
-        raise NotInFamily(describe(self.probe, x, y) or "its formula is not one that this package knows")
+        raise NotInFamily(describe(x, y, tensors) or "its formula is not one that this package knows")
 
     def _hat(self, x: torch.Tensor, centered: bool) -> torch.Tensor:
         h = x.unflatten(-1, (-1, self.group))
@@ -154,10 +141,9 @@ class Fit(Trial):
             neutral[recipe.weight] = torch.full((self.size,), 1.0 - recipe.spec.weight_offset, dtype=torch.float32)
         if recipe.bias:
             neutral[recipe.bias] = torch.zeros(self.size, dtype=torch.float32)
-        self.probe.set(**neutral)
         x = scale * (1.0 + self.normal(1, self.size))
-        y = self.probe.run(x).double()[:, : self.group]
-        self.probe.set(**{name: self.tensors[name] for name in neutral})
+        with self.probe.having(**neutral):
+            y = self.probe.run(x).double()[:, : self.group]
         h = x.double()[:, : self.group]
         h = h - h.mean() if recipe.spec.centered else h
         rstd = ((y * h).sum() / (h * h).sum()).item()
@@ -194,34 +180,34 @@ class Fit(Trial):
         raise NotInFamily(f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly")
 
     def _drives_eps(self, recipe: Recipe, name: str, other: float) -> bool:
-        value = getattr(self.probe.module, name)
-        self.probe.set(**{name: other})
-        try:
-            return _reads_as(self._read_eps(recipe), other)
-        except Unusable:
-            return False
-        finally:
-            self.probe.set(**{name: value})
+        with self.probe.having(**{name: other}):
+            try:
+                return _reads_as(self._read_eps(recipe), other)
+            except Unusable:
+                return False
 
-    def _find_rounding(self, recipe: Recipe, functional: str | None) -> tuple[Recipe, bool]:
-        """The rounding order, and whether float32 results are equal to the formula's to the last bit."""
+    def _find_rounding(self, recipe: Recipe, functional: str | None) -> Recipe:
+        """The recipe with its rounding order; settles whether the module's results are to be equal to the last bit."""
         x, wide = self.rows(4096), self.rows(4096, half=True)
-        float32 = (torch.float32, torch.float32)
         dtypes = SAME_DTYPES
         if recipe.weight is not None and functional != "all":
             dtypes += MIXED_DTYPES
         for candidate in self._roundings(recipe, functional):
-            exact = self.agrees(candidate, x, *float32, exact=True)
-            if not exact and not self.agrees(recipe, x, *float32, exact=False):
+            self._find_exactness(candidate, x)
+            if not self.exact and not self.agrees(recipe, x):
                 about = "its float32 results are not those of the formula it is closest to, "
                 raise NotInFamily(about + str(recipe.spec))
-            if all(self.agrees(candidate, wide, *pair, exact) for pair in dtypes):
-                return candidate, exact
-        exact = self.agrees(recipe, x, *float32, exact=True)
-        pairs = [(torch.float32, d) for d in (torch.float32, torch.bfloat16)[: 1 if recipe.weight is None else 2]]
-        if not all(self.agrees(recipe, x, *pair, exact) for pair in pairs):
+            if all(self.agrees(candidate, wide, *pair) for pair in dtypes):
+                return candidate
+        self._find_exactness(recipe, x)
+        weight_dtypes = (torch.float32,) if recipe.weight is None else (torch.float32, torch.bfloat16)
+        if not all(self.agrees(recipe, x, torch.float32, dtype) for dtype in weight_dtypes):
             raise NotInFamily(f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}")
-        return replace(recipe, only_float32=True), exact
+        return replace(recipe, only_float32=True)
+
+    def _find_exactness(self, recipe: Recipe, x: torch.Tensor) -> None:
+        self.exact = True
+        self.exact = self.agrees(recipe, x)
 
     @staticmethod
     def _roundings(recipe: Recipe, functional: str | None) -> Iterator[Recipe]:
@@ -238,7 +224,7 @@ class Fit(Trial):
         if recipe.spec.weight_offset and not functional:
             yield replace(recipe, spec=replace(recipe.spec, round_offset=True))
 
-    def _find_optional_gate(self, recipe: Recipe, exact: bool) -> Recipe:
+    def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
         without = replace(recipe, other_input=self.probe.gate)  # a call that gives it runs the module's own forward
         if recipe.spec.rounding in ("rstd", "every_step") or recipe.spec.weight_first or self.group > TILE_MAX:
@@ -248,14 +234,11 @@ class Fit(Trial):
         for kind in GATES:
             spec = replace(recipe.spec, gate=kind)
             gated = replace(recipe, spec=spec, gate=self.probe.gate, gate_optional=True)
-            try:
-                if all(self.agrees(gated, x, *pair, exact) for pair in dtypes):
-                    return gated
-            except Unusable:
-                break
+            if self._agrees_in(gated, x, dtypes):
+                return gated
         return without
 
-    def _check_gate_dtypes(self, recipe: Recipe, exact: bool) -> Recipe:
+    def _check_gate_dtypes(self, recipe: Recipe) -> Recipe:
         """Whether gates of another dtype than x's may be given too."""
         if recipe.gate is None:
             return recipe
@@ -263,33 +246,38 @@ class Fit(Trial):
         mixed = [(torch.float32, torch.float32, half)]
         if not recipe.only_float32:
             mixed += [(half, half, torch.float32), (half, half, torch.float16), (torch.float16, torch.float16, half)]
+        return recipe if self._agrees_in(recipe, x, mixed) else replace(recipe, one_gate_dtype=True)
+
+    def _agrees_in(self, recipe: Recipe, x: torch.Tensor, dtypes: Iterable[tuple]) -> bool:
         try:
-            same = all(self.agrees(recipe, x, *pair, exact, gate_dtype) for *pair, gate_dtype in mixed)
+            return all(self.agrees(recipe, x, *each) for each in dtypes)
         except Unusable:
-            same = False
-        return recipe if same else replace(recipe, one_gate_dtype=True)
+            return False
 
     def _check_other_attributes(self, recipe: Recipe) -> Recipe:
         """Nothing else may matter: no mode, no gradients, no other tensor, and no attribute that is not watched."""
         x = self.rows()[[0, 4, 7, 10]]
         gate = self.gate_for(x, recipe)
         self.spread(recipe)
-        y = self._in_every_mode(x, gate)
-        if self.size < FEW:  # too few elements to show what else matters beside weights of every kind
-            self.randomise()
-            y = self._in_every_mode(x, gate)
+        # Few elements do not show what else matters beside weights of every kind.
+        for mild in (False, True) if self.size < FEW else (False,):
+            if mild:
+                self.randomise()
+            y = self.probe.run(x, gate)
+            mode = self._other_mode(x, gate, y, ALL_MODES)
+            if mode is not None:
+                raise NotInFamily(f"it computes something else {mode}")
         others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
-        for name, tensor in own_tensors(self.probe.module, floating=False):
-            of_numbers = tensor.is_floating_point()
-            others[name] = 2.0 * tensor.flatten() + 0.125 if of_numbers else ~tensor
+        for name, t in own_tensors(self.probe.module, floating=False):
+            others[name] = 2.0 * t.flatten() + 0.125 if t.is_floating_point() else ~t
         for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
             if self._matters(name, others[name], x, gate, y):
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
         for name in sorted(self.probe.code.names):
             value = getattr(self.probe.module, name, None)
-            if is_plain(value) or (other := otherwise(value)) is None:
-                continue
-            if self._matters(name, other, x, gate, y) and not self._is_eps_alone(name, other, gate):
+            other = None if is_plain(value) else otherwise(value)
+            matters = other is not None and self._matters(name, other, x, gate, y)
+            if matters and not self._is_eps_alone(name, other, gate):
                 raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
         settings, fixed = [], recipe.hidden_size
         own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
@@ -309,48 +297,26 @@ class Fit(Trial):
 
     def _matters(self, name: str, value, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
         """Whether another value of an attribute changes the result y of x, in any mode."""
-        before = getattr(self.probe.module, name)
-        self.probe.set(**{name: value})
-        try:
-            return self._other_mode(x, gate, y, MODES[:4]) is not None
-        except Unusable:
-            return True
-        finally:
-            self.probe.set(**{name: before})
+        with self.probe.having(**{name: value}):
+            try:
+                return self._other_mode(x, gate, y, MODES) is not None
+            except (Unusable, DrawsRandom):
+                return True
 
     def _is_eps_alone(self, name: str, value, gate: torch.Tensor | None) -> bool:
         """Whether what an attribute holds matters for eps alone, which is read when a module is patched."""
         x = 1e8 * (1.0 + self.normal(6, self.size))
         return not self._matters(name, value, x, gate, self.probe.run(x, gate))
 
-    def _in_every_mode(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        y = self.probe.run(x, gate)
-        mode = self._other_mode(x, gate, y, MODES)
-        if mode is not None:
-            raise NotInFamily(f"it computes something else {mode}")
-        return y
-
-    def _other_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor, modes: tuple) -> str | None:
-        """In which mode x does not give y, in words, or None."""
-        try:
-            for training, of_x, of_weights, inference in modes:
-                self.probe.module.training = training
-                for parameter in self.probe.module._parameters.values():
-                    if parameter is not None and parameter.is_floating_point():
-                        parameter.requires_grad_(of_weights)
-                with torch.inference_mode(inference), torch.set_grad_enabled(of_x or of_weights):
-                    given = x.clone().requires_grad_(of_x)
-                    # In inference mode dropout shows itself as one operator, drawn from or not.
-                    if not same_bits(self.probe.run_watched(given, gate, random=inference).detach(), y):
-                        words = [("in train mode", training), ("with gradients", of_x or of_weights)]
-                        words += [("in inference mode", inference)]
-                        return " ".join(word for word, is_so in words if is_so) or "when it is called again"
-            return None
-        finally:
-            self.probe.module.training = False
-            for parameter in self.probe.module._parameters.values():
-                if parameter is not None:
-                    parameter.requires_grad_(False)
+    def _other_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor, modes: tuple) -> Mode | None:
+        """The first mode in which x does not give y."""
+        for mode in modes:
+            with self.probe.under(mode):
+                given = x.clone().requires_grad_(mode.of_x)
+                # In inference mode dropout shows itself as one operator, drawn from or not.
+                if not same_bits(self.probe.run_watched(given, gate, random=mode is INFERENCE).detach(), y):
+                    return mode
+        return None
 
 
 def _another(value):

@@ -1,7 +1,5 @@
 """What a probed module is fed, and how: rows that tell formulas apart, put to it in the way that it normalises them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator
@@ -11,9 +9,8 @@ import torch
 from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
-from .closeness import close, nearly, same_bits
-from .lookalikes import describe
-from .probe import DrawsRandom, Probe, Unusable, plain_attributes
+from .closeness import close, describe, nearly, same_bits
+from .probe import Probe, Unusable, plain_attributes
 
 # How rows may be put to a module, and in how many dimensions it is first asked; None: any.
 FEW = 16  # elements of a row, where there are to be many rows
@@ -34,6 +31,7 @@ class Trial:
     Attributes:
         size: length of a row. group: how many elements of it are normalised together.
         tensors: the values of the module's tensors, as rows.
+        exact: whether results in one formula's dtypes are to be equal to the last bit, or only `nearly`.
     """
 
     def __init__(self, probe: Probe):
@@ -41,6 +39,7 @@ class Trial:
         self.generator = torch.Generator().manual_seed(0)
         self.size = self.group = None
         self.tensors: dict[str, torch.Tensor] = {}
+        self.exact = True
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float32)
@@ -100,31 +99,23 @@ class Trial:
         return x
 
     @contextlib.contextmanager
-    def narrowed(self, recipe: Recipe, exact: bool) -> Iterator[int]:
-        """Rows of a few elements, for input of many rows, where the forward takes them; gives the length of a row."""
+    def narrowed(self) -> Iterator[bool]:
+        """Rows of a few elements, for input of many rows; gives whether the module lets them be made."""
         size, tensors = self.size, self.tensors
-        sizes = {n: v for n, v in plain_attributes(self.probe.module).items() if v in (size, (size,))}
-        plain = self.group == size and self.probe.head_dim is None and recipe.layout == "last"
-        try:
-            if size > FEW and plain:
-                self.size = self.group = FEW
-                self.tensors = {name: t[:FEW] if len(t) == size else t for name, t in tensors.items()}
-                self.probe.set(**self.tensors, **{n: FEW if v == size else (FEW,) for n, v in sizes.items()})
-                try:
-                    plain = self.agrees(recipe, self.normal(2, FEW), torch.float32, torch.float32, exact)
-                except Unusable:
-                    plain = False
-                if not plain:
-                    self._widen(size, tensors, sizes)
-            yield self.size
-        finally:
-            self._widen(size, tensors, sizes)
-
-    def _widen(self, size: int, tensors: dict[str, torch.Tensor], sizes: dict) -> None:
-        if self.size != size:
-            self.size = self.group = size
-        self.tensors = tensors
-        self.probe.set(**tensors, **sizes)
+        if size <= FEW or self.group != size or self.probe.head_dim is not None or self.probe.layout != "last":
+            yield False
+            return
+        few = {n: t[:FEW] if len(t) == size else t for n, t in tensors.items()}
+        settings = plain_attributes(self.probe.module).items()
+        sizes = {n: FEW if v == size else (FEW,) for n, v in settings if v in (size, (size,))}
+        with self.probe.having(**few, **sizes):
+            self.size = self.group = FEW
+            self.tensors = few
+            try:
+                yield True
+            finally:
+                self.size = self.group = size
+                self.tensors = tensors
 
     def find_input(self) -> None:
         """Settle how rows are put to the module and how long they are: the first way in which it normalises them.
@@ -133,28 +124,33 @@ class Trial:
             NotANorm, NotInFamily, Unusable: there is none.
         """
         try:
-            self._find_layout()
-        except DrawsRandom:
-            raise
+            return self._find_layout()
         except (Unusable, NotANorm) as error:
-            self._find_layout_with_gate(error)
+            failure = error
+        if self.probe.gate is None:
+            raise failure
+        if self.probe.gate_required or self.probe.faults:
+            words = f"its forward must be given {self.probe.gate!r} besides its input; with that, {failure}"
+            raise type(failure)(words) from failure
+        self.probe.require_gate()  # a forward may need its second input though None is that input's default
+        with contextlib.suppress(Unusable, NotANorm):
+            return self._find_layout()
+        raise failure
 
     def _find_layout(self) -> None:
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
-        if not sizes:
-            sizes = [*_hinted_sizes(self.probe), 64]
-        if max(sizes) > MAX_HIDDEN_SIZE:
-            raise Unusable(f"its hidden size is above {MAX_HIDDEN_SIZE}")
+        sizes = sizes or [*_hinted_sizes(self.probe), 64]
         head_dim, failure = self.probe.head_dim, None
         for layout, dims in LAYOUTS[:1] if head_dim else LAYOUTS:
             for self.size in sizes:
-                heads = _divisors_named(self.probe, self.size) if layout == "heads" else [head_dim]
+                # The size of each of several heads that make up a row is an attribute.
+                named = dict.fromkeys(n for n in self.probe.numbers.values() if isinstance(n, int))
+                named = [n for n in named if 1 < n < self.size and self.size % n == 0]
+                heads = named if layout == "heads" else [head_dim]
                 for self.probe.head_dim in heads:
                     self.probe.layout, self.probe.dims = layout, dims
                     try:
                         self._try_input()
-                    except DrawsRandom:
-                        raise
                     except (Unusable, NotANorm) as error:
                         failure = failure or error
                         continue
@@ -164,42 +160,23 @@ class Trial:
         self.probe.head_dim = head_dim
         raise failure
 
-    def _find_layout_with_gate(self, failure: Exception) -> None:
-        """A forward that failed without its second input, though None is that input's default, may need it."""
-        if self.probe.gate is None:
-            raise failure
-        if not self.probe.gate_required and not self.probe.faults:
-            self.probe.require_gate()
-            with contextlib.suppress(Unusable, NotANorm):
-                return self._find_layout()
-            raise failure
-        raise type(failure)(f"its forward must be given {self.probe.gate!r} besides its input; with that, {failure}")
+    def _find_dims(self) -> None:
+        """Which numbers of dimensions the forward takes, if not any from two to four."""
+        own, accepted = 1 if self.probe.head_dim is None else 2, []
+        for dims in range(own, 6):
+            self.probe.dims = (dims,)
+            with contextlib.suppress(Unusable):
+                self.probe.run(self.normal(*[2, 1, 1, 1][: dims - own], self.size))
+                accepted.append(dims)
+        self.probe.dims = None if accepted == [*range(own, 6)] else tuple(accepted)
 
     def _try_input(self) -> None:
+        """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
         self.probe.faults.clear()
         self.randomise()
         x = self.normal(2, 3, self.size)
-        y = self.probe.run_watched(x)
-        if not same_bits(y, self.probe.run(x)):
-            self.probe.faults.append("two calls on the same input differ")
-        self._check_normalises()
-
-    def _find_dims(self) -> None:
-        """Which numbers of dimensions the forward takes, if not any from two to four."""
-        accepted = []
-        own = 1 if self.probe.head_dim is None else 2
-        for dims in range(1, 6):
-            self.probe.dims = (dims,)
-            try:
-                if dims >= own:
-                    self.probe.run(self.normal(*[2, 1, 1, 1][: dims - own], self.size))
-                    accepted.append(dims)
-            except Unusable:
-                continue
-        self.probe.dims = None if set(range(own, 6)) <= set(accepted) else tuple(accepted)
-
-    def _check_normalises(self) -> None:
-        """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
+        if not same_bits(self.probe.run_watched(x), self.probe.run(x)):
+            self.probe.blame("two calls on the same input differ")
         x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
         y = self.probe.run(x)
         if not y.isfinite().all():
@@ -211,7 +188,7 @@ class Trial:
         if not close(scaled, y, 1e-3):
             if close(self.probe.run(x * 1024), y, 1e-3):
                 raise NotANorm("it normalises over another dimension than the last")
-            raise NotANorm(describe(self.probe, x, y) or "it does not normalise over the last dimension")
+            raise NotANorm(describe(x, y, self.tensors) or "it does not normalise over the last dimension")
         moved = x.clone()
         moved[0, 0, 0] += 3e4
         change = (self.probe.run(moved) != y).flatten(0, 1)
@@ -227,18 +204,25 @@ class Trial:
         strange = [f"{name} is {value}" for name, value in self.probe.numbers.items() if not 0 <= value < math.inf]
         return ": " + ", ".join(strange) if strange else ""
 
-    def agrees(self, recipe: Recipe, x, x_dtype, weight_dtype, exact: bool, gate_dtype=None) -> bool:
-        """Whether module and formula give the same on x."""
-        x = x.to(x_dtype)
-        values = {name: tensor.to(weight_dtype) for name, tensor in self.tensors.items()}
-        weight, bias, gate = values.get(recipe.weight), values.get(recipe.bias), self.gate_for(x, recipe, gate_dtype)
-        self.probe.set(**values)
-        y = self.probe.run(x, gate)
-        self.probe.set(**self.tensors)
+    def in_dtype(self, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+        """The module with its tensors in a dtype."""
+        return self.probe.having(**{name: tensor.to(dtype) for name, tensor in self.tensors.items()})
+
+    def agrees(self, recipe: Recipe, x, dtype=torch.float32, weight_dtype=torch.float32, gate_dtype=None) -> bool:
+        """Whether module and formula give the same on x, in these dtypes."""
+        x = x.to(dtype)
+        gate = self.gate_for(x, recipe, gate_dtype)
+        with self.in_dtype(weight_dtype):
+            y = self.probe.run(x, gate)
+        weight, bias = self.parameters(recipe, weight_dtype)
         expected = reference_norm(x, weight, bias, recipe.spec, gate)
-        if exact or y.dtype != expected.dtype:
+        if self.exact or y.dtype != expected.dtype:
             return same_bits(y, expected)
         return nearly(y, expected, x, weight, bias, recipe.spec)
+
+    def parameters(self, recipe: Recipe, dtype: torch.dtype = torch.float32) -> list[torch.Tensor | None]:
+        """[weight, bias] as the formula takes them, copied."""
+        return [None if n is None else self.tensors[n].to(dtype, copy=True) for n in (recipe.weight, recipe.bias)]
 
 
 def _hinted_sizes(probe: Probe) -> list[int]:
@@ -248,9 +232,3 @@ def _hinted_sizes(probe: Probe) -> list[int]:
         if isinstance(value, (tuple, list)) and value and isinstance(value[-1], int):
             hints.append(value[-1])
     return list(dict.fromkeys(h for h in hints if 1 <= h <= MAX_HIDDEN_SIZE))
-
-
-def _divisors_named(probe: Probe, size: int) -> list[int]:
-    """Attributes of the module that may be the size of each of several heads that make up a row."""
-    hints = dict.fromkeys(value for value in probe.numbers.values() if isinstance(value, int))
-    return [hint for hint in hints if 1 < hint < size and size % hint == 0]

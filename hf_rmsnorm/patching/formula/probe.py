@@ -1,26 +1,26 @@
 """Runs a module's forward on a private CPU copy, so that recognising a norm touches nothing of the user's."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .closeness import same_bits
-from .effects import Code, contents, is_container
-from .watch import Watch, autocast_state
+from .effects import Code, contents
 
-# What nn.Module keeps on every instance: parameters, hooks and the like. The copy starts with fresh ones.
-MODULE_STATE = frozenset(torch.nn.Module().__dict__) | {"_compiled_call_impl"}
-# A forward set on the instance, by accelerate's hooks or another patcher. The copy runs the class's own forward.
-INSTANCE_FORWARDS = frozenset({"forward", "_old_forward", "_hf_hook"})
+# What any module's instance may hold: parameters, hooks and the like, of which the copy starts with fresh ones, and a
+# forward that accelerate's hooks or another patcher have set on it, where the copy runs the class's own.
+_MODULE_STATE = {*vars(torch.nn.Module()), "_compiled_call_impl", "forward", "_old_forward", "_hf_hook"}
 CHANGES_STATE = "its forward changes the module's own state, or what it shares with others"
+TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -28,8 +28,26 @@ class Unusable(Exception):
     """Why a module cannot be probed."""
 
 
-class DrawsRandom(Unusable):
+class DrawsRandom(Exception):
     """Its forward draws random numbers; found out before any was drawn."""
+
+
+class Mode(NamedTuple):
+    """How a module is run: in train mode or not, which gradients are needed, and in which context."""
+
+    training: bool = False
+    of_x: bool = False
+    of_weights: bool = False
+    context: Callable = contextlib.nullcontext
+
+    def __str__(self) -> str:
+        words = [("in train mode", self.training), ("with gradients", self.of_x or self.of_weights)]
+        words.append(("in inference mode", self.context is torch.inference_mode))
+        return " ".join(word for word, is_so in words if is_so) or "when it is called again"
+
+
+PLAIN, INFERENCE = Mode(), Mode(context=torch.inference_mode)
+MODES = (PLAIN, Mode(training=True), Mode(of_x=True, of_weights=True), Mode(True, True, True))
 
 
 class Probe:
@@ -62,7 +80,7 @@ class Probe:
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
         self.code = Code(forward, type(module))
-        self._containers = {id(value): value for value in self.code.containers() if is_container(value)}
+        self._containers = self.code.containers()
         self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
         self.sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self.head_dim = next((shape[1] for shape in self._shapes.values() if len(shape) == 2), None)
@@ -94,6 +112,31 @@ class Probe:
             else:
                 self.module.__dict__[name] = value
 
+    @contextlib.contextmanager
+    def having(self, **values) -> Iterator[None]:
+        """`set`, until the context ends."""
+        before = {name: getattr(self.module, name) for name in values}
+        self.set(**values)
+        try:
+            yield
+        finally:
+            self.set(**before)
+
+    @contextlib.contextmanager
+    def under(self, mode: Mode) -> Iterator[None]:
+        """The module, and what runs it, in a mode."""
+        parameters = [p for p in self.module._parameters.values() if p is not None and p.is_floating_point()]
+        try:
+            self.module.training = mode.training
+            for parameter in parameters:
+                parameter.requires_grad_(mode.of_weights)
+            with mode.context(), torch.set_grad_enabled(mode.of_x or mode.of_weights):
+                yield
+        finally:
+            self.module.training = False
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+
     def run(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """The output for a copy of x.
 
@@ -102,7 +145,8 @@ class Probe:
         """
         given = x.clone()
         y = self._call(given, gate)
-        self._check_unwritten(given, x)
+        if not given.is_inference() and (given._version or not same_bits(given.detach(), x.detach())):
+            self.blame("it writes into its input")
         return y
 
     def run_watched(self, x: torch.Tensor, gate: torch.Tensor | None = None, random: bool = False) -> torch.Tensor:
@@ -115,12 +159,10 @@ class Probe:
             DrawsRandom: its forward would draw random numbers.
             Unusable: as `run`.
         """
-        state, tensors = self.state(), {name: t.clone() for name, t in own_tensors(self.module, floating=False)}
+        state = self.state()
         with contextlib.nullcontext() if random else _RefuseRandom():
             y = self.run(x, gate)
-        after = dict(own_tensors(self.module, floating=False))
-        same = after.keys() == tensors.keys() and all(same_bits(t, after[name]) for name, t in tensors.items())
-        if not same or self.state() != state:
+        if self.state() != state:
             self.blame(CHANGES_STATE)
         return y
 
@@ -130,44 +172,37 @@ class Probe:
         ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. A call for
         which the forward switched autocast on or off does not count: autocast changes what they return.
         """
-        given, autocast = x.clone(), autocast_state()
-        with Watch(stand_ins=False) as watch:
+        given = x.clone()
+        with _TorchNorms() as norms:
             y = self._call(given, gate)
-        made = [call for call in watch.norms if call.autocast == autocast and _same_memory(call.x, given)]
-        if any(_same_memory(call.y, y) for call in made):
+        made = [call for call in norms.calls if _same_memory(call[0], given)]
+        if any(_same_memory(output, y) for _, output, _ in made):
             return "all"
-        return "hat" if any(call.plain for call in made) else None
+        return "hat" if any(alone for _, _, alone in made) else None
 
     def run_as_given(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """The module's own output for an input of the shape and strides that it is given."""
         try:
             return self._forward(self.module, x, **({} if gate is None else {self.gate: gate}))
-        except Exception as error:  # a user's forward may raise anything
-            raise Unusable(f"its forward fails on {tuple(x.shape)}: {type(error).__name__}: {error}") from error
-
-    def _call(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        factor, extra, given = 1.0, {}, x
-        if self.gate is not None and (gate is not None or self.neutral is not None):
-            if gate is None:
-                value, before, factor = self.neutral
-                gate, given = torch.full_like(x, value), x if before == 1.0 else x * before
-            extra[self.gate] = self.present(gate)
-        given = self.present(given)
-        try:
-            y = self._forward(self.module, given, **extra)
-        except Unusable:
+        except DrawsRandom:
             raise
         except Exception as error:  # a user's forward may raise anything
             line = str(error).strip().split("\n")[0]
             raise Unusable(f"its forward fails on one input tensor: {type(error).__name__}: {line}") from error
+
+    def _call(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        factor, given = 1.0, x
+        if gate is None and self.neutral is not None:
+            value, before, factor = self.neutral
+            gate, given = torch.full_like(x, value), x if before == 1.0 else x * before
+        given = self.present(given)
+        y = self.run_as_given(given, None if gate is None else self.present(gate))
         if not isinstance(y, torch.Tensor):
             raise Unusable(f"it returns {type(y).__name__}, not one tensor")
         expected = given.flatten(-2).shape if self.layout == "heads" else given.shape
         if y.shape != expected or not y.is_floating_point():
             raise Unusable(f"it turns shape {tuple(given.shape)} into {tuple(y.shape)}")
-        if self.layout == "channels_first":
-            y = y.movedim(1, -1)
-        y = y.reshape(x.shape)
+        y = (y.movedim(1, -1) if self.layout == "channels_first" else y).reshape(x.shape)
         return y if factor == 1.0 else y * factor
 
     def present(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,14 +222,14 @@ class Probe:
         if fault not in self.faults:
             self.faults.append(fault)
 
-    def _check_unwritten(self, given: torch.Tensor, x: torch.Tensor) -> None:
-        if not given.is_inference() and (given._version or not same_bits(given.detach(), x.detach())):
-            self.blame("it writes into its input")
-
     def state(self) -> list:
-        own = [(n, contents(value)) for n, value in self.module.__dict__.items() if n not in MODULE_STATE]
-        held = [t._version for _, t in own_tensors(self.module, floating=False) if not t.is_inference()]
-        return [own, held, *(contents(value) for value in self._containers.values())]
+        """What outlives a call: attributes, versions and bits of the tensors, what is in reach of the code."""
+        own = [(name, contents(value)) for name, value in own_attributes(self.module).items()]
+        held = []
+        for name, t in own_tensors(self.module, floating=False):
+            bits = t.detach().flatten().view(torch.uint8).numpy().tobytes()
+            held.append((name, None if t.is_inference() else t._version, t.dtype, bits))
+        return [own, held, *(contents(value) for value in self._containers)]
 
 
 class _RefuseRandom(TorchDispatchMode):
@@ -202,6 +237,27 @@ class _RefuseRandom(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise DrawsRandom("its forward draws random numbers")
         return func(*args, **(kwargs or {}))
+
+
+class _TorchNorms(TorchFunctionMode):
+    """Notes calls of torch's own norms under the autocast of before: (input, output, whether no weight was given)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        self.autocast = _autocast_state()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        if func in TORCH_NORMS and _autocast_state() == self.autocast:
+            alone = sum(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())) == 1
+            self.calls.append((args[0] if args else kwargs.get("input"), y, alone))
+        return y
+
+
+def _autocast_state() -> list[bool]:
+    return [torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")]
 
 
 def _same_memory(a, b: torch.Tensor) -> bool:
@@ -213,13 +269,8 @@ def neutral_modes() -> Iterator[None]:
     """Whatever context the caller is in (inference mode, autocast, fake tensors), probe in a plain one."""
     # A default device is a mode through which every operator goes in Python: none is set where there is none to hide.
     hidden = torch.device("cpu") if torch._C._len_torch_function_stack() else contextlib.nullcontext()
-    with (
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        hidden,
-    ):
+    plain = torch.autocast("cpu", enabled=False)
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), plain, hidden:
         yield
 
 
@@ -237,8 +288,13 @@ def plain_attributes(module: torch.nn.Module) -> dict[str, object]:
     for cls in reversed(type(module).__mro__):
         if cls not in torch.nn.Module.__mro__:
             found.update((k, v) for k, v in vars(cls).items() if not k.startswith("__") and is_plain(v))
-    found.update((k, v) for k, v in module.__dict__.items() if k not in MODULE_STATE and is_plain(v))
+    found.update((k, v) for k, v in own_attributes(module).items() if is_plain(v))
     return found
+
+
+def own_attributes(module: torch.nn.Module) -> dict[str, object]:
+    """What the instance holds that not every module does."""
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_STATE}
 
 
 def is_plain(value) -> bool:
@@ -269,15 +325,13 @@ def _copy(module: torch.nn.Module) -> torch.nn.Module:
     torch.nn.Module.__init__(copied)
     copied.training = False
     memo = {id(module): copied}
-    for name, value in module.__dict__.items():
-        if name not in MODULE_STATE and name not in INSTANCE_FORWARDS:
-            # What cannot be copied (locks, process groups, other modules) is left out: a forward that needs it fails.
-            with contextlib.suppress(Exception):
-                copied.__dict__[name] = _copy_value(value, memo)
+    for name, value in own_attributes(module).items():
+        # What cannot be copied (locks, process groups, other modules) is left out: a forward that needs it fails.
+        with contextlib.suppress(Exception):
+            copied.__dict__[name] = _copy_value(value, memo)
     try:
         for name, tensor in module._parameters.items():
-            value = None if tensor is None else _stand_in(tensor)
-            copied._parameters[name] = value if value is None else Parameter(value, requires_grad=False)
+            copied._parameters[name] = None if tensor is None else Parameter(_stand_in(tensor), requires_grad=False)
         for name, tensor in module._buffers.items():
             copied._buffers[name] = None if tensor is None else _copy_value(tensor, memo)
     except Exception as error:  # tensor types of others may refuse in any way

@@ -1,7 +1,5 @@
 """Says of any module which norm formula it computes, or why none, by running it: no name gets a module swapped."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import types
@@ -13,17 +11,7 @@ from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from .fit import Fit
 from .inputs import NotANorm, NotInFamily
-from .probe import (
-    INSTANCE_FORWARDS,
-    MODULE_STATE,
-    DrawsRandom,
-    Probe,
-    Unusable,
-    inputs,
-    is_plain,
-    neutral_modes,
-    plain_attributes,
-)
+from .probe import DrawsRandom, Probe, Unusable, inputs, is_plain, neutral_modes, own_attributes, plain_attributes
 
 # A name only makes a module worth a line in the report when it is not swapped.
 NORM_NAME = re.compile(r"(rms|layer|qk|head|add|gated)_?norm", re.IGNORECASE)
@@ -86,15 +74,13 @@ def _examine(module: torch.nn.Module, named: bool) -> Verdict:
     try:
         with neutral_modes():
             return Verdict(recipe=Fit(Probe(module)).recipe())
-    except NotInFamily as error:
-        return Verdict(None, str(error), REWRITE)
-    except DrawsRandom as error:  # so whether it normalises cannot be asked: its code must tell
-        named = named or _reduces(type(module).forward, type(module))
-        return Verdict(None, str(error), REWRITE) if named else NOT_A_NORM
-    except NotANorm as error:
-        return Verdict(None, str(error), NOTHING) if named else NOT_A_NORM
-    except Unusable as error:
-        return Verdict(None, str(error), UNRUN) if named else NOT_A_NORM
+    except (NotInFamily, NotANorm, DrawsRandom, Unusable) as error:
+        # Whether what draws random numbers normalises cannot be asked: its code must tell.
+        random = isinstance(error, DrawsRandom)
+        if named or isinstance(error, NotInFamily) or (random and _reduces(type(module).forward, type(module))):
+            cure = NOTHING if isinstance(error, NotANorm) else UNRUN if isinstance(error, Unusable) else REWRITE
+            return Verdict(None, str(error), cure)
+        return NOT_A_NORM
 
 
 def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
@@ -155,9 +141,5 @@ def _signature(module: torch.nn.Module) -> tuple[tuple, bool]:
     )
     plain = tuple(sorted((name, type(v).__name__, v) for name, v in plain_attributes(module).items() if v == v))
     opaque = [t for t in module._buffers.values() if t is not None]
-    opaque += [
-        value
-        for name, value in module.__dict__.items()
-        if name not in MODULE_STATE and name not in INSTANCE_FORWARDS and not is_plain(value)
-    ]
+    opaque += [value for value in own_attributes(module).values() if not is_plain(value)]
     return (cls, cls.forward, tensors, plain, tuple(map(id, opaque))), not opaque

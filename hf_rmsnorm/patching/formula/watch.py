@@ -5,23 +5,18 @@ probe can afford. But it asks: `Watch` sees each comparison, and `deciding` runs
 turned round. Where that gives other bits, a branch that nobody has proven decides the result.
 """
 
-from __future__ import annotations
-
 import dis
 import math
 import operator
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from .closeness import same_bits
 
-TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 MAX_RUNS = 24  # with answers turned round; most norms ask nothing
 SIZE, STRIDES, DEVICE, VALUES = "size", "strides", "device", "values"
 LENGTH = "length"  # a size that Python makes a plain number of: whether it is compared, nobody sees
@@ -39,15 +34,6 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _SHIMS = ("torch.overrides", "torch._tensor")  # through which some methods of a tensor come to a mode
 
 
-class NormCall(NamedTuple):
-    """A call of one of torch's own norms: whether with the input alone, and under which autocast."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    plain: bool
-    autocast: list[bool]
-
-
 class Watch(TorchFunctionMode):
     """Watches what runs under it.
 
@@ -57,7 +43,6 @@ class Watch(TorchFunctionMode):
         stand_ins: whether shapes and devices are stood in for, to watch who asks; not all code takes what stands in.
 
     Attributes:
-        norms: the calls of torch's own norms.
         asked: what was asked of a tensor, by the place in the code that compares the answer.
         tables: code that looked something up by the size of a tensor.
         hooks: whether a hook was put on a gradient.
@@ -66,26 +51,19 @@ class Watch(TorchFunctionMode):
     def __init__(self, fixed: tuple[int, ...] = (), turned: frozenset = frozenset(), stand_ins: bool = True):
         super().__init__()
         self.fixed, self.turned, self.stand_ins = fixed, turned, stand_ins
-        self.norms: list[NormCall] = []
         self.asked: dict[tuple, str] = {}
         self._times: Counter[tuple] = Counter()
         self.tables: set = set()
         self.hooks = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        if func in TORCH_NORMS:
-            given = [*args, *kwargs.values()]
-            plain = sum(isinstance(value, torch.Tensor) for value in given) == 1
-            self.norms.append(NormCall(args[0] if args else kwargs.get("input"), result, plain, autocast_state()))
-        elif name in _ASKS and not isinstance(result, torch.Tensor):
+        if name in _ASKS and not isinstance(result, torch.Tensor):
             return self._answer(name, result)
-        elif name in _HOOKS:
-            self.hooks = True
+        self.hooks |= name in _HOOKS
         return result
 
     def _answer(self, name: str, result):
@@ -146,11 +124,6 @@ def deciding(run: Callable[[Watch], list[torch.Tensor | None]], **watching) -> t
     return (SIZE if todo else None), watch
 
 
-def autocast_state() -> list[bool]:
-    """Whether autocast is on, on each kind of device that matters here."""
-    return [torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")]
-
-
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b if a is None or b is None else a.shape == b.shape and same_bits(a, b)
 
@@ -194,13 +167,22 @@ def _watched(value, watch: Watch, about: str):
     return made
 
 
-def _comparison(compare: Callable, kinds: tuple[type, ...]):
+def _operation(compute: Callable, answer: Callable, kinds: tuple[type, ...] = (int, float), swapped: bool = False):
     def method(self, *others):
         if not all(isinstance(other, kinds) for other in others):
             return NotImplemented
-        return self.watch.decide(self.about, compare(*(_bare(value) for value in (self, *others))))
+        operands = [_bare(value) for value in (self, *others)]
+        return answer(self, compute(*(reversed(operands) if swapped else operands)))
 
     return method
+
+
+def _decided(self, answer: bool) -> bool:
+    return self.watch.decide(self.about, answer)
+
+
+def _derived(self, value):
+    return _watched(value, self.watch, self.about)
 
 
 def _looked_up(base: type):
@@ -219,16 +201,6 @@ def _conversion(base: type):
     return method
 
 
-def _arithmetic(compute: Callable, swapped: bool = False):
-    def method(self, *others):
-        if not all(isinstance(other, (int, float)) for other in others):
-            return NotImplemented
-        operands = [_bare(value) for value in (self, *others)]
-        return _watched(compute(*(reversed(operands) if swapped else operands)), self.watch, self.about)
-
-    return method
-
-
 def _bare(value):
     kind = next(kind for kind in (int, float, str) if isinstance(value, kind))
     return kind.__str__(value) if kind is str else getattr(kind, f"__{kind.__name__}__")(value)
@@ -243,15 +215,15 @@ _OF_BITS = {"lshift": operator.lshift, "rshift": operator.rshift, "and": operato
 
 def _kind(base: type) -> type:
     kinds = (str,) if base is str else (int, float)
-    members = {f"__{name}__": _comparison(compare, kinds) for name, compare in _COMPARE.items()}
+    members = {f"__{name}__": _operation(compare, _decided, kinds) for name, compare in _COMPARE.items()}
     members["__hash__"] = _looked_up(base)
     if base is not str:
-        members["__bool__"] = _comparison(operator.truth, kinds)
+        members["__bool__"] = _operation(operator.truth, _decided)
         members[f"__{base.__name__}__"] = _conversion(base)
-        members |= {f"__{name}__": _arithmetic(compute) for name, compute in _OF_ONE.items()}
+        members |= {f"__{name}__": _operation(compute, _derived) for name, compute in _OF_ONE.items()}
         for name, compute in (_OF_TWO | (_OF_BITS if base is int else {})).items():
-            members[f"__{name}__"] = _arithmetic(compute)
-            members[f"__r{name}__"] = _arithmetic(compute, swapped=True)
+            members[f"__{name}__"] = _operation(compute, _derived)
+            members[f"__r{name}__"] = _operation(compute, _derived, swapped=True)
     return type(base.__name__, (base,), members)
 
 

@@ -1,7 +1,5 @@
 """Which layers of a model have their sums fused, and which norm reads what each of them returns."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re
@@ -11,30 +9,24 @@ import torch
 from torch import nn
 
 from ...fused.layer import Fusion, layer_part, link
-from ...fused.norm import fused_part
+from ...fused.norm import recipe_of
 from ...fused.source import CannotRewrite
 from ...ops.backend import MAX_HEAD_DIM
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
-from ..swap import fuse, replaced_forward, unfuse, unfused
+from ..swap import fuse, replaced_forward, unfused
 from .qk import QKFusion, find_qk
 from .sums import NO_SUM, find_fusion, norms_of
 
 
 @dataclass
 class Examined:
-    """A module with norms among its children."""
+    """What was found of a module with norms among its children, or why nothing was."""
 
-    module: nn.Module
     path: str
-    fusion: Fusion | None
+    fusion: Fusion = Fusion(())
     reason: str = ""
     qk: QKFusion | None = None
-
-    @property
-    def sums(self) -> tuple[tuple[int, str], ...]:
-        """The sums of its forward that norms read."""
-        return () if self.fusion is None else self.fusion.sites
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
@@ -51,14 +43,15 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     in_rows = {_inner(module) for _, _, row in rows for module in row}
     layers = {m: _examine(m, path, m in in_rows) for path, m in model.named_modules() if norms_of(m)}
     behind = _behind_each(rows, layers)
-    records = {}
+    told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
     for module, layer in layers.items():
-        inside = [f"+ {reader}" for _, reader in layer.sums if reader]
+        inside = [f"+ {reader}" for _, reader in layer.fusion.sites if reader]
         if layer.qk is not None:
             inside = [str(layer.qk)]
         if inside or module in behind:
             try:
-                _give(module, layer.qk or layer.fusion, undo)
+                undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
+                fuse(module, layer.qk or layer.fusion)  # one of an earlier patch, when other norms were swapped, goes
                 if module in behind:
                     reader, owner = behind[module]
                     link(module, owner, reader)
@@ -66,13 +59,13 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
             except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
                 layer.reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
         if inside and not layer.reason:
-            records[layer.path] = FusedLayer(layer.path, type(module).__name__, ", ".join(inside))
+            told[layer.path] = ", ".join(inside), ""
         elif module in in_rows:
-            reads = "no patched norm is known to read the sum that it returns" if layer.sums else NO_SUM
-            records[layer.path] = FusedLayer(layer.path, type(module).__name__, "", layer.reason or reads)
-    for path, reason in _with_norms_further_in(model, in_rows, set(records)).items():
-        records[path] = FusedLayer(path, type(model.get_submodule(path)).__name__, "", reason)
-    return tuple(records[path] for path, _ in model.named_modules() if path in records)
+            reads = "no patched norm is known to read the sum that it returns" if layer.fusion.sites else NO_SUM
+            told[layer.path] = "", layer.reason or reads
+    further_in = _with_norms_further_in(model, in_rows, set(told))
+    told.update((path, ("", reason)) for path, reason in further_in.items())
+    return tuple(FusedLayer(path, type(m).__name__, *told[path]) for path, m in model.named_modules() if path in told)
 
 
 def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[str]) -> dict[str, str]:
@@ -80,7 +73,7 @@ def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[
     names = {path for path, module in model.named_modules() if module in in_rows}
     held: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        if fused_part(type(module)) is None:
+        if recipe_of(module) is None:
             continue
         parents = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
         layer = next((parent for parent in reversed(parents) if parent in names), None)
@@ -94,23 +87,6 @@ def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[
     }
 
 
-def _give(module: nn.Module, fusion, undo: contextlib.ExitStack) -> None:
-    """Give a layer this fusion; one that an earlier patch gave it, when other norms were swapped, goes."""
-    part = layer_part(type(module))
-    before = None if part is None else part._hf_rmsnorm_fusion
-    if before == fusion:
-        return
-
-    def take_back() -> None:
-        unfuse(module)
-        if before is not None:
-            fuse(module, before)
-
-    undo.callback(take_back)
-    unfuse(module)
-    fuse(module, fusion)
-
-
 def _inner(module: nn.Module) -> nn.Module:
     """The layer in its wrappers (FSDP, activation checkpoints, `torch.compile`): an only child by a private name."""
     while len(module._modules) == 1 and (name := next(iter(module._modules))).startswith("_"):
@@ -121,21 +97,19 @@ def _inner(module: nn.Module) -> nn.Module:
 def _examine(module: nn.Module, path: str, in_row: bool) -> Examined:
     part = layer_part(type(module))
     if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
-        return Examined(module, path, None, "its class was given another forward: unpatch the model and patch it again")
+        return Examined(path, reason="its class was given another forward: unpatch the model and patch it again")
     if other := replaced_forward(module):
-        return Examined(module, path, None, f"its forward was replaced on the instance by {other}")
+        return Examined(path, reason=f"its forward was replaced on the instance by {other}")
     try:
         with neutral_modes(), torch.random.fork_rng(devices=[]):
             # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
             found = find_fusion(module) if in_row else Fusion(())
-            if isinstance(found, Fusion) and found.sites:
-                return Examined(module, path, found)
-            try:
-                return Examined(module, path, None, qk=find_qk(unfused(type(module)), _heads(module)))
-            except CannotRewrite:
-                return Examined(module, path, None, found) if isinstance(found, str) else Examined(module, path, found)
+            if isinstance(found, str) or not found.sites:
+                with contextlib.suppress(CannotRewrite):
+                    return Examined(path, qk=find_qk(unfused(type(module)), _heads(module)))
     except Exception as error:  # whatever a user's class does, its norms are swapped
-        return Examined(module, path, None, f"it could not be examined: {type(error).__name__}: {error}")
+        found = f"it could not be examined: {type(error).__name__}: {error}"
+    return Examined(path, reason=found) if isinstance(found, str) else Examined(path, found)
 
 
 def _heads(attention: nn.Module) -> set[str]:
@@ -145,7 +119,7 @@ def _heads(attention: nn.Module) -> set[str]:
     """
     found = set()
     for name, norm in norms_of(attention).items():
-        spec = fused_part(type(norm))._hf_rmsnorm_recipe.spec
+        spec = recipe_of(norm).spec
         shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
         plain = not spec.has_bias and not spec.functional
         if plain and all(len(shape) == 1 and shape[0] <= MAX_HEAD_DIM for shape in shapes):
@@ -158,14 +132,12 @@ def _behind_each(rows, layers: dict[nn.Module, Examined]) -> dict[nn.Module, tup
     behind: dict[nn.Module, tuple[str, nn.Module]] = {}
     for parent, name, row in rows:
         for here, there in zip(row, [*row[1:], None], strict=False):  # a row may be empty
-            layer = layers.get(here)
-            if layer is None or layer.fusion is None or all(reader for _, reader in layer.fusion.sites):
+            if here not in layers or all(reader for _, reader in layers[here].fusion.sites):
                 continue
             if there is None:
                 found = _behind(parent, name)
             else:
-                follower = layers.get(there)
-                entry = follower.fusion.entry if follower is not None and follower.fusion is not None else ""
+                entry = layers[there].fusion.entry if there in layers else ""
                 found = (entry, there) if entry else None
             if found is not None:
                 behind[here] = found

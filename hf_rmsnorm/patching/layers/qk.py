@@ -1,12 +1,10 @@
 """Where an attention normalises and rotates q and k, found in the source of its forward."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +15,7 @@ from ...reference import rotated
 
 _LATER, _ROTATE, _HELD = "_hf_rmsnorm_norm_later", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_held"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
+_DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,32 @@ class QKFusion:
 
     def rewrite(self, base: type) -> Callable:
         """The forward of a class, with the norms put off."""
-        return _rewritten(base, self)
+
+        def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
+            q, k, rotary, norms = _find(definition, itself, {self.q, self.k}, bool(self.rotary))
+            held = ast.Name(_HELD, ast.Load())
+            for statement, name in zip((q, k), norms, strict=True):
+                old = _norm_call(statement)
+                new = call(_LATER, old, itself, held, name, old.args[0])
+                if statement.value is old:
+                    statement.value = new
+                else:
+                    statement.value.func.value = new
+            names = ast.Tuple([ast.Constant(name) for name in norms], ast.Load())
+            if rotary is not None:
+                rotate = rotary.value
+                rotate.args[:0] = [ast.Name(itself, ast.Load()), held, names, rotate.func]
+                rotate.func = ast.Name(_ROTATE, ast.Load())
+            else:
+                pair = [statement.targets[0].id for statement in (q, k)]
+                both = call(_ROTATE, k, itself, held, names, None, *(ast.Name(n, ast.Load()) for n in pair))
+                assigned = ast.Assign([ast.Tuple([ast.Name(n, ast.Store()) for n in pair], ast.Store())], both)
+                definition.body.insert(definition.body.index(k) + 1, ast.copy_location(assigned, k))
+            fresh = ast.Assign([ast.Name(_HELD, ast.Store())], ast.Dict([], []))
+            definition.body.insert(definition.body.index(q), ast.copy_location(fresh, q))
+            return definition
+
+        return compiled_again(base, change, {_LATER: norm_later, _ROTATE: norm_and_rotate})
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.q, self.k, self.rotary))) + " in one launch"
@@ -48,21 +72,23 @@ def find_qk(cls: type, norms: set[str]) -> QKFusion:
     """
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
-    place = _find(definition, itself, norms)
-    rotary = "" if place.rotary is None else place.rotary.value.func.id
+    _, _, rotates, names = _find(definition, itself, norms)
+    rotary = "" if rotates is None else rotates.value.func.id
     if rotary and not prove_rotary(function.__globals__.get(rotary)):
-        place, rotary = _find(definition, itself, norms, rotates=False), ""
-    return QKFusion(*place.names, rotary)
+        *_, names = _find(definition, itself, norms, rotates=False)
+        rotary = ""
+    return QKFusion(*names, rotary)
 
 
 def prove_rotary(function: Callable | None) -> bool:
     """Whether a function computes ``x * cos + rotate_half(x) * sin`` of q and k, to the bit; it is run to see that."""
-    if not isinstance(function, types.FunctionType) or not _rotates(function):
+    if not isinstance(function, types.FunctionType) or not _rotates(function, [(d, d) for d in _DTYPES]):
         return False
     functions, named = _named(function)
     if any(f.__closure__ for f in functions) or not all(isinstance(value, _FIXED) for *_, value in named):
         return False  # what they hold may change while they stay what they are
-    proven_rotary[function] = [(f, f.__code__) for f in functions], named
+    mixes = _rotates(function, itertools.permutations(_DTYPES, 2))  # some give q's dtype back
+    proven_rotary[function] = [(f, f.__code__) for f in functions], named, mixes
     return True
 
 
@@ -82,60 +108,49 @@ def _named(function: types.FunctionType) -> tuple[list[types.FunctionType], list
 
 
 @torch.no_grad()
-def _rotates(function: Callable) -> bool:
+def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]]) -> bool:
+    """Whether it does with q and k of the first and tables of the second dtype, for each of these pairs."""
     generator = torch.Generator().manual_seed(0)
-    for dtype, columns in itertools.product((torch.float32, torch.bfloat16, torch.float16), (8, 4)):
-        q, k, cos, sin = (
-            torch.randn(shape, generator=generator).to(dtype)
-            for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, columns), (2, 5, columns))
-        )
+    for pair, columns in itertools.product(dtypes, (8, 4)):
+        shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, columns), (2, 5, columns)
+        q, k, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
+        (q, k), (cos, sin) = ([t.to(dtype) for t in two] for two, dtype in zip(((q, k), (cos, sin)), pair, strict=True))
         try:
             given = function(q, k, cos, sin)
         except Exception:  # a function of other arguments, which any error can say
             if columns == 8:
                 return False
             continue  # it rotates whole heads only
-        expected = [rotated(x, cos, sin) for x in (q, k)]
-        if not isinstance(given, tuple) or len(given) != 2:
+        if not isinstance(given, tuple) or not all(isinstance(each, torch.Tensor) for each in given):
             return False
-        if not all(isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in zip(given, expected, strict=True)):
+        if len(given) != 2 or not all(map(torch.equal, given, (rotated(q, cos, sin), rotated(k, cos, sin)))):
             return False
     return True
 
 
-@dataclass
-class _Place:
-    """Statements of a forward: `q` and `k` assign normalised rows; `rotary` rotates both, or None."""
-
-    q: ast.Assign
-    k: ast.Assign
-    rotary: ast.Assign | None
-    names: tuple[str, str]
-
-
-def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bool = True) -> _Place:
+def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bool = True) -> tuple:
+    """(the statement that assigns q, that for k, that which rotates both or None, the names of the two norms)."""
     found = [(at, s, name) for at, s in enumerate(definition.body) if (name := _normalises(s, itself, norms))]
     if len(found) != 2 or found[0][2] == found[1][2]:
         raise CannotRewrite("its forward does not assign a normalised q and a normalised k")
     (first, q, q_norm), (second, k, k_norm) = found
-    names = {q.targets[0].id, k.targets[0].id}
-    between = [*definition.body[first + 1 : second], k.value]
-    if len(names) != 2 or any(_mentions(node, q.targets[0].id) for node in between):
+    names = q_name, k_name = q.targets[0].id, k.targets[0].id
+    if q_name == k_name or any(_mentions(node, q_name) for node in (*definition.body[first + 1 : second], k.value)):
         raise CannotRewrite("its forward uses q before it normalises k")
     after = next((s for s in definition.body[second + 1 :] if any(_mentions(s, name) for name in names)), None)
-    rotary = after if rotates and after is not None and _rotates_both(after, q.targets[0].id, k.targets[0].id) else None
+    rotary = after if rotates and after is not None and _rotates_both(after, *names) else None
     if rotary is None and q.value is _norm_call(q):
         raise CannotRewrite("its forward does not show that it normalises heads")
     last = definition.body.index(rotary or k)
     roots = [_root(_norm_call(statement).args[0], itself) for statement in (q, k)]
-    for statement, root in zip((q, k), roots, strict=True):
-        rest = definition.body[definition.body.index(statement) + 1 : last + 1]
+    for at, name, root in zip((first, second), names, roots, strict=True):
         views = (rotary, k if roots[1] == root else None)
-        if root not in ("", statement.targets[0].id) and any(_mentions(n, root) for n in rest if n not in views):
+        rest = [statement for statement in definition.body[at + 1 : last + 1] if statement not in views]
+        if root not in ("", name) and any(_mentions(statement, root) for statement in rest):
             raise CannotRewrite(f"its forward goes on with {root}, which it may write to")
     if any(_in_place(node) for statement in definition.body[first : last + 1] for node in ast.walk(statement)):
         raise CannotRewrite("its forward writes in place between q and what rotates it")
-    return _Place(q, k, rotary, (q_norm, k_norm))
+    return q, k, rotary, (q_norm, k_norm)
 
 
 def _normalises(statement: ast.stmt, itself: str, norms: set[str]) -> str:
@@ -190,32 +205,3 @@ def _root(rows: ast.expr, itself: str) -> str:
 
 def _mentions(node: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
-
-
-def _rewritten(cls: type, fusion: QKFusion) -> Callable:
-    def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-        place = _find(definition, itself, {fusion.q, fusion.k}, bool(fusion.rotary))
-        held = ast.Name(_HELD, ast.Load())
-        for statement, name in zip((place.q, place.k), place.names, strict=True):
-            old = _norm_call(statement)
-            new = call(_LATER, old, itself, held, name, old.args[0])
-            if statement.value is old:
-                statement.value = new
-            else:
-                statement.value.func.value = new
-        names = ast.Tuple([ast.Constant(name) for name in place.names], ast.Load())
-        if place.rotary is not None:
-            rotate = place.rotary.value
-            rotate.args[:0] = [ast.Name(itself, ast.Load()), held, names, rotate.func]
-            rotate.func = ast.Name(_ROTATE, ast.Load())
-        else:
-            q, k = (s.targets[0].id for s in (place.q, place.k))
-            pair = ast.Tuple([ast.Name(n, ast.Store()) for n in (q, k)], ast.Store())
-            both = [ast.Name(n, ast.Load()) for n in (q, k)]
-            both_normed = ast.Assign([pair], call(_ROTATE, place.k, itself, held, names, None, *both))
-            definition.body.insert(definition.body.index(place.k) + 1, ast.copy_location(both_normed, place.k))
-        fresh = ast.Assign([ast.Name(_HELD, ast.Store())], ast.Dict([], []))
-        definition.body.insert(definition.body.index(place.q), ast.copy_location(fresh, place.q))
-        return definition
-
-    return compiled_again(cls, change, {_LATER: norm_later, _ROTATE: norm_and_rotate})

@@ -4,23 +4,19 @@ The layer's own `+` are made to note what they return, its norms what they are g
 tensor that a `+` returned reads that sum. The forward with those sums fused then has to give the same bits.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect
 import itertools
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from ...fused.handover import hand_over, handed_over
 from ...fused.layer import Fusion
-from ...fused.norm import fused_part
+from ...fused.norm import recipe_of
 from ...fused.recipe import operands
 from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
 from ..formula.probe import is_plain
@@ -48,12 +44,8 @@ def find_fusion(layer: nn.Module) -> Fusion | str:
 
 def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
     """The layer's children that are patched norms whose sums may be fused."""
-    found = {}
-    for name, child in layer.named_children():
-        part = fused_part(type(child))
-        if part is not None and part._hf_rmsnorm_recipe.is_simple:
-            found[name] = child
-    return found
+    found = {name: (child, recipe_of(child)) for name, child in layer.named_children()}
+    return {name: child for name, (child, recipe) in found.items() if recipe is not None and recipe.is_simple}
 
 
 def _key(layer: nn.Module) -> tuple:
@@ -80,27 +72,48 @@ def _learn(layer: nn.Module) -> Fusion | str:
     norms = norms_of(layer)
     size, dtype = _row(norms)
     x = torch.randn(*SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
-    stubs = [name for name, child in layer.named_children() if name not in norms and not _stateless(child)]
-    noted = _Notes(x)
-    forward = with_sums(base, {at: str(at) for at in positions}, noted.add)
+    stubs = [name for name, child in layer.named_children() if name not in norms and not _is_plain_module(child)]
+    totals: dict[int, torch.Tensor] = {}  # what each `+` returned
+    given: list[tuple[str, torch.Tensor, int]] = []  # what each norm was given, in which version
+
+    def note(layer, left, right, at: int):
+        total = left + right
+        if isinstance(total, torch.Tensor):
+            totals[at] = total
+        return total
+
+    forward = with_sums(base, {at: at for at in positions}, note)
     for forms in _forms(definition, stubs):
-        stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)), noted)
+        stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)))
         try:
             expected = _run(base.forward, stand_in, x)
-            noted.clear()
+            for name in norms:
+                stand_in._modules[name].register_forward_pre_hook(
+                    lambda _, args, name=name: given.append((name, args[0], args[0]._version))
+                )
             output = _run(forward, stand_in, x)
         except Exception:  # a stub returns what this forward does not expect, which any error can say
-            continue
-        if output.shape == x.shape and torch.equal(output, expected):
-            return _proven(base, stand_in, norms, _seen(noted.fusion(output), definition, norms), expected, x)
+            output = None
+        if output is not None and output.shape == x.shape and torch.equal(output, expected):
+            sites, itself = _sites(totals, given, output), definition.args.args[0].arg
+            entry = next((name for name, read, _ in given if read is x), "")
+            seen = [at for at, name in sites if name and is_seen(definition, sums(definition)[at], itself, norms)]
+            return _proven(base, stand_in, norms, Fusion(sites, entry, tuple(seen)), expected, x)
+        totals.clear()
+        given.clear()
     return "its forward does not run on stand-ins for what is not a norm"
 
 
-def _seen(fusion: Fusion, definition: ast.FunctionDef, norms: Iterable[str]) -> Fusion:
-    """The fusion, told which of its sums something else may get hold of."""
-    totals, itself = sums(definition), definition.args.args[0].arg
-    seen = [at for at, reader in fusion.sites if reader and is_seen(definition, totals[at], itself, norms)]
-    return replace(fusion, seen=tuple(seen))
+def _sites(totals: dict, given: list, output: torch.Tensor) -> tuple[tuple[int, str], ...]:
+    """As in `Fusion`, where the forward returned this."""
+    found = []
+    for at, total in sorted(totals.items()):
+        # A sum that is written to before it is read is another: what tells so at run time, the version of a tensor,
+        # there is none of under `inference_mode`.
+        reader = next((name for name, x, version in given if x is total and version == 0), None)
+        if reader is not None or (total is output and total._version == 0):
+            found.append((at, reader or ""))
+    return tuple(found)
 
 
 def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
@@ -108,20 +121,17 @@ def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
 
     A norm without weight takes rows of any length, and so does the stand-in of one whose weights are elsewhere, empty.
     """
-    dtype = torch.bfloat16
-    for norm in norms.values():
-        for p in norm.parameters(recurse=False):
-            dtype = p.dtype
-            if p.numel():
-                return p.shape[-1], dtype
-    sizes = [fused_part(type(norm))._hf_rmsnorm_recipe.hidden_size for norm in norms.values()]
-    return next(filter(None, sizes), 64), dtype
+    parameters = [p for norm in norms.values() for p in norm.parameters(recurse=False)]
+    whole = [p for p in parameters if p.numel()]
+    sizes = [*(p.shape[-1] for p in whole), *(recipe_of(norm).hidden_size for norm in norms.values())]
+    dtypes = [p.dtype for p in whole or parameters]
+    return next(filter(None, sizes), 64), next(iter(dtypes), torch.bfloat16)
 
 
 def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: torch.Tensor, x) -> Fusion | str:
     if not fusion.sites and not fusion.entry:
         return NO_SUM
-    recipes = {name: fused_part(type(norm))._hf_rmsnorm_recipe for name, norm in norms.items()}
+    recipes = {name: recipe_of(norm) for name, norm in norms.items()}
 
     def add(layer, left, right, reader):
         total = left + right
@@ -143,38 +153,6 @@ def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: to
     return fusion if torch.equal(output, expected) else "with its sums fused its forward gives other values"
 
 
-class _Notes:
-    """What each ``+`` returned and each norm was given, in one run."""
-
-    def __init__(self, x: torch.Tensor):
-        self.input = x
-        self.clear()
-
-    def clear(self) -> None:
-        self.totals: dict[int, torch.Tensor] = {}
-        self.given: list[tuple[str, torch.Tensor, int]] = []
-
-    def add(self, layer, left, right, label):
-        total = left + right
-        if isinstance(total, torch.Tensor):
-            self.totals[int(label)] = total
-        return total
-
-    def give(self, name: str, x: torch.Tensor) -> None:
-        self.given.append((name, x, x._version))
-
-    def fusion(self, output: torch.Tensor) -> Fusion:
-        sites = []
-        for at, total in sorted(self.totals.items()):
-            # A sum that is written to before it is read is another: what tells so at run time, the version of a
-            # tensor, there is none of under `inference_mode`.
-            reader = next((name for name, x, version in self.given if x is total and version == 0), None)
-            if reader is not None or (total is output and total._version == 0):
-                sites.append((at, reader or ""))
-        entry = next((name for name, x, _ in self.given if x is self.input), "")
-        return Fusion(tuple(sites), entry)
-
-
 class _Stub(nn.Module):
     """Something that mixes: one tensor of its input's shape, or a tuple that begins with it."""
 
@@ -192,54 +170,45 @@ class _Stub(nn.Module):
         return y if self.form == 1 else (y, *[None] * (self.form - 1))
 
 
-def _stateless(module: nn.Module) -> bool:
-    own = type(module).__module__.startswith("torch.nn.")  # dropout, identity, activations
-    return own and not module._modules and not module._parameters
+def _is_plain_module(module: nn.Module) -> bool:
+    """Whether this is dropout, an identity or an activation of torch's own."""
+    return type(module).__module__.startswith("torch.nn.") and not module._modules and not module._parameters
 
 
-def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: dict[str, int], noted: _Notes):
+def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: dict[str, int]) -> nn.Module:
     """The layer with its norms on the CPU, hooks off, and stubs for all else; nothing of the layer is changed."""
     twin = _bare(layer)
     twin.__class__ = unfused(type(layer))
     generator = torch.Generator().manual_seed(0)
     for held in (twin._parameters, twin._buffers):
-        held.update((name, _here(t, generator)) for name, t in held.items() if t is not None)
+        for key, t in held.items():
+            # Its own values, but where these are elsewhere in parts or not at all.
+            here = t is None or (type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta)
+            made = t if here else torch.randn(t.shape, generator=generator).to(t.dtype)
+            held[key] = made if made is None else made.detach().cpu()
     modules = {}
     for number, (name, child) in enumerate(layer.named_children()):
-        if name in norms:
-            modules[name] = norm = _bare(child)
-            for held in (norm._parameters, norm._buffers):
-                for key, t in held.items():
-                    if t is not None:
-                        shape = t.shape if t.numel() else (size,)
-                        held[key] = (0.7 + 0.4 * torch.randn(shape, generator=generator)).to(t.dtype)
-            restore(norm)  # the formula is proven: what runs here needs no backend
-            norm.register_forward_pre_hook(lambda _, args, name=name: noted.give(name, args[0]))
-        else:
-            modules[name] = _Stub(child, number, forms[name]) if name in forms else _bare(child)
+        modules[name] = _Stub(child, number, forms[name]) if name in forms else _bare(child)
+    for name in norms:
+        norm = modules[name]
+        for held in (norm._parameters, norm._buffers):
+            for key, t in held.items():
+                if t is not None:
+                    shape = t.shape if t.numel() else (size,)
+                    held[key] = (0.7 + 0.4 * torch.randn(shape, generator=generator)).to(t.dtype)
+        restore(norm)  # the formula is proven: what runs here needs no backend
     twin.__dict__["_modules"] = modules
     return twin
 
 
-def _here(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of the layer's own, on the CPU; other values, where its own are elsewhere in parts or not at all."""
-    if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta:
-        return t.detach().cpu()
-    return torch.randn(t.shape, generator=generator).to(t.dtype)
-
-
 def _bare(module: nn.Module) -> nn.Module:
-    new = object.__new__(type(module))  # FSDP2's classes have a __new__ of their own
-    new.__dict__.update(vars(module), training=False)
-    for name, value in vars(module).items():
-        if name.endswith("_hooks") or name.startswith("_forward_hooks") or name.startswith("_forward_pre_hooks"):
-            new.__dict__[name] = OrderedDict()
-        elif name == "_buffers":
-            new.__dict__[name] = {key: t if t is None else t.clone() for key, t in value.items()}
-        elif isinstance(value, (dict, list, set)):
-            new.__dict__[name] = copy.copy(value)
+    state = {k: copy.copy(v) if isinstance(v, (dict, list, set)) else v for k, v in vars(module).items()}
+    state.update((k, v) for k, v in vars(nn.Module()).items() if k.endswith("_hooks") or "_hooks_" in k)
+    state["_buffers"] = {key: t if t is None else t.clone() for key, t in module._buffers.items()}
     for name in ("forward", "_old_forward", "_hf_hook", "_is_hf_initialized"):
-        new.__dict__.pop(name, None)
+        state.pop(name, None)
+    new = object.__new__(type(module))  # FSDP2's classes have a __new__ of their own
+    new.__dict__.update(state, training=False)
     return new
 
 
@@ -262,12 +231,10 @@ def _forms(definition: ast.FunctionDef, stubs: list[str]):
 
 def _used_as(definition: ast.FunctionDef, child: str) -> int:
     def calls(node) -> bool:
-        return (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == child
-            and isinstance(node.func.value, ast.Name)
-        )
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(), name)):
+                return name == child
+        return False
 
     subscripts = [node.value for node in ast.walk(definition) if isinstance(node, ast.Subscript)]
     indexed = {value.id for value in subscripts if isinstance(value, ast.Name)}

@@ -5,8 +5,6 @@ by, or written to. And which norms' inputs are written to once they are read: ``
 precision, where Hugging Face's norm keeps a float32 copy of x for its backward and the kernels' backward reads x.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterable
@@ -40,42 +38,31 @@ def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
     """Those of `norms` whose input some forward in the model writes to after they have read it."""
     found: set[nn.Module] = set()
     visited: set[tuple[nn.Module, frozenset[str]]] = set()
-
-    def visit(module: nn.Module, written: frozenset[str] = frozenset()) -> None:
-        """Look into a module whose caller writes to these arguments of its forward."""
+    waiting: list[tuple[nn.Module, list[int | str]]] = [(model, [])]
+    while waiting:
+        module, hit = waiting.pop()  # what its caller writes to of the arguments of its forward
+        if module in norms:
+            found.update([module] if hit else [])
+            continue
+        if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
+            continue
+        names = list(inspect.signature(type(module).forward).parameters)[1:] if hit else []
+        written = frozenset(names[at] if at in range(len(names)) else at for at in hit)
         if (module, written) in visited:
-            return
+            continue
         visited.add((module, written))
         for at, child in enumerate(module.children()):
             first = at == 0 and isinstance(module, nn.Sequential)
-            visit_child(child, [0] if first and "input" in written else [])
+            waiting.append((child, [0] if first and "input" in written else []))
         calls, writes = _flow_of(unfused(type(module)), unfused(type(module)).forward)
         for name, time, given in calls:
             called = module._modules.get(name)
             changed = {value for value, last in writes.items() if last > time} | written
             hit = [at for at, values in given if values & changed]
             # No truth of a module is asked for: torch.compile's wrapper of one without a length raises.
-            for child in called if isinstance(called, nn.ModuleList) else () if called is None else (called,):
-                visit_child(child, hit)
-
-    def visit_child(child: nn.Module, hit: list[int | str]) -> None:
-        if child in norms:
-            found.update([child] if hit else [])
-            return
-        if isinstance(child, torch.jit.ScriptModule):  # whose class has no forward to read
-            return
-        names = _parameters(type(child), type(child).forward)
-        hit = [names[at] if isinstance(at, int) else at for at in hit if isinstance(at, str) or at < len(names)]
-        visit(child, frozenset(hit))
-
-    if not isinstance(model, torch.jit.ScriptModule):
-        visit(model)
+            children = called if isinstance(called, nn.ModuleList) else () if called is None else (called,)
+            waiting += [(child, hit) for child in children]
     return found
-
-
-@lru_cache(1024)
-def _parameters(cls: type, _) -> list[str]:
-    return list(inspect.signature(cls.forward).parameters)[1:]
 
 
 @lru_cache(1024)
@@ -108,22 +95,22 @@ class _Flow:
         self.rows: dict[str, str] = {}  # loop variable -> the child whose modules it takes
         arguments = definition.args
         names = (a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
-        self.block(definition.body, {name: frozenset([name]) for name in names if name != itself})
-
-    def block(self, statements: list[ast.stmt], bound: dict[str, _Values]) -> None:
-        for statement in statements:
+        bound = {name: frozenset([name]) for name in names if name != itself}
+        for statement in definition.body:
             self.statement(statement, bound)
 
     def branch(self, statements: list[ast.stmt], bound: dict[str, _Values]) -> None:
         inside = dict(bound)
-        self.block(statements, inside)
+        for statement in statements:
+            self.statement(statement, inside)
         for name, values in inside.items():
             bound[name] = bound.get(name, frozenset()) | values
 
     def statement(self, node: ast.stmt, bound: dict[str, _Values]) -> None:
         match node:
             case ast.Assign([ast.Tuple(names)], ast.Tuple(parts)) if len(names) == len(parts):
-                for target, values in [(t, self.values(p, bound)) for t, p in zip(names, parts, strict=True)]:
+                given = [self.values(part, bound) for part in parts]
+                for target, values in zip(names, given, strict=True):
                     self.bind(target, values, bound)
             case ast.Assign(targets, value):
                 values = self.values(value, bound)
@@ -141,10 +128,9 @@ class _Flow:
                 self.bind(target, self.values(iterable, bound), bound)
                 for part in (body, body, orelse):  # twice: what the end of a loop leaves to its beginning
                     self.branch(part, bound)
-            case ast.While(test, body, orelse):
-                self.values(test, bound)
-                for part in (body, body, orelse):
-                    self.branch(part, bound)
+            case ast.While(_, body, _):
+                self.parts(node, bound)
+                self.branch(body, bound)
             case ast.Return(value) if value is not None:
                 self.shown |= self.values(value, bound)
             case ast.FunctionDef() | ast.ClassDef():
@@ -192,14 +178,11 @@ class _Flow:
                 values = self.values(value, bound)
                 self.bind(target, values, bound)
                 return values
-            case ast.Tuple(parts) | ast.List(parts):
+            case ast.Tuple() | ast.List() | ast.Dict() | ast.Starred():
+                parts = (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
                 return frozenset().union(*(self.values(part, bound) for part in parts))
-            case ast.Dict(keys, parts):
-                return frozenset().union(*(self.values(part, bound) for part in (*filter(None, keys), *parts)))
             case ast.Subscript(value, index):
                 self.values(index, bound)
-                return self.values(value, bound)
-            case ast.Starred(value):
                 return self.values(value, bound)
             case ast.Attribute(value, name):
                 values = self.values(value, bound)
@@ -223,11 +206,15 @@ class _Flow:
                 self.write(given[0][1])
         match function:
             case ast.Attribute(ast.Name(owner), name) if owner == self.itself:
-                self.note_call(name, given)
-                return frozenset([node])
-            case ast.Name(name) if name in self.rows:
-                self.note_call(self.rows[name], given)
-                return frozenset([node])
+                child = name
+            case ast.Name(name):
+                child = self.rows.get(name)
+            case _:
+                child = None
+        if child is not None:
+            self.time += 1
+            self.calls.append((child, self.time, given))
+            return frozenset([node])
         self.shown = self.shown.union(*(values for _, values in given))
         receiver = self.values(function, bound)
         match function:
@@ -236,10 +223,6 @@ class _Flow:
             case ast.Attribute(_, name) if name in _FACTS:
                 return frozenset([node])
         return receiver | {node}  # a method's result may be a view
-
-    def note_call(self, name: str, given: list) -> None:
-        self.time += 1
-        self.calls.append((name, self.time, given))
 
     @staticmethod
     def mentioned(node: ast.AST, bound: dict[str, _Values]) -> _Values:

@@ -5,9 +5,6 @@ is looked at: w, d, h: unsigned of 32, 64, 16 bits; s, q: signed of 32 and 64; f
 bfloat16 has no dtype and is held as h.
 """
 
-from __future__ import annotations
-
-import re
 from collections.abc import Callable
 
 import numpy as np
@@ -49,20 +46,12 @@ def _narrow(total):
     return to_bf16(np.where((near != total) & (near.view(u32) % 2 == 0) & np.isfinite(near), other, near))
 
 
-def _wide(a):
-    return of_bf16(a).astype(f64)
-
-
-HALVES = {  # by type: the kind of one half, and what is done to it
-    "bf16": ("h", {
-        "add": lambda a, b: _narrow(_wide(a) + _wide(b)), "sub": lambda a, b: _narrow(_wide(a) - _wide(b)),
-        "mul": lambda a, b: to_bf16(of_bf16(a) * of_bf16(b)), "neg": lambda a: a ^ 0x8000,
-        "fma": lambda a, b, c: _narrow(_wide(a) * _wide(b) + _wide(c))}),
-    "f16": ("e", {  # two float16 numbers have an exact product in float32, and any sum of it in float64 rounds once
-        "add": lambda a, b: (a.astype(f64) + b).astype(f16), "sub": lambda a, b: (a.astype(f64) - b).astype(f16),
-        "mul": lambda a, b: (a.astype(f32) * b.astype(f32)).astype(f16), "neg": lambda a: -a,
-        "fma": lambda a, b, c: (a.astype(f64) * b.astype(f64) + c).astype(f16)}),
-}  # fmt: skip
+HALVES = {  # by type: its kind, its way to float64, where one product or sum of a product is exact enough, and back
+    "bf16": ("h", lambda a: of_bf16(a).astype(f64), _narrow),
+    "f16": ("e", lambda a: a.astype(f64), lambda a: a.astype(f16)),
+}
+OF_HALVES = {"add": ("xx", np.add), "sub": ("xx", np.subtract), "mul": ("xx", np.multiply), "neg": ("x", np.negative),
+             "fma": ("xxx", lambda a, b, c: a * b + c)}  # fmt: skip
 
 
 def _pack(low, high):
@@ -73,32 +62,35 @@ def _unpack(pair):
     return pair.astype(u16), (pair >> 16).astype(u16)
 
 
-def _in_halves(kind: str, function: Callable) -> Callable:
-    def both(*pairs):
-        lows, highs = zip(*map(_unpack, pairs), strict=True)
-        return _pack(*(function(*(h.view(KINDS[kind]) for h in halves)) for halves in (lows, highs)))
+def _of_halves(name: str, kinds: str, function: Callable, compares: bool = False) -> tuple[str, Callable]:
+    kind, wide, narrow = HALVES[name.removesuffix("x2")]
 
-    return both
+    def one(*halves):
+        found = function(*(wide(h.view(KINDS[kind])) for h in halves))
+        return found if compares else narrow(found)
+
+    def both(*pairs):
+        found = (one(*halves) for halves in zip(*map(_unpack, pairs), strict=True))
+        return tuple(found) if compares else _pack(*found)
+
+    return (kinds.replace("x", "w"), both) if name.endswith("x2") else (kinds.replace("x", kind), one)
 
 
 def _rsqrt(a):
     return (1.0 / np.sqrt(a.astype(f64))).astype(f32)
 
 
-def _flushed(a):
-    return np.where(np.abs(a) < f32.type(2.0**-126), np.copysign(f32.type(0), a), a)
-
-
 FLOAT = {
     "add": ("ff", np.add), "sub": ("ff", np.subtract), "mul": ("ff", np.multiply), "fma": ("fff", fma32),
     "div": ("ff", np.divide), "sqrt": ("f", np.sqrt), "rsqrt": ("f", _rsqrt),
-    "rsqrt.ftz": ("f", lambda a: _rsqrt(_flushed(a))), "ex2": ("f", lambda a: np.exp2(a.astype(f64)).astype(f32)),
+    "rsqrt.ftz": ("f", lambda a: _rsqrt(np.where(np.abs(a) < f32.type(2.0**-126), 0 * a, a))),
+    "ex2": ("f", lambda a: np.exp2(a.astype(f64)).astype(f32)),
     "neg": ("w", lambda a: a ^ 0x8000_0000), "min": ("ff", np.fmin), "max": ("ff", np.fmax),
 }  # fmt: skip
 ROUNDED = {"rn", "full", "approx"}  # those that are approximate are exact here unless they are to be blurred
 
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-           "ge": np.greater_equal}  # fmt: skip
+           "ge": np.greater_equal, "neu": np.not_equal}  # fmt: skip
 INTEGER = {  # x and y are the type as unsigned and as it is
     "add": ("xx", np.add), "sub": ("xx", np.subtract), "mul.lo": ("xx", np.multiply), "and": ("xx", np.bitwise_and),
     "or": ("xx", np.bitwise_or), "xor": ("xx", np.bitwise_xor), "not": ("x", np.invert),
@@ -123,8 +115,7 @@ EXACT = {
     "cvt.rn.f16x2.f32": ("ff", lambda high, low: _pack(low.astype(f16), high.astype(f16))),
     "cvt.u64.u32": ("w", lambda a: a.astype(u64)), "cvt.s64.s32": ("s", lambda a: a.astype(i64)),
     "cvt.u32.u64": ("d", lambda a: a.astype(u32)), "cvt.u32.u16": ("h", lambda a: a.astype(u32)),
-    "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "not.pred": ("p", np.logical_not),
-    "and.pred": ("pp", np.logical_and), "or.pred": ("pp", np.logical_or), "xor.pred": ("pp", np.logical_xor),
+    "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "and.pred": ("pp", np.logical_and), "or.pred": ("pp", np.logical_or),
 }  # fmt: skip
 MOVES = {  # of a pair in braces, by whether that is the destination and by width
     (True, "b32"): ("w", _unpack), (False, "b32"): ("hh", _pack),
@@ -142,23 +133,15 @@ def operation(name: str) -> tuple[str, Callable] | None:
         return TYPES[kind], lambda a: a
     if head == "selp" and not modifiers:
         return 2 * TYPES[kind] + "p", lambda a, b, p: np.where(p, a, b)
-    if head == "setp" and len(modifiers) == 1 and (modifiers[0] != "ne" or kind != "f32"):
-        return COMPARE.get(modifiers[0]) and (2 * SIGNED[kind], COMPARE[modifiers[0]])
+    if head == "setp" and len(modifiers) == 1 and modifiers[0] != ("ne" if "f" in kind else "neu"):
+        compare, half = COMPARE.get(modifiers[0]), kind.removesuffix("x2") in HALVES
+        return compare and (_of_halves(kind, "xx", compare, True) if half else (2 * SIGNED[kind], compare))
     if kind == "f32" and set(modifiers) - {"ftz"} <= ROUNDED:
         return FLOAT.get(head + ".ftz" * ("ftz" in modifiers))
-    if match := re.fullmatch(r"(b?f16)(x2)?", kind):
-        letter, table = HALVES[match[1]]
-        if head not in table or not set(modifiers) <= {"rn"}:
-            return None
-        count = {"fma": 3, "neg": 1}.get(head, 2)
-        return ("w" * count, _in_halves(letter, table[head])) if match[2] else (letter * count, table[head])
+    if kind.removesuffix("x2") in HALVES:
+        return _of_halves(kind, *OF_HALVES[head]) if head in OF_HALVES and set(modifiers) <= {"rn"} else None
     found = INTEGER.get(".".join([head, *modifiers])) if kind[0] in "bsu" else None
     return found and (found[0].replace("x", TYPES[kind]).replace("y", SIGNED[kind]), found[1])
-
-
-def is_approximate(name: str) -> bool:
-    """Whether the hardware may be an ulp or two off."""
-    return ".approx" in name or name == "div.full.f32"
 
 
 def blurred(value):

@@ -1,14 +1,12 @@
 """PTX text to instructions: registers become slots, control flow becomes blocks. What is not known is an error."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from .arithmetic import KINDS, MOVES, is_approximate, operation
+from .arithmetic import KINDS, MOVES, operation
 
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?", re.DOTALL)
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]][^,{}\[\]]*")
@@ -18,6 +16,7 @@ CACHING = {"ca", "cg", "cs", "L1", "L2", "relaxed", "weak", "cta"}  # none of wh
 COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)?")
 MATRIX = re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16")
 WIDTHS = {"p": "p", "rs": "h", "r": "w", "rd": "d"}  # by the names of registers
+LEAVES = {"bra", "bra.uni", "ret"}
 LOADED = {"16": "h", "32": "w", "64": "d"}
 
 
@@ -34,7 +33,7 @@ class Instruction:
         kinds: dtypes that the sources are looked at as (None: as they are).
         sources, targets: slots of registers; a target is None where the result is dropped.
         guard: the slot of a predicate and the value at which it lets pass, or None.
-        numbers: what `act` needs to know besides, such as offsets and sizes.
+        numbers: what `act` needs to know besides, such as offsets, sizes and labels.
     """
 
     text: str
@@ -47,25 +46,17 @@ class Instruction:
     numbers: tuple = ()
     approximate: bool = False
     divides: bool = False
-    label: str = ""
-
-
-@dataclass
-class Block:
-    code: list[Instruction] = field(default_factory=list)
-    last: Instruction | None = None  # bra or ret; None: on to the next block
-    target: int = -1
 
 
 class Kernel:
     """A decoded entry function.
 
     Attributes:
-        params: (type, name) of each parameter.
-        threads: of one program.
+        params: (type, name) of each parameter; threads: of one program.
         registers: the slots as they are at the start: a scalar for a constant, else None.
         widths: the dtype of the bits of each slot that is a register.
         given: {name: slot} of the parameters and special registers that a launch fills in.
+        blocks: statements up to a branch or a label; labels: {name: number of its block}.
     """
 
     def __init__(self, text: str):
@@ -78,37 +69,30 @@ class Kernel:
         self.widths: list[np.dtype | None] = []
         self._slots: dict = {}
         self._sizes = {name: kind[-2:] for kind, name in self.params}
-        self.blocks = [Block()]
-        labels = self._read(body[body.index("{") + 1 :])
-        for block in self.blocks:
-            if block.last is not None and block.last.label:
-                block.target = labels[block.last.label]
+        self.blocks: list[list[Instruction]] = [[]]
+        self.labels: dict[str, int] = {}
+        self._read(body[body.index("{") + 1 :].splitlines())
 
-    def _read(self, body: str) -> dict[str, int]:
-        labels, depth = {}, 1
-        for line in body.splitlines():
+    def _read(self, lines: list[str]) -> None:
+        depth = 1
+        for line in lines:
             line = line.split("//")[0].strip()
             if not line or line[0] == ".":
                 continue
             if line in "{}":
                 depth += 1 if line == "{" else -1
                 if not depth:
-                    return labels
+                    return
             elif line[-1] == ":":
-                if self.blocks[-1].code:
-                    self.blocks.append(Block())
-                labels[line[:-1]] = len(self.blocks) - 1
+                if self.blocks[-1]:
+                    self.blocks.append([])
+                self.labels[line[:-1]] = len(self.blocks) - 1
             else:
                 for statement in filter(None, map(str.strip, line.split(";"))):
-                    instruction = self._decode(statement)
-                    if instruction.act in ("bra", "ret"):
-                        self.blocks[-1].last = instruction
-                        self.blocks.append(Block())
-                    else:
-                        self.blocks[-1].code.append(instruction)
+                    self.blocks[-1].append(self._decode(statement))
+                    if self.blocks[-1][-1].act in LEAVES:
+                        self.blocks.append([])
         raise Unknown("the entry has no end")
-
-    # -- operands
 
     def _slot(self, text: str, kind: str = "") -> int | None:
         """The slot of a register, special register or parameter, or of a constant of that kind."""
@@ -137,9 +121,7 @@ class Kernel:
         return self._slot(match[1], kind), int(match[2] or 0)
 
     def _list(self, text: str, kind: str = "") -> tuple:
-        return tuple(self._slot(name.strip(), kind) for name in text.strip("{} ").split(","))
-
-    # -- one statement
+        return tuple(self._slot(name.strip(), kind) for name in re.split("[,|]", text.strip("{} ")))
 
     def _decode(self, statement: str) -> Instruction:
         match = STATEMENT.fullmatch(statement)
@@ -158,9 +140,9 @@ class Kernel:
             kinds, made.function = found
             if len(parts) != len(kinds) + 1:
                 raise Unknown(statement)
-            made.targets, made.sources = (self._slot(parts[0]),), tuple(map(self._slot, parts[1:], kinds))
+            made.targets, made.sources = self._list(parts[0]), tuple(map(self._slot, parts[1:], kinds))
             made.kinds = (None,) if name.startswith("mov.") else tuple(KINDS[k] for k in kinds)
-            made.approximate = is_approximate(name)
+            made.approximate = ".approx" in name or ".full" in name  # by an ulp or two
             made.divides = name[:3] in ("div", "rem") and kinds[0] != "f"
         elif name.startswith("ld.param."):
             param = parts[1].strip("[] ")
@@ -180,7 +162,7 @@ class Kernel:
                 raise Unknown(made.text)
             address, offset = self._address(at, "d" if space == "global" else "w")
             registers = self._list(values, LOADED[bits])
-            made.act, made.numbers = f"{match[1]}_{space}", (offset, int(bits) // 8, int(vector or 1))
+            made.act, made.numbers = match[1], (space, offset, int(bits) // 8, int(vector or 1))
             made.sources, made.targets = ((address, *registers), ()) if match[1] == "st" else ((address,), registers)
         elif name == "shfl.sync.bfly.b32" and int(parts[3], 0) == 31 and int(parts[4], 0) in (-1, 0xFFFFFFFF):
             made.act, made.targets = "shuffle", (self._slot(parts[0]),)
@@ -195,23 +177,17 @@ class Kernel:
             made.act, made.numbers = "wait", (int(parts[0], 0) if parts else -1,)
         elif name == "bar.sync" and parts == ["0"]:
             made.act = "barrier"
-        elif name in ("bra", "bra.uni"):
-            made.act, made.label = "bra", parts[0]
-        elif name == "ret":
-            made.act = "ret"
+        elif name in LEAVES:
+            made.act, made.numbers = name, tuple(parts)
         else:
             raise Unknown(made.text)
 
 
 def _constant(text: str, kind: str):
-    if text == "global_smem":
-        text = "0"
-    if match := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", text):
-        value = int(match[1], 16)
-    elif re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)", text):
-        value = int(text, 0)
-    else:
-        raise Unknown(f"operand {text}")
+    try:
+        value = int("0" if text == "global_smem" else re.sub("^0[fF](?=.{8}$)", "0x", text), 0)
+    except ValueError:
+        raise Unknown(f"operand {text}") from None
     if kind == "p":
         return np.bool_(value)
     size = KINDS[kind].itemsize

@@ -1,19 +1,22 @@
 """A Triton driver for sm_90 whose launches, on CPU tensors, are executed from their PTX."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from types import SimpleNamespace
+
+from benchmarks.driver import StubDriver
 
 from .decode import Kernel
 from .machine import Machine
 
 TRITON = "3.9.0"  # the version whose PTX is spoken
+RUN_BY = "HF_RMSNORM_TESTS_RUN_BY"  # in the environment: by what pytest's workers run kernels, as pytest itself does
 SMS, SHARED_LIMIT = 2, 232_448  # few multiprocessors, so that persistent loops are walked
 
 
-class Driver:
+class Driver(StubDriver):
     """What Triton asks of the active driver.
 
     Attributes:
@@ -21,24 +24,17 @@ class Driver:
         launches: where each launch is kept, as (kernel, grid, bytes of shared memory, arguments); or None.
     """
 
-    def __init__(self, machine: Machine | None = None):
+    def __init__(self):
         from triton.backends.compiler import GPUTarget
 
-        self.machine = machine or Machine()
-        self.launches: list[tuple] | None = None
-        self.target = GPUTarget("cuda", 90, 32)
-        self.utils = SimpleNamespace(
-            load_binary=lambda name, binary, shared, device: (None, Kernel(binary.decode()), 0, 0, 1024),
-            unload_module=lambda _: None,
-            get_device_properties=lambda _: {"max_shared_mem": SHARED_LIMIT},
-        )
+        super().__init__(GPUTarget("cuda", 90, 32), SHARED_LIMIT)
+        self.utils.load_binary = lambda name, binary, shared, device: (None, Kernel(binary.decode()), 0, 0, 1024)
+        self.machine, self.launches = Machine(), None
 
     def launcher_cls(self, source, metadata) -> Callable:
         kept = [k for k, name in enumerate(source.fn.arg_names) if source.signature[name] != "constexpr"]
 
         def launch(x, y, z, stream, kernel, packed, about, enter, leave, *values):
-            if x * y * z == 0:
-                return
             arguments = [values[k] for k in kept]
             arguments += [None] * (len(kernel.params) - len(arguments))  # Triton's scratch memory, which nothing uses
             if self.launches is not None:
@@ -46,15 +42,6 @@ class Driver:
             self.machine.launch(kernel, (x, y, z), metadata.shared, arguments)
 
         return launch
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
 
 
 def _stop_at_ptx(backend=None, stages=None, options=None, language=None, capability=None):
@@ -64,24 +51,34 @@ def _stop_at_ptx(backend=None, stages=None, options=None, language=None, capabil
     stages["cubin"] = lambda text, metadata: text.encode()
 
 
-def execute_ptx() -> Driver:
-    """Make this process compile its kernels for sm_90, and execute them on CPU tensors; before triton is imported.
+def run_kernels_on_cpu() -> bool:
+    """Make this process and its children run kernels on CPU tensors; before triton is imported.
 
-    The package serves CPU tensors where TRITON_INTERPRET is 1, so that is what the environment says, to child
-    processes too; Triton alone is told otherwise.
+    Where Triton is the version whose PTX is spoken, this process and pytest's workers compile for sm_90 and execute the
+    PTX; elsewhere, where TRITON_INTERPRET is set already and in other children, Triton's interpreter runs them. The
+    package serves CPU tensors where TRITON_INTERPRET is 1, so that is what the environment says; Triton by itself is
+    told otherwise.
+
+    Returns whether PTX is executed.
     """
-    os.environ["TRITON_INTERPRET"] = "0"
+    if RUN_BY not in os.environ:
+        if "TRITON_INTERPRET" in os.environ:
+            return False
+        pinned = find_spec("triton") is not None and version("triton") == TRITON
+        os.environ.update({RUN_BY: "executor" if pinned else "interpreter", "TRITON_INTERPRET": "1"})
+    if os.environ[RUN_BY] != "executor" or os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    del os.environ["TRITON_INTERPRET"]  # read when triton is imported
     import torch
-    import triton
+    from triton import knobs
+    from triton.runtime import driver
 
-    knobs = triton.knobs
+    os.environ["TRITON_INTERPRET"] = "1"
     knobs.propagate_env = False
     knobs.runtime.interpret = False
     knobs.propagate_env = True
-    os.environ["TRITON_INTERPRET"] = "1"
     knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
-    driver = Driver()
-    triton.runtime.driver.set_active(driver)
+    driver.set_active(Driver())  # as `driver.active` from now on
     limits = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_LIMIT)
     torch.cpu.get_device_properties = lambda index=None: limits  # torch has none for the CPU
-    return driver
+    return True

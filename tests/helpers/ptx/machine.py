@@ -5,13 +5,14 @@ What threads see of each other's memory is theirs only by luck of that order, so
 between barriers, not by values.
 """
 
-from __future__ import annotations
+from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
 from .arithmetic import blurred
-from .decode import Instruction, Kernel, Unknown
-from .memory import SPACING, Fault, Shared, Window
+from .decode import LEAVES, Instruction, Kernel, Unknown
+from .memory import SPACING, UNSIGNED, Fault, Shared, Window
 
 LANES = 2**14  # about how many threads run at once: their registers fit a cache
 SHARED = 2**25  # bytes of shared memory at once
@@ -19,15 +20,11 @@ STEPS = 10**5  # blocks of code; more is an endless loop
 NOBODY = np.zeros(0, bool)
 
 
+@dataclass
 class Machine:
-    """Executes launches.
+    """Executes launches. `blurred`: what hardware only approximates is an ulp off, one way, the other or not at all."""
 
-    Args:
-        blurred: results that the hardware only approximates are an ulp off, one way or the other or not at all.
-    """
-
-    def __init__(self, blurred: bool = False):
-        self.blurred = blurred
+    blurred: bool = False
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], shared: int, arguments: list) -> list[int]:
         """Run a launch; `arguments` are tensors, numbers or None (a null pointer), one for each parameter.
@@ -43,9 +40,8 @@ class Machine:
             if hasattr(value, "data_ptr"):
                 windows[number] = Window(value, number)
                 value = windows[number].address
-            bits = int(kind[1:])
-            whole = np.dtype(f"u{bits // 8}").type
-            given[name] = np.float32(value) if kind == "f32" else whole(int(value or 0) % 2**bits)
+            dtype = np.dtype("f4" if kind == "f32" else f"u{int(kind[1:]) // 8}")
+            given[name] = dtype.type(value if kind == "f32" else int(value or 0) % 2 ** (8 * dtype.itemsize))
         programs = int(np.prod(grid))
         step = max(1, min(LANES // kernel.threads, SHARED // max(shared, 1)))
         try:
@@ -64,11 +60,11 @@ class _Run:
 
     def __init__(self, kernel: Kernel, grid, programs, shared: Shared, windows: dict, given: dict, blurred: bool):
         self.kernel, self.shared, self.windows, self.blurred = kernel, shared, windows, blurred
-        self.threads = kernel.threads
+        self.threads = kernel.threads  # of a program
         self.count = len(programs) * self.threads
         self.lanes = np.arange(self.count, dtype=np.int32)
         self.program = np.repeat(programs + 1, self.threads).astype(np.int32)
-        at = np.unravel_index(np.repeat(programs, self.threads), grid, "F")
+        at = np.unravel_index(self.program - 1, grid, "F")
         special = {f"%ctaid.{d}": a.astype(np.uint32) for d, a in zip("xyz", at, strict=True)}
         special |= {f"%nctaid.{d}": np.uint32(n) for d, n in zip("xyz", grid, strict=True)}
         special |= {"%tid.x": (self.lanes % self.threads).astype(np.uint32)}
@@ -89,21 +85,20 @@ class _Run:
                     if not self.waiting:
                         break
                     number = min(self.waiting)
-                    self.mask, block = self.waiting.pop(number), self.kernel.blocks[number]
-                    for instruction in block.code:
+                    self.mask = self.waiting.pop(number)
+                    for instruction in self.kernel.blocks[number]:
                         self._step(instruction)
-                    instruction = block.last
-                    self._leave(block.last, number, block.target)
+                    self._leave(number, instruction)
                 else:
                     raise Fault("endless loop")
                 self.shared.barrier()
         except Fault as fault:
             raise Fault(f"{fault} [{instruction.text if instruction else 'end'}]") from None
 
-    def _leave(self, last: Instruction | None, number: int, target: int) -> None:
+    def _leave(self, number: int, last: Instruction) -> None:
         """Send the lanes from the end of a block to where they go."""
-        going = NOBODY if last is None else self._guarded(last)
-        staying = self.mask
+        going, staying = self._guarded(last) if last.act in LEAVES else NOBODY, self.mask
+        target = self.kernel.labels[last.numbers[0]] if last.act in LEAVES and last.numbers else -1
         if going is None or going is staying:
             staying = NOBODY
         elif going is not NOBODY:
@@ -121,25 +116,20 @@ class _Run:
         slot, wanted = instruction.guard
         value = self._whole(slot, "value decides", self.mask)
         value = value if wanted else ~value
-        if self.mask is not None:
-            value = value & self.mask
-        elif value.all():
+        if self.mask is None and value.all():
             return None
+        value = value if self.mask is None else value & self.mask
         return value if value.any() else NOBODY
 
     def _step(self, instruction: Instruction) -> None:
-        mask = self._guarded(instruction)
+        mask = NOBODY if instruction.act in LEAVES else self._guarded(instruction)
         if mask is NOBODY:
             return
         if instruction.function is None:
             getattr(self, "_" + instruction.act)(instruction, mask)
             return
-        registers, values = self.registers, []
-        for slot, kind in zip(instruction.sources, instruction.kinds, strict=True):
-            value = registers[slot]
-            if value is None:
-                value = self._whole(slot)
-            values.append(value if kind is None or value.dtype is kind else value.view(kind))
+        values = map(self._whole, instruction.sources)
+        values = [v if k is None or v.dtype is k else v.view(k) for v, k in zip(values, instruction.kinds, strict=True)]
         if instruction.divides:
             zero = values[1] == 0
             if (zero if mask is None else zero & mask).any():
@@ -148,12 +138,8 @@ class _Run:
         if self.blurred and instruction.approximate:
             results = blurred(results)
         poison = self._poison_of(instruction.sources) if self.poison else None
-        if len(instruction.targets) == 1:
-            results = (results,)
-        for slot, result in zip(instruction.targets, results, strict=True):
+        for slot, result in zip(instruction.targets, results if type(results) is tuple else (results,), strict=True):
             self._put(slot, result, mask, poison)
-
-    # -- registers
 
     def _whole(self, slot: int, use: str = "", mask=None):
         """A register of all lanes, or a scalar; `use`: for what those of the mask must have computed it."""
@@ -177,11 +163,8 @@ class _Run:
 
     def _poison_of(self, slots):
         """Which lanes hold poison in any of these registers, or None."""
-        found = None
-        for slot in slots:
-            if slot in self.poison:
-                found = self.poison[slot] if found is None else found | self.poison[slot]
-        return found
+        held = [self.poison[slot] for slot in slots if slot in self.poison]
+        return reduce(np.logical_or, held) if held else None
 
     def _put(self, slot: int | None, value, mask, poison=None) -> None:
         if slot is None:
@@ -190,8 +173,7 @@ class _Run:
             value = np.where(mask, value, self._whole(slot).view(value.dtype))
             before = self.poison.get(slot)
             if poison is not None or before is not None:
-                now, before = (np.False_ if p is None else p for p in (poison, before))
-                poison = np.where(mask, now, before)
+                poison = np.where(mask, *(np.False_ if p is None else p for p in (poison, before)))
         self.registers[slot] = value
         if poison is not None and poison.any():
             self.poison[slot] = poison
@@ -223,8 +205,6 @@ class _Run:
             raise Fault(f"some threads of a {what} are elsewhere")
         return here
 
-    # -- memory
-
     def _by_window(self, address):
         """(the memory of an argument, which of the addresses point into it)."""
         numbers = (address >> np.uint64(SPACING)).astype(np.int64) - 1
@@ -235,41 +215,47 @@ class _Run:
                 raise Fault(f"outside of every argument, at {int(address[which][0]):#x}")
             yield self.windows[number], which
 
-    def _ld_global(self, instruction: Instruction, mask) -> None:
-        offset, width, count = instruction.numbers
-        address = self._address(instruction.sources[0], mask, offset)
-        values = np.empty((len(address), count), f"u{width}")
+    def _read(self, address, width: int, count: int):
+        values = np.empty((len(address), count), UNSIGNED[width])
         for window, which in self._by_window(address):
             values[which] = window.load(address[which], width, count)
-        self._put_some(instruction.targets, values, mask)
+        return values
 
-    def _st_global(self, instruction: Instruction, mask) -> None:
-        offset, width, count = instruction.numbers
+    def _accesses(self, instruction: Instruction, mask, slots: tuple) -> list[tuple]:
+        """(addresses, registers) of an access, or of each matrix of 8 by 8: four lanes touch a row, eight say where."""
+        space, offset, *_ = instruction.numbers
         address = self._address(instruction.sources[0], mask, offset)
-        values = self._values(instruction, mask, "value is stored")
-        program = self.program if mask is None else self.program[mask]
-        for window, which in self._by_window(address):
-            window.store(address[which], values[which], width, count, program[which])
+        if space != "matrix":
+            return [(address, slots)]
+        self._together(mask, 32, "warp")
+        rows, lane = address.reshape(-1, 32), np.arange(32)
+        if (rows % 16).any():
+            raise Fault("misaligned: a row of a matrix in shared memory")
+        within = (lane % 4 * 4).astype(np.uint32)
+        return [((rows[:, 8 * k + lane // 4] + within).ravel(), (slot,)) for k, slot in enumerate(slots)]
 
-    def _values(self, instruction: Instruction, mask, use: str = ""):
-        """What is stored, as columns; a register may be wider than what is stored of it."""
-        bits = np.dtype(f"u{instruction.numbers[1]}")
-        return np.stack([self._some(slot, mask, use).astype(bits, copy=False) for slot in instruction.sources[1:]], 1)
+    def _ld(self, instruction: Instruction, mask) -> None:
+        space, _, width, count = instruction.numbers
+        for address, slots in self._accesses(instruction, mask, instruction.targets):
+            if space == "global":
+                values, poison = self._read(address, width, count), None
+            else:
+                values, poison = self.shared.load(address, width, count, self._among(mask), instruction.text)
+            self._put_some(slots, values, mask, poison)
 
-    def _ld_shared(self, instruction: Instruction, mask) -> None:
-        offset, width, count = instruction.numbers
-        address = self._address(instruction.sources[0], mask, offset)
-        values, poison = self.shared.load(address, width, count, self._among(mask), instruction.text)
-        self._put_some(instruction.targets, values, mask, poison)
-
-    def _st_shared(self, instruction: Instruction, mask) -> None:
-        offset, width, count = instruction.numbers
-        address = self._address(instruction.sources[0], mask, offset)
-        values = self._values(instruction, mask)
-        poison = self._poison_of(instruction.sources[1:])
-        if poison is not None:
-            poison = np.broadcast_to(poison, self.count)[self._among(mask)]
-        self.shared.store(address, values, width, count, self._among(mask), instruction.text, poison)
+    def _st(self, instruction: Instruction, mask) -> None:
+        space, _, width, count = instruction.numbers
+        lanes, use = self._among(mask), "value is stored" if space == "global" else ""
+        for address, slots in self._accesses(instruction, mask, instruction.sources[1:]):
+            # A register may be wider than what is stored of it.
+            values = np.stack([self._some(slot, mask, use).astype(UNSIGNED[width], copy=False) for slot in slots], 1)
+            if space == "global":
+                for window, which in self._by_window(address):
+                    window.store(address[which], values[which], width, count, self.program[lanes][which])
+            else:
+                poison = self._poison_of(slots)
+                poison = None if poison is None else np.broadcast_to(poison, self.count)[lanes]
+                self.shared.store(address, values, width, count, lanes, instruction.text, poison)
 
     def _copy(self, instruction: Instruction, mask) -> None:
         to_offset, offset, size = instruction.numbers
@@ -280,10 +266,7 @@ class _Run:
             raise Unknown(f"a copy of a part: {instruction.text}")
         values, reads = np.zeros((len(lanes), size // 2), np.uint16), taken != 0  # what is not read becomes zero
         if reads.any():
-            found = np.empty((int(reads.sum()), size // 4), np.uint32)
-            for window, which in self._by_window(source[reads]):
-                found[which] = window.load(source[reads][which], 4, size // 4)
-            values[reads] = found.view(np.uint16)
+            values[reads] = self._read(source[reads], 4, size // 4).view(np.uint16)
         where = self.shared.start_copy(to, size, lanes, instruction.text)
         self.copies.append((lanes, self.committed[lanes], where, values, instruction.text))
 
@@ -307,29 +290,6 @@ class _Run:
         value, poison = self._some(slot, None), self.poison.get(slot)
         poison = None if poison is None else np.broadcast_to(poison, self.count)[partner]
         self._put(instruction.targets[0], value[partner], mask, poison)
-
-    def _ld_matrix(self, instruction: Instruction, mask) -> None:
-        for number, slot in enumerate(instruction.targets):
-            address = self._matrix(instruction, mask, number)
-            values, poison = self.shared.load(address, 4, 1, self._among(mask), instruction.text)
-            self._put_some((slot,), values, mask, poison)
-
-    def _st_matrix(self, instruction: Instruction, mask) -> None:
-        for number, slot in enumerate(instruction.sources[1:]):
-            address = self._matrix(instruction, mask, number)
-            values, poison = self._some(slot, mask)[:, None], self.poison.get(slot)
-            if poison is not None:
-                poison = np.broadcast_to(poison, self.count)[self._among(mask)]
-            self.shared.store(address, values, 4, 1, self._among(mask), instruction.text, poison)
-
-    def _matrix(self, instruction: Instruction, mask, number: int):
-        """What each lane touches of an 8 by 8 matrix of 16 bits: four lanes a row, of which eight lanes say where."""
-        self._together(mask, 32, "warp")
-        address = self._address(instruction.sources[0], mask, instruction.numbers[0]).reshape(-1, 32)
-        if (address % 16).any():
-            raise Fault("misaligned: a row of a matrix in shared memory")
-        lane = np.arange(32)
-        return (address[:, 8 * number + lane // 4] + (lane % 4 * 4).astype(np.uint32)).ravel()
 
     def _barrier(self, instruction: Instruction, mask) -> None:
         self.shared.barrier(self._together(mask, self.threads, "program"))

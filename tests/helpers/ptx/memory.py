@@ -1,7 +1,5 @@
 """Global memory, of which a launch may touch what its tensors cover, and the shared memory of its programs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,12 +15,7 @@ class Fault(Exception):
 
 
 class Window:
-    """The memory of one tensor argument, at made-up addresses of the same alignment.
-
-    Args:
-        tensor: a torch tensor on the CPU; only the elements of its view may be touched.
-        number: which argument it is.
-    """
+    """The memory of one tensor argument, at made-up addresses of the same alignment; only its view may be touched."""
 
     def __init__(self, tensor, number: int):
         self.number, self.item, self.shape = number, tensor.element_size(), tuple(tensor.shape)
@@ -77,8 +70,7 @@ class Window:
         """What can be said once all programs have run."""
         if self.owner is None:
             return
-        missing = int((self._of_view(self.owner) == 0).sum())
-        if missing:
+        if missing := int((self._of_view(self.owner) == 0).sum()):
             raise Fault(f"{missing} elements of argument {self.number} are not written, and others are")
         for other in others:
             overlaps = self.start < other.end and other.start < self.end
@@ -96,10 +88,10 @@ class Shared:
         self.size, self.threads, self.stride = size, threads, -(-size // 16) * 16
         self.bytes = np.zeros(programs * self.stride, np.uint8)
         self.state = np.full(len(self.bytes) // 2, EMPTY, np.uint8)
-        self.last = np.full(len(self.state), -1, np.int32)  # scratch of `_compare`
+        self.last = np.full(len(self.state), -1, np.int32)  # scratch of `barrier`
         self.touched: list[tuple] = []  # (is it a write, granules, lanes, values or None, text)
 
-    def _places(self, address, total: int, lanes):
+    def _touch(self, write: bool, address, total: int, lanes, values, text: str):
         """(rows of so many bytes, granules in them) of accesses."""
         address = address.astype(np.int64)
         if (address % total).any():
@@ -107,34 +99,29 @@ class Shared:
         if address.max() + total > self.size:
             raise Fault(f"outside of shared memory: byte {address.max() + total} of {self.size}")
         places = (lanes // self.threads * self.stride + address) // total
-        return places, places[:, None] * (total // 2) + np.arange(total // 2)
-
-    def _free(self, granules) -> None:
+        granules = places[:, None] * (total // 2) + np.arange(total // 2)
         if (self.state[granules] == COPYING).any():
             raise Fault("touched before an asynchronous copy to it has been waited for")
+        self.touched.append((write, granules, lanes, values, text))
+        return places, granules
 
     def load(self, address, width: int, count: int, lanes, text: str):
         """(values, which lanes read what nobody wrote, or None)."""
-        places, granules = self._places(address, width * count, lanes)
-        self._free(granules)
-        self.touched.append((False, granules, lanes, None, text))
+        places, granules = self._touch(False, address, width * count, lanes, None, text)
         unset = (self.state[granules] == EMPTY).any(1)
         return self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places], unset if unset.any() else None
 
     def store(self, address, values, width: int, count: int, lanes, text: str, poison=None) -> None:
         """values: (lanes, count); poison: which lanes of them nobody computed, or None."""
-        places, granules = self._places(address, width * count, lanes)
-        self._free(granules)
+        halves = np.ascontiguousarray(values).view(np.uint16)
+        places, granules = self._touch(True, address, width * count, lanes, halves, text)
         self.state[granules] = FILLED if poison is None else np.where(poison, EMPTY, FILLED)[:, None]
         self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places] = values
-        self.touched.append((True, granules, lanes, np.ascontiguousarray(values).view(np.uint16), text))
 
     def start_copy(self, address, size: int, lanes, text: str):
         """The granules that a copy will fill, which is under way from now on."""
-        _, granules = self._places(address, size, lanes)
-        self._free(granules)
+        _, granules = self._touch(True, address, size, lanes, None, text)
         self.state[granules] = COPYING
-        self.touched.append((True, granules, lanes, None, text))
         return granules
 
     def end_copy(self, granules, values, lanes, text: str) -> None:
@@ -154,7 +141,9 @@ class Shared:
             return
         places, writers = _joined(writes)
         self.last[places] = writers
-        if (self.last[places] != writers).any() and not self._alike(writes):
+        held = self.bytes.view(np.uint16)
+        alike = (values is not None and (held[granules] == values).all() for _, granules, _, values, _ in writes)
+        if (self.last[places] != writers).any() and not all(alike):
             raise Fault(f"race on shared memory: written by several threads without a barrier: {_texts(writes)}")
         if reads:
             read, readers = _joined(reads)
@@ -162,11 +151,6 @@ class Shared:
             if ((found >= 0) & (found != readers)).any():
                 raise Fault(f"race on shared memory: no barrier between {_texts(writes)} and {_texts(reads)}")
         self.last[places] = -1
-
-    def _alike(self, writes: list[tuple]) -> bool:
-        """Whether all who wrote to one place wrote the same."""
-        held = self.bytes.view(np.uint16)
-        return all(values is not None and (held[granules] == values).all() for _, granules, _, values, _ in writes)
 
 
 def _joined(touched: list[tuple]):

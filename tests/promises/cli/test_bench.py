@@ -1,6 +1,7 @@
 """`hf-rmsnorm bench MODEL`: both sides are timed in turn, the results compared, and what is not measured is named."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 import hf_rmsnorm
 from hf_rmsnorm.cli import bench
 from hf_rmsnorm.cli.main import main
+from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.ops import backend
 
 FIGURES = {"before", "after", "after_over_before", "samples"}
@@ -72,6 +74,29 @@ def test_where_no_kernel_runs_it_says_that_the_times_are_of_the_same_code(capsys
     assert "tokens per second, 3 new" in out and "ms a training step, 1 x 8 tokens" in out and "peak GB" not in out
     assert "Not measured here: what the kernels gain or cost: there is no such device" in out
     assert "Not measured here: whether the results differ by rounding alone: both sides ran the same code" in out
+
+
+@pytest.mark.full
+def test_a_prompt_is_gone_on_from_greedily_whatever_the_checkpoint_asks_for(capsys, tmp_path, plain):
+    shutil.copytree(demo_path("gpt2"), tmp_path, dirs_exist_ok=True)
+    transformers.GenerationConfig(do_sample=True, temperature=9.0, num_beams=2).save_pretrained(tmp_path)
+    argv = ("--prompt", "The import", "--new-tokens", 4, "--no-train")
+    (_, data), (_, own) = (run_json(capsys, model, *argv) for model in (tmp_path, "demo:gpt2"))
+    assert data["token_ids"] == own["token_ids"] and [len(side) for side in data["token_ids"]] == [4, 4]
+    before, after = data["texts"]
+    assert before == after and before.startswith("The import") and len(before) > len("The import")
+    code, out = run(capsys, "demo:gpt2", *argv)
+    assert code == 0 and out.count(before) == 2 and "--- after the patch" in out
+
+
+def test_a_prompt_needs_a_tokenizer(capsys, folder):
+    assert main(["bench", str(folder), "--prompt", "x", "--device", "cpu"]) == 2
+    assert "has no tokenizer to read a prompt with" in capsys.readouterr().err
+
+
+def test_sequences_that_the_model_does_not_take_are_named(capsys, folder, plain):
+    _, data = run_json(capsys, folder, "--new-tokens", 1, "--length", 10**6, "--no-train")
+    assert any(line.startswith("sequences of 1000000 tokens: the model takes") for line in data["not_measured"])
 
 
 def test_no_train_leaves_the_step_out(capsys, folder, plain):

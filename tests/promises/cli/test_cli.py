@@ -237,6 +237,11 @@ def test_verify_says_why_a_converted_model_keeps_its_layer_norms(capsys, tmp_pat
     assert code == 0 and "has bfloat16 values" in out and "each norm that the conversion recorded stays" in out
 
 
+def test_inspect_refuses_to_set_another_model_beside_it(capsys):
+    argv = ("inspect", "demo:gpt2", "--after", "demo:llama", "--max-tokens", "4")
+    assert "pass its conversion to --after" in fails(capsys, *argv)
+
+
 def test_verify_and_inspect_keep_to_a_short_context(capsys, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path("gpt2"))
     tiny_models.build("gpt2", vocab_size=len(tokenizer), n_positions=32).save_pretrained(tmp_path)
@@ -268,42 +273,6 @@ def test_verify_exits_with_1_where_no_kernel_can_run(capsys, monkeypatch):
     assert code == 1 and out.startswith("demo:llama in float32: nothing to verify: no kernel ran; in plain torch")
 
 
-# generate
-
-
-@pytest.mark.full
-def test_generate_shows_both_texts_and_both_speeds(capsys):
-    argv = ("generate", "demo:llama", "--prompt", "The import statement", "--max-new-tokens", "4")
-    data = run_json(capsys, *argv)
-    before, after = data["unpatched"], data["patched"]
-    assert data["same_tokens"] and data["first_difference"] is None and data["swapped"] == NORMS["demo:llama"]
-    assert before["token_ids"] == after["token_ids"] and 0 < len(after["token_ids"]) <= 4
-    assert before["tokens_per_second"] > 0 and after["tokens_per_second"] > 0
-    code, out, _ = run(capsys, *argv)
-    assert code == 0 and out.count("The import statement" + before["text"]) == 2
-    assert out.count("tokens, ") == 2 and "Same tokens" in out
-    assert ("say nothing about the kernels" in out) == (data["device"] == "cpu")
-
-
-@pytest.mark.full
-def test_generate_decodes_greedily_whatever_the_checkpoint_asks_for(capsys, tmp_path):
-    shutil.copytree(demo_path("gpt2"), tmp_path, dirs_exist_ok=True)
-    transformers.GenerationConfig(do_sample=True, temperature=9.0, num_beams=2).save_pretrained(tmp_path)
-    argv = ("--prompt", "The", "--max-new-tokens", "4")
-    assert run_json(capsys, "generate", tmp_path, *argv)["patched"]["token_ids"] == (
-        run_json(capsys, "generate", "demo:gpt2", *argv)["patched"]["token_ids"]
-    )
-
-
-@pytest.mark.parametrize(
-    "a, b, index", [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0), ([], [], None)]
-)
-def test_first_difference(a, b, index):
-    from hf_rmsnorm.cli.generate import first_difference
-
-    assert first_difference(a, b) == index
-
-
 # env
 
 
@@ -318,7 +287,7 @@ def test_env_names_versions_devices_and_the_reason_for_each_backend(capsys):
 # errors
 
 
-@pytest.mark.parametrize("command", ["report", "verify", "generate"])
+@pytest.mark.parametrize("command", ["report", "verify", "bench"])
 @pytest.mark.parametrize(
     "model, cure",
     [
@@ -336,8 +305,7 @@ def test_a_model_that_is_none_fails_with_the_cure(capsys, tmp_path, command, mod
     for name, config in (("broken", "{"), ("unknown", '{"model_type": "no-such-type"}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
-    prompt = ["--prompt", "x"] if command == "generate" else []
-    assert cure in fails(capsys, command, model.format(tmp=tmp_path), *prompt)
+    assert cure in fails(capsys, command, model.format(tmp=tmp_path))
 
 
 def test_a_hub_id_out_of_reach_fails_with_the_cure(capsys, monkeypatch):
@@ -363,11 +331,11 @@ def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
     assert "check the id and the network" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["verify", "generate"])
+@pytest.mark.parametrize("command", ["verify", "bench"])
 def test_a_folder_without_weights_fails_with_the_cure(capsys, tmp_path, command):
     shutil.copytree(demo_path("llama"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").unlink()
-    assert "weights" in fails(capsys, command, tmp_path, *(["--prompt", "x"] if command == "generate" else []))
+    assert "weights" in fails(capsys, command, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -384,24 +352,13 @@ def test_a_folder_without_weights_fails_with_the_cure(capsys, tmp_path, command)
         (["verify", "demo:llama", "--prompt", ""], "--prompt"),
         (["verify", "demo:llama", "--device", "toaster"], "toaster"),
         (["verify", "demo:llama", "--device", "mps:7"], "mps"),
-        (["generate", "demo:llama"], "--prompt"),
-        (["generate", "demo:llama", "--prompt", ""], "--prompt"),
+        (["bench", "demo:llama", "--prompt", ""], "--prompt"),
+        (["bench", "demo:llama", "--new-tokens", "0"], "below 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_arguments_fail_in_one_line(capsys, argv, part):
     assert part in fails(capsys, *argv)
-
-
-def test_generate_needs_a_tokenizer_and_a_model_that_generates(capsys, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(demo_path("llama") / name, tmp_path)
-    assert "tokenizer" in fails(capsys, "generate", tmp_path, "--prompt", "x")
-    vit = transformers.ViTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
-    transformers.ViTModel(vit).save_pretrained(tmp_path / "vit")
-    shutil.copy(demo_path("llama") / "tokenizer.json", tmp_path / "vit")
-    shutil.copy(demo_path("llama") / "tokenizer_config.json", tmp_path / "vit")
-    assert "does not generate text" in fails(capsys, "generate", tmp_path / "vit", "--prompt", "x")
 
 
 def test_traceback_is_there_for_who_asks():

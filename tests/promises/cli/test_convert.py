@@ -76,7 +76,7 @@ def test_the_command_and_the_functions_take_the_same():
     assert plan.items() <= checkpoint.items() and set(checkpoint) - set(plan) <= {*adapter, "planned", "max_shard_size"}
     assert set(adapter) - {"base", "converted"} <= set(checkpoint)
     assert list(TARGETS) == options["target"].choices and options["target"].default == checkpoint["target"]
-    assert [*POST_NORM, "refuse"] == options["post_norm"].choices and options["post_norm"].default == "refuse"
+    assert [*filter(None, POST_NORM)] == options["post_norm"].choices and options["post_norm"].default == "refuse"
     on = [name for name, a in options.items() if a.const is True and name != "plan"]
     assert {name: checkpoint[name] for name in on} == {name: name == "verify" for name in on}
 
@@ -98,8 +98,8 @@ def test_options_reach_every_way(way, tmp_path, capsys, monkeypatch):
     options = [src, dst, *way.split(), "--prompt", "abcabc"]
     for more, words in (  # the tokenizer is read last
         ([], "--allow-pickle"),
-        (["--allow-pickle"], "restart"),
-        (["--allow-pickle", "--restart"], "trust_remote_code"),
+        (["--allow-pickle"], "--restart"),
+        (["--allow-pickle", "--restart"], "--trust-remote-code"),
     ):
         code, _, err = run(capsys, *options, *more)
         assert code == 2 and words in err and err.count("\n") == 1, err
@@ -120,17 +120,62 @@ def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypa
     (src / "config.json").write_text(json.dumps(config))
     code, _, err = run(capsys, src, *([] if way == "--plan" else [tmp_path / "dst"]), *way.split())
     assert code == 2 and err.count("\n") == 1, err
-    assert "own has no native target" in err if "native" in way else "trust_remote_code" in err
+    assert "own has no native target" in err if "native" in way else "--trust-remote-code" in err
     assert not mark.exists() and not (tmp_path / "dst").exists()
 
 
 @pytest.mark.parametrize(
     "options",
-    ["DST --post-norm fit --target native", "DST --post-norm exact --fold-affine", "DST --plan", "DST --text x", ""],
+    [
+        "DST --post-norm fit --target native",
+        "DST --post-norm exact --fold-affine",
+        "DST --plan",
+        "DST --text x",
+        "DST --text README.md --json",
+        "DST --max-shard-size 1MB --json",
+        "--plan --no-verify",
+        "--plan --prompt x",
+        "--plan --max-shard-size 1MB",
+        "--plan --restart",
+        "",
+    ],
 )
 def test_options_that_do_not_go_together(options, tmp_path, capsys):
     code, out, err = run(capsys, "demo:gpt2", *options.replace("DST", str(tmp_path / "dst")).split())
     assert code == 2 and not out and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_options_may_stand_before_dst(tmp_path, capsys):
+    src = save(tmp_path / "src", *COHERE)
+    code, out, err = run(capsys, src, "--no-verify", "--target", "native", tmp_path / "dst", "--json")
+    assert code == 0 and json.loads(out)["dst"] == str(tmp_path / "dst"), err
+    with pytest.raises(SystemExit):
+        run(capsys, src, "--no-verify", tmp_path / "one", "--json", tmp_path / "two")
+    err = capsys.readouterr().err
+    assert str(tmp_path / "two") in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--post-norm exact --fold-affine", "--post-norm goes neither with --target native nor with --fold-affine"),
+        ("--max-shard-size 1MB", "--max-shard-size goes with --target native or --post-norm"),
+    ],
+)
+def test_errors_speak_the_words_of_the_command(options, said, tmp_path, capsys):
+    code, _, err = run(capsys, "demo:gpt2", tmp_path / "dst", *options.split())
+    assert code == 2 and said in err
+
+
+def test_a_conversion_converted_again_is_said_to_be_one(tmp_path, capsys):
+    src, once = save(tmp_path / "src", *COHERE), tmp_path / "once"
+    assert run(capsys, src, once, "--no-verify")[0] == 0
+    code, out, _ = run(capsys, once, "--plan")
+    assert code == 0 and "converted before" in out
+    bert = save(tmp_path / "bert", "BertModel", "bert", SMALL)
+    assert run(capsys, bert, tmp_path / "exact", "--post-norm", "exact", "--no-verify")[0] == 0
+    code, _, err = run(capsys, tmp_path / "exact", tmp_path / "twice", "--post-norm", "exact")
+    assert code == 2 and "was converted before" in err and "patch_model" in err
 
 
 def test_the_plan_comes_before_anything_is_written(tmp_path, capsys, monkeypatch):

@@ -304,7 +304,7 @@ def test_a_full_disk(job, small_disk):
 
 def test_a_read_only_disk(job, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert_refused((job[0], job[1], small_disk / "dst"), "read-only file system", "choose a DST")
+    assert_refused((job[0], job[1], small_disk / "dst"), "read-only", "choose another DST")
 
 
 CALLS = ["write", "fsync", "replace", "rename", "mkdir"]

@@ -41,6 +41,33 @@ def test_logits_and_greedy_text_are_those_of_the_norms_alone(family, dtype, back
         assert torch.equal(model.generate(IDS[:1, :8], **how), text)
 
 
+rotate = modeling_qwen3.apply_rotary_pos_emb
+
+
+def rotate_and_cast_back(q, k, cos, sin):
+    turned = rotate(q, k, cos, sin)
+    return turned[0].to(q.dtype), turned[1].to(k.dtype)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_rotary_embedding_in_float32_that_gives_the_dtype_of_q_back(backend, monkeypatch):
+    """As LFM 3 has it. With tables of q's own dtype it is the one that is proven; with these it is not."""
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate_and_cast_back)
+    model = tiny_models.build("qwen3", torch.bfloat16)
+    with torch.no_grad(), use_backend(backend):
+        for tables, launches in ((torch.bfloat16, 2), (torch.float32, 0)):
+            hook = model.model.rotary_emb.register_forward_hook(
+                lambda module, given, out, dtype=tables: tuple(t.to(dtype) for t in out)
+            )
+            patch_model(model, fuse_residual=False)
+            expected = model(IDS).logits
+            patch_model(model)
+            with count_launches() as launched:
+                assert torch.equal(model(IDS).logits, expected)
+            assert launched["qk_norm_forward"] == (launches if backend == "triton" else 0)
+            hook.remove()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_gradients_stay_within_the_rounding_of_the_norms_alone(family):
     model = tiny_models.build(family)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import tiny_models
 import torch
+import transformers
 from fusion_models import BOTH, IDS, build, layers_of
 
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
@@ -28,6 +29,20 @@ FUSED = {
     "olmo2": "+ the norm behind it",
 }
 UNREAD = {"no patched norm is known to read the sum that it returns"}  # of all layers but the last
+
+
+def test_a_stream_in_float32_that_norms_read_in_bfloat16_is_computed_ahead_once(taken):
+    """Mamba's: each norm is given a copy of the sum, so what was computed with the sum is of no use."""
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=3, state_size=4)
+    model = transformers.MambaForCausalLM(config).to(torch.bfloat16).eval()
+    with torch.no_grad(), use_backend("triton"), count_launches() as alone:
+        patch_model(model, fuse_residual=False)
+        expected = model(IDS % 64).logits
+    patch_model(model)
+    for _ in range(2):
+        with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+            assert torch.equal(model(IDS % 64).logits, expected)
+    assert launches == alone and model.config.residual_in_fp32
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import tiny_models
 import torch
+from probes import facts
 from tolerance import FACTOR, assert_as_accurate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -314,9 +315,18 @@ def test_nothing_is_looked_at_or_left_out_while_a_graph_is_captured(monkeypatch)
     module, (x, _) = build(), operands()
     patch_model(module, memory_efficient=True)
     spoil(module, 1.0)
-    monkeypatch.setattr(from_output, "_capturing", lambda device: True)
+    monkeypatch.setattr(from_output, "capturing", lambda tensor: True)
     monkeypatch.setattr(from_output, "_look", lambda device: pytest.fail("a synchronisation breaks the capture"))
     assert kept(module, x) == "input"
+
+
+@pytest.mark.full
+def test_a_warm_up_loads_all_kernels_that_a_captured_step_launches():
+    """While a graph is captured inputs are kept, whose backward is another kernel, and a GPU can load none."""
+    warm, captured, *of_layer_norm = facts("capture_probe.py", "sm_90")
+    assert (warm["launches"], warm["loaded"]) == (3, 4)  # forward, both backwards, the sum of partial gradients
+    assert (captured["capturing"], captured["launches"], captured["loaded"]) == (True, 3, 0)
+    assert of_layer_norm[1]["launches"] == 4 and of_layer_norm[1]["loaded"] == 0
 
 
 def test_what_is_known_of_weights_dies_with_them():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -156,11 +157,14 @@ def test_a_result_that_fails_is_not_published(tmp_path, monkeypatch, capsys):
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(ConversionRefused, match="computes no LayerNorm"):
         plan_conversion(demo_path("llama"))
+    with pytest.raises(ConversionRefused, match=r'no config.json: pass .*demo_path\("gpt2"\)'):
+        plan_conversion("demo:gpt2")
     bert = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
                                 intermediate_size=24))  # fmt: skip
     bert.save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConversionRefused, match="post-norm"):
-        plan_conversion(tmp_path / "bert")
+    for post_norm in (None, "refuse"):
+        with pytest.raises(ConversionRefused, match='post_norm="exact"'):
+            plan_conversion(tmp_path / "bert", post_norm=post_norm)
     config = json.loads((tmp_path / "bert" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
     (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
@@ -177,7 +181,7 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     [
         (
             "transformer.h.0.mlp.c_proj.weight",
-            "transformer.h.0.mlp.c_proj.weight holds NaN or infinity, as in the source",
+            "NaN or infinity in 'transformer.h.0.mlp.c_proj.weight', as in the source",
         ),
         ("transformer.h.0.ln_1.weight", "the reference gives NaN or infinity in float64 too"),
     ],
@@ -309,6 +313,8 @@ def tensors(folder):
         ({"target": "native", "max_shard_size": "nonsense"}, "pass a number of bytes, or a size like '5GB'"),
         ({"target": "native", "max_shard_size": 0}, "pass a number of bytes"),
         ({"prompts": "hello"}, "pass a list of texts"),
+        ({"src": None}, "src=None: pass the path of a folder"),
+        ({"dst": 3}, "dst=3: pass the path of a folder"),
         ({"prompts": [""]}, "none of them empty"),
         ({"post_norm": "fit", "texts": "hello"}, "pass a list of texts"),
         ({"target": "bogus"}, "choose one of same, native"),
@@ -317,7 +323,7 @@ def tensors(folder):
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_planned(tmp_path, monkeypatch, options, part):
     monkeypatch.setattr("hf_rmsnorm.conversion.api.plan_conversion", lambda *_, **__: pytest.fail("it was planned"))
     with pytest.raises(ConversionRefused, match=re.escape(part)):
-        convert_checkpoint(GPT2, tmp_path / "out", **options)
+        convert_checkpoint(**{"src": GPT2, "dst": tmp_path / "out", **options})
     assert not list(tmp_path.iterdir())
 
 
@@ -327,6 +333,16 @@ def test_a_plan_goes_with_no_other_way_to_convert(tmp_path):
         convert_checkpoint(GPT2, tmp_path / "out", planned=planned, fold_affine=True)
     with pytest.raises(ConversionRefused, match="shards stay"):
         convert_checkpoint(GPT2, tmp_path / "out", planned=planned, max_shard_size="5GB")
+
+
+def test_a_destination_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_rmsnorm.conversion.api.plan_conversion", lambda *_, **__: pytest.fail("it was planned"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConversionError, match=r"file is no folder: choose another DST"):
+        convert_checkpoint(GPT2, tmp_path / "file" / "new" / "dst")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConversionError, match=f"{re.escape(str(tmp_path))} is read-only, .*: choose another DST"):
+        convert_checkpoint(GPT2, tmp_path / "new" / "dst")
 
 
 def test_a_destination_that_exists_is_refused_before_anything_is_planned(tmp_path, monkeypatch):

@@ -75,3 +75,57 @@ def test_it_goes_with_the_sum():
     del total
     gc.collect()
     assert handover._slot.held == [None]
+
+
+@pytest.mark.parametrize("hooked", ["not", "hook", "retained"])
+@pytest.mark.parametrize("kind", ["in the graph", "out of it", "in parts"])
+def test_what_hangs_on_the_sum_is_passed_by_by_no_output_in_the_graph(given, kind, hooked):
+    norm, total, *rest = given
+    total.requires_grad_()
+    total = total * 1
+    output = {"in the graph": total * 2, "out of it": total.detach() * 2, "in parts": (total.detach(),)}[kind]
+    hand_over(norm, total, output, *rest)
+    if hooked == "hook":
+        total.register_hook(lambda grad: grad)
+    elif hooked == "retained":
+        total.retain_grad()
+    found = handed_over(norm, total, *rest)
+    assert (found is output) == (kind != "in the graph" or hooked == "not")
+
+
+def test_the_bias_is_watched_too(given):
+    norm, total, weight, _, spec, backend = given
+    bias = nn.Parameter(torch.ones(4))
+    given = norm, total, weight, bias, spec, backend
+    keep(*given)
+    assert handed_over(*given) == "computed"
+    keep(*given)
+    with torch.no_grad():
+        bias.add_(1.0)
+    assert handed_over(*given) is None
+
+
+def test_a_later_sum_replaces_what_nobody_took(given):
+    norm, total, *rest = given
+    keep(*given)
+    later = total.clone()
+    hand_over(norm, later, "later", *rest)
+    del total, given
+    gc.collect()
+    assert handed_over(norm, later, *rest) == "later"
+
+
+def test_inference_tensors_have_no_version_and_are_handed_over(given):
+    norm, _, *rest = given
+    with torch.inference_mode():
+        total = torch.ones(2, 4)
+        hand_over(norm, total, "computed", *rest)
+        assert handed_over(norm, total, *rest) == "computed"
+
+
+def test_what_was_computed_for_a_captured_graph_is_for_that_alone(given, monkeypatch):
+    keep(*given)
+    monkeypatch.setattr(handover, "capturing", lambda t: True)
+    assert handed_over(*given) is None
+    keep(*given)
+    assert handed_over(*given) == "computed"

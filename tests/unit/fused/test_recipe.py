@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.recipe import Recipe, operands
+from hf_rmsnorm.fused.recipe import Recipe, one_dtype, operands, shapes_fit
 
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 RECIPE = Recipe(SPEC, weight="weight", eps="eps", eps_value=1e-6)
@@ -67,3 +67,130 @@ def test_a_formula_fits_rows_of_the_weights_size_and_of_no_other():
     assert not RECIPE.fits(torch.ones(2, 4), weight, None)
     assert not RECIPE.fits(torch.ones(2, 8, dtype=torch.int64), weight, None)
     assert not Recipe(SPEC, hidden_size=4).fits(torch.ones(2, 8), None, None)
+
+
+X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "how, served, refused",
+    [
+        ({"dims": (3, 4)}, X, X[0]),
+        ({"only_float32": True}, X, HALF),
+        ({"input_written": True}, X, HALF),
+        ({"not_under_autocast": True}, X, None),
+        ({"layout": "channels_first"}, X, None),
+        ({"layout": "heads"}, X, X[..., :3]),
+    ],
+    ids=["dims", "float32", "input written", "autocast", "channels first", "heads"],
+)
+def test_each_restriction_alone_serves_what_it_allows(how, served, refused):
+    recipe = Recipe(NormSpec(centered=False, eps=1e-6, group_size=4), **how)
+    assert recipe.restricted and not Recipe(SPEC).restricted
+    assert recipe.rows_of(served) is not None
+    assert refused is None or recipe.rows_of(refused) is None
+
+
+def test_an_input_that_is_written_to_is_served_where_there_is_no_backward():
+    recipe = Recipe(SPEC, input_written=True)
+    assert recipe.rows_of(HALF) is None
+    with torch.no_grad():
+        assert recipe.rows_of(HALF) is HALF
+
+
+def test_a_norm_of_groups_is_not_simple():
+    assert not Recipe(NormSpec(centered=False, eps=1e-6, group_size=4)).is_simple
+
+
+BIASED = Recipe(NormSpec(False, 1e-6, has_bias=True), weight="weight", bias="bias")
+FUNCTIONAL = Recipe(NormSpec(True, 1e-6, has_bias=True, functional=True), weight="weight", bias="bias")
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "recipe, x, weight, bias, fits",
+    [
+        (BIASED, X, ONES, ONES, True),
+        (BIASED, HALF, ONES, ONES, True),
+        (BIASED, X, ONES, ONES.bfloat16(), False),
+        (BIASED, X, None, ONES.bfloat16(), True),
+        (BIASED, X, ONES, ONES[:3], False),
+        (FUNCTIONAL, X, ONES, ONES, True),
+        (FUNCTIONAL, HALF, ONES, ONES, False),
+        (FUNCTIONAL, HALF, ONES.bfloat16(), ONES.bfloat16(), True),
+        (FUNCTIONAL, HALF, ONES.bfloat16(), None, True),
+        (FUNCTIONAL, HALF, None, ONES.bfloat16(), True),
+        (FUNCTIONAL, HALF, None, ONES, False),
+        (Recipe(SPEC, hidden_size=4), X, None, None, True),
+        (Recipe(SPEC, hidden_size=3), X, None, None, False),
+        (Recipe(SPEC), torch.ones(()), None, None, False),
+    ],
+)  # fmt: skip
+def test_what_a_formula_fits(recipe, x, weight, bias, fits):
+    assert recipe.fits(x, weight, bias) == fits
+
+
+@pytest.mark.parametrize(
+    "weight, bias, gate, group_size, fits",
+    [
+        (ONES, None, None, None, True),
+        (ONES, None, X, None, True),
+        (ONES, None, X[:1], None, False),
+        (ONES, None, None, 2, True),
+        (ONES, None, None, 3, False),
+        (torch.ones(3, 4), torch.ones(3, 4), None, None, True),
+        (torch.ones(3, 4), ONES, None, None, False),
+        (torch.ones(2, 4), None, None, None, False),
+        (torch.ones(1), None, None, None, False),
+    ],
+)
+def test_shapes_that_broadcast_are_not_the_formulas(weight, bias, gate, group_size, fits):
+    assert shapes_fit(X, weight, bias, gate, NormSpec(False, 1e-6, group_size=group_size)) == fits
+
+
+def test_dtypes_that_torchs_own_operators_take_together():
+    half = ONES.bfloat16()
+    assert one_dtype(HALF, half, half) and one_dtype(HALF, None, None)
+    assert not one_dtype(HALF, ONES, half) and not one_dtype(HALF, half, ONES) and not one_dtype(HALF, None, ONES)
+    with torch.autocast("cpu", torch.bfloat16):  # whose operators in float32 are others on a CPU
+        assert not one_dtype(HALF, ONES, ONES)
+
+
+def test_an_accelerators_autocast_takes_any_dtypes(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "meta")
+    assert one_dtype(HALF.to("meta"), ONES, ONES) and not one_dtype(HALF, ONES, ONES)
+
+
+def test_what_keeps_its_output():
+    norm = nn.RMSNorm(64)
+    recipe = Recipe(SPEC, weight="weight", memory_efficient=True)
+    assert recipe.keeps_output(norm, norm.weight, None, SPEC)
+    assert not Recipe(SPEC, weight="weight").keeps_output(norm, norm.weight, None, SPEC)
+    with torch.no_grad():
+        assert not recipe.keeps_output(norm, norm.weight, None, SPEC)
+    assert recipe.memory_note(norm) == "keeps its output for backward"
+    assert Recipe(SPEC, weight="weight").memory_note(norm) == ""
+    with torch.no_grad():
+        norm.weight[0] = 0.0
+    assert recipe.memory_note(norm).startswith("keeps its input for backward: a weight is below")
+    outside = Recipe(NormSpec(False, 1e-6, eps_outside=True), weight="weight", memory_efficient=True)
+    assert outside.memory_note(norm) == "keeps its input for backward: its formula has eps_outside"
+    norm.weight = None
+    assert recipe.memory_note(norm) == "keeps its output for backward"
+    norm._is_fsdp_managed_module = True
+    assert not recipe.keeps_output(norm, torch.ones(64), None, SPEC)
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({}, ""),
+        ({"layout": "channels_first"}, "over dimension 1"),
+        ({"layout": "heads"}, "joins heads"),
+        ({"only_float32": True}, "in float32 only"),
+        ({"other_input": "mask"}, "calls that give 'mask'"),
+        ({"as_rms": True, "not_under_autocast": True}, "under autocast it runs its own forward; as the converted"),
+    ],
+)
+def test_what_a_report_says_of_it(how, said):
+    assert Recipe(SPEC, **how).notes().startswith(said) and bool(Recipe(SPEC, **how).notes()) == bool(said)

@@ -1,14 +1,19 @@
 """Layers whose code is written in odd words, comes from odd places or is not there: fused rightly, or not at all."""
 
+import ast
+import functools
 import importlib
+import inspect
 import linecache
 import sys
 
+import pytest
 import torch
 from fusion_models import fused, row
 from torch import nn
 
 from hf_rmsnorm import patch_model, use_backend
+from hf_rmsnorm.fused import source
 from hf_rmsnorm.patching.layers import sums as dataflow
 
 ODD = '''
@@ -171,3 +176,174 @@ def test_layers_of_a_model_without_source_keep_their_forward():
     (first, second) = patch_model(model).layers
     assert not first.fused and "source" in first.reason
     assert "not fused: the source of its forward is not there" in str(patch_model(model))
+
+
+class Placed(nn.Module):
+    def inner(self, a, b):
+        return a - b
+
+    def forward(self, x, *, scale: "NotThere" = 2.0) -> "NotThere":  # noqa: F821
+        """Adds."""
+        first = x + (x * scale)
+        return [first + x, first + self.inner(x, x) + 1.0]
+
+
+class Ambient(nn.Module):
+    def vars(self, x):
+        return x
+
+    def forward(self, x):
+        return x + self.vars(x)
+
+
+class Looks(nn.Module):
+    def forward(self, x):
+        return x + len(locals())
+
+
+class Mangled(nn.Module):
+    def forward(self, x):
+        return x + self.__hidden  # noqa: B009
+
+
+class Dunder(nn.Module):
+    def forward(self, x):
+        return x + len(self.__dict__)
+
+
+def traced(*_):
+    frame = sys._getframe(1)
+    raise RuntimeError(frame.f_lineno)
+
+
+def test_each_chosen_sum_is_replaced_where_it_stands_and_no_other():
+    lines, first = inspect.getsourcelines(Placed.forward)
+    found = [(node.lineno, ast.unparse(node)) for node in source.sums(source.forward_source(Placed)[1])]
+    assert [text for _, text in found] == [
+        "x + x * scale", "first + x", "first + self.inner(x, x) + 1.0", "first + self.inner(x, x)"
+    ]  # fmt: skip
+    plain = Placed()(torch.ones(2))
+    for at, (line, _) in enumerate(found):
+        seen = []
+
+        def add(itself, left, right, label, seen=seen):
+            seen.append((type(itself).__name__, label))
+            return left + right
+
+        forward = source.with_sums(Placed, {at: "here"}, add)
+        for ours, theirs in zip(forward(Placed(), torch.ones(2)), plain, strict=True):
+            assert torch.equal(ours, theirs)
+        assert seen == [("Placed", "here")]
+        # In a traceback it is the line that everybody reads.
+        with pytest.raises(RuntimeError, match=str(first + line - 1)):
+            source.with_sums(Placed, {at: "here"}, traced)(Placed(), torch.ones(2))
+    assert lines[line - 1].strip().startswith("return [first")
+
+
+def test_a_forward_compiled_again_is_known_by_its_own_name_defaults_and_annotations():
+    forward = source.with_sums(Placed, {0: "here"}, lambda itself, left, right, label: left + right)
+    own = Placed.forward
+    for name in (
+        "__name__",
+        "__qualname__",
+        "__doc__",
+        "__annotations__",
+        "__defaults__",
+        "__kwdefaults__",
+        "__module__",
+    ):
+        assert getattr(forward, name) == getattr(own, name), name
+    assert forward.__globals__ is own.__globals__ and forward.__code__.co_filename == own.__code__.co_filename
+    assert forward.__code__.co_firstlineno == own.__code__.co_firstlineno
+
+
+def test_names_by_which_a_forward_may_see_that_it_is_another():
+    assert source.forward_source(Ambient)[0] is Ambient.forward and source.forward_source(Dunder)
+    for cls, reason in ((Looks, "calls locals"), (Mangled, "private name")):
+        with pytest.raises(source.CannotRewrite, match=reason):
+            source.forward_source(cls)
+
+
+@pytest.mark.parametrize(
+    "forward, reason",
+    [
+        (len, "builtin_function"),
+        (eval("lambda self, x: x + x"), "source of its forward is not there|no plain function"),
+        (lambda self, x: x + x, "no plain function"),
+    ],
+    ids=["built in", "without source", "a lambda"],
+)
+def test_what_is_no_function_definition_is_not_compiled_again(forward, reason):
+    with pytest.raises(source.CannotRewrite, match=reason):
+        source.forward_source(type("Odd", (nn.Module,), {"forward": forward}))
+
+
+def wrapped(times, forward):
+    """A forward in so many wrappers of one function."""
+
+    def around(inner):
+        @functools.wraps(inner)
+        def outer(*args, **kwargs):
+            return inner(*args, **kwargs)
+
+        return outer
+
+    for _ in range(times):
+        forward = around(forward)
+    return forward
+
+
+def test_wrappers_of_each_subclass_count_once():
+    """What `__init_subclass__` wraps around the guarded forward it has wrapped around the original already."""
+    base = type("Base", (nn.Module,), {"forward": wrapped(1, Placed.forward)})
+    rewritten = wrapped(1, source.with_sums(Placed, {0: ""}, lambda *_: None))
+    made = source.guarded(rewritten, base)
+    assert source.wrapped_alike(made, base.forward)
+    assert source.wrapped_alike(wrapped(1, made), base.forward)
+    assert not source.wrapped_alike(source.guarded(wrapped(2, Placed.forward), base), base.forward)
+    assert not source.wrapped_alike(source.guarded(Placed.forward, base), base.forward)
+    twice = type("Twice", (nn.Module,), {"forward": wrapped(2, Placed.forward)})
+    assert source.wrapped_alike(wrapped(1, source.guarded(wrapped(2, Placed.forward), twice)), twice.forward)
+
+
+@pytest.mark.parametrize(
+    "body, changes",
+    [
+        ("return self.mix(x)", False),
+        ("y = self.mix(x); return y", False),
+        ("y[0] = x; return y", False),
+        ("self.last = x; return x", True),
+        ("self.kept['x'] = x; return x", True),
+        ("self.kept.items()[0].last = x; return x", True),
+        ("y, self.last = x, x; return x", True),
+        ("self.count += 1; return x", True),
+        ("self.last: int = 1; return x", True),
+        ("del self.last; return x", True),
+        ("self.note(x); return x", True),
+        ("self.log.note(x); return x", True),
+        ("print(x); return x", False),
+        ("'text'; return x", False),
+        ("other.last = self.last; return x", False),
+        ("self = x; return x", False),
+    ],
+)
+def test_methods_that_change_what_they_belong_to(body, changes):
+    (definition,) = ast.parse(f"def forward(self, x): {body}").body
+    assert source.changes_itself(definition) == changes
+    assert not source.changes_itself(ast.parse("def forward(): self.x = 1").body[0])
+
+
+def test_a_guarded_forward_steps_aside_for_another():
+    class Guarded(nn.Module):
+        def forward(self, x):
+            return x
+
+    forward = source.guarded(lambda self, x: "rewritten", Guarded)
+    assert forward(Guarded(), 1) == "rewritten"
+    own = Guarded.forward
+    Guarded.forward = lambda self, x: "another"
+    assert forward(Guarded(), 1) == "another"
+    Guarded.forward = own
+    assert forward(Guarded(), 1) == "rewritten"
+    own.__code__ = (lambda self, x: "other code").__code__
+    assert forward(Guarded(), 1) == "other code"

@@ -169,6 +169,9 @@ def test_functions_check_each_new_kind_of_operand():
             rms_norm(rows().long(), weight)
         with pytest.raises(ValueError, match="eps"):
             rms_norm(rows(), weight, float("nan"))
+        for empty in (torch.tensor(1.0), torch.ones(2, 0)):
+            with pytest.raises(ValueError, match="the last dimension must hold at least one element"):
+                rms_norm(empty)
         with pytest.raises(TypeError, match="x is list"):
             layer_norm([1.0], weight)
     x = rows()

@@ -47,3 +47,61 @@ def test_gates_and_heads_keep_their_rows_in_registers():
         assert backward_config(hidden_size, True, 2, LIMITS[-1]).loop
         assert not backward_config(hidden_size, True, 2, LIMITS[-1], gated=True).loop
         assert not backward_config(hidden_size, True, 2, LIMITS[-1], heads=4).loop
+
+
+@pytest.mark.parametrize(
+    "hidden_size, config",
+    [
+        (1, (1, 2_048, 4)), (64, (64, 32, 4)), (1_024, (1_024, 2, 4)), (2_048, (2_048, 1, 4)), (2_049, (4_096, 1, 8)),
+        (8_192, (8_192, 1, 8)), (8_193, (16_384, 1, 16)), (TILE_MAX, (16_384, 1, 16)), (TILE_MAX + 1, (8_192, 1, 16)),
+    ],
+)  # fmt: skip
+def test_forwards_have_16_elements_for_each_thread_of_a_few_warps(hidden_size, config):
+    found = forward_config(hidden_size)
+    assert (found.block, found.rows, found.num_warps) == config
+
+
+@pytest.mark.parametrize(
+    "hidden_size, gated, added, config",
+    [
+        # columns, rows, warps, stages, whether the weight is read anew, programs on a multiprocessor
+        (64, False, False, (64, 32, 4, 3, False, 6)),
+        (64, True, False, (64, 32, 4, 3, False, 4)),
+        (64, False, True, (64, 32, 4, 3, False, 4)),
+        (512, False, False, (512, 4, 4, 3, False, 6)),
+        (1_024, False, False, (1_024, 1, 4, 3, False, 6)),
+        (1_024, True, False, (1_024, 1, 4, 3, False, 4)),
+        (2_048, False, False, (2_048, 1, 4, 3, False, 4)),
+        (2_048, True, False, (2_048, 1, 4, 3, False, 2)),
+        (2_049, False, False, (4_096, 1, 8, 3, False, 2)),
+        (4_096, True, False, (4_096, 1, 8, 3, False, 1)),
+        (4_097, False, False, (8_192, 1, 16, 3, False, 1)),
+        (8_192, True, False, (8_192, 1, 16, 2, True, 1)),
+        (8_193, False, False, (16_384, 1, 16, 2, True, 1)),
+        (TILE_MAX, False, True, (16_384, 1, 16, 1, True, 1)),
+        (TILE_MAX, True, False, (16_384, 1, 16, 1, True, 1)),
+    ],
+)
+def test_backwards_in_float32_on_sm_90(hidden_size, gated, added, config):
+    found = backward_config(hidden_size, False, 4, LIMITS[-1], gated, 1, added)
+    assert not found.loop
+    shape = found.block, found.rows, found.num_warps
+    assert (*shape, found.stages, found.reload_weight, found.programs_per_sm) == config
+
+
+@pytest.mark.parametrize(
+    "hidden_size, centered, loops",
+    [(8_192, True, False), (8_193, True, True), (TILE_MAX, False, False), (TILE_MAX + 1, False, True)],
+)
+def test_where_rows_become_too_wide(hidden_size, centered, loops):
+    config = backward_config(hidden_size, centered, 2, LIMITS[-1])
+    assert config.loop == loops and (not loops or (config.block, config.rows, config.num_warps) == (8_192, 1, 16))
+
+
+def test_a_buffer_that_just_fits_and_one_that_does_not():
+    buffer = 2 * 32 * 64 * 4  # x and dy of a tile
+    for stages in (1, 2, 3):
+        shared = 1_024 + (stages - 1) * buffer
+        assert backward_config(64, False, 4, shared).stages == stages
+        assert backward_config(64, False, 4, shared + buffer - 1).stages == stages
+    assert backward_config(64, False, 4, 1_024 + 9 * buffer).stages == 3

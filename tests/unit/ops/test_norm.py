@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from tolerance import assert_as_accurate
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm
+from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm, norm
 from hf_rmsnorm.ops.direct import launch_key
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -241,3 +242,76 @@ def test_one_use_backend_may_be_entered_twice():
     with count_launches() as launches, use_backend("auto"):
         rms_norm(torch.ones(1, 8, device=DEVICE))
     assert launches == {"norm_forward": 1}
+
+
+class Made(TorchDispatchMode):
+    """The shapes and dtypes of what a call makes empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided):
+            self.found.append((tuple(made.shape), made.dtype))
+        return made
+
+
+@pytest.mark.parametrize("which", [None, 0, 1, 2, 3])
+def test_statistics_are_made_for_a_backward_alone(which):
+    operands = [some_input(3, 64), some_input(64), some_input(64), some_input(3, 64)]
+    spec = NormSpec(True, 1e-6, has_bias=True, gate="silu_after")
+    if which is not None:
+        operands[which].requires_grad_()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), use_backend("triton"), Made() as made:
+            y = fused_norm(*operands[:3], spec, gate=operands[3])
+        assert y.requires_grad == (grad and which is not None)
+        on_device = [each for each in made.found if each[0] == (3,)]
+        assert len(on_device) == (2 if y.requires_grad else 0), made.found
+
+
+@pytest.mark.parametrize("strided", ["weight", "bias", "both"])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_parameters_with_gaps(strided, has_weight):
+    x, weight, bias = some_input(3, 64), some_input(64), some_input(64, seed=4)
+    gaps = torch.stack([weight, bias], 1)
+    given = (gaps[:, 0] if strided != "bias" else weight, gaps[:, 1] if strided != "weight" else bias)
+    given, plain = (given, (weight, bias)) if has_weight else ((None, given[1]), (None, bias))
+    spec = NormSpec(False, 1e-6, has_weight=has_weight, has_bias=True)
+    with use_backend("triton"):
+        assert torch.equal(fused_norm(x, *given, spec), fused_norm(x, *plain, spec))
+        residual = some_input(3, 64, seed=5)
+        for a, b in zip(*(fused_add_norm(x, residual, *each, spec) for each in (given, plain)), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("function", [rms_norm, layer_norm])
+def test_a_column_more_or_less_is_no_matter_of_rows(function):
+    assert function(torch.ones(0, 4)).shape == (0, 4)
+    assert function(torch.ones(1)).shape == (1,)
+    with pytest.raises(ValueError, match="must hold at least one element"):
+        function(torch.ones(2, 0))
+
+
+def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
+    """On accelerators these compute in float32: here autocast of an accelerator is what the CPU says it is."""
+    half = [t.bfloat16() for t in (some_input(3, 64), some_input(64), some_input(64, seed=4))]
+    assert norm.autocast_to_float32(*half) == tuple(half)
+    monkeypatch.setattr(norm, "autocasts_functional", lambda device_type: True)
+    assert [t if t is None else t.dtype for t in norm.autocast_to_float32(*half[:2], None)] == [torch.float32] * 2 + [
+        None
+    ]
+    spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
+    with use_backend("triton"):
+        y = fused_norm(*half, spec)
+        assert torch.equal(y, fused_norm(*(t.float() for t in half), spec)) and y.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "device_type, enabled, casts", [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)]
+)
+def test_which_autocast_computes_functional_norms_in_float32(device_type, enabled, casts, monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda of: enabled)
+    assert norm.autocasts_functional(device_type) == casts

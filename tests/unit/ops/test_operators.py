@@ -1,18 +1,21 @@
 """The registered operators: what torch itself checks of them, and that they serve what the kernels do not."""
 
+from itertools import permutations
+
 import pytest
 import torch
 
 from hf_rmsnorm import NormSpec
 from hf_rmsnorm.ops.operators import (
     add_norm_forward_op,
+    as_saved,
     norm_backward_op,
     norm_forward_op,
     qk_norm_backward_op,
     qk_norm_forward_op,
     spec_args,
 )
-from hf_rmsnorm.reference import reference_norm
+from hf_rmsnorm.reference import reference_norm, reference_qk_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
@@ -110,3 +113,134 @@ def test_operators_of_a_graph_serve_what_the_kernels_do_not():
     dsum, dweight, *_ = norm_backward_op(dy, *saved, *spec_args(LLAMA), need)
     for a, b in zip((dsum, dsum, dweight), torch.autograd.grad(expected, leaves, [dh, dy]), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def orders(t):
+    """t in strides by which the kernels number its rows in other orders."""
+    for order in permutations(range(t.dim() - 1)):
+        yield t.permute(*order, -1).contiguous().permute(*(order.index(d) for d in range(t.dim() - 1)), -1)
+
+
+FORMULAS = {
+    "llama": (LLAMA, False), "layer norm": (NormSpec(True, 1e-5, has_bias=True), False),
+    "functional": (LAYER_NORM, False), "gate": (NormSpec(False, 1e-6, gate="silu_after"), False),
+    "heads": (LLAMA, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["served", "not served"])
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("shape", [(6, 4, 16), (2, 3, 4, 16)])
+def test_statistics_are_those_of_each_row_whatever_the_order_of_rows(name, shape, dtype):
+    """Whoever splits x, and whoever takes the backward by itself, finds the row's statistics at the row's place."""
+    spec, of_heads = FORMULAS[name]
+    x, dy = random(*shape).to(dtype), random(*shape, seed=4).to(dtype)
+    weight = (random(4, 16, seed=5) if of_heads else random(16, seed=5)).to(dtype)
+    bias = random(16, seed=6).to(dtype) if spec.has_bias else None
+    gate = random(*shape, seed=7).to(dtype) if spec.gate else None
+    need, dh = [True, True, bias is not None, gate is not None], None if spec.gate else dy
+    found = []
+    for each in orders(x):
+        y, rstd, mean = norm_forward_op(each, weight, bias, gate, *spec_args(spec), True)
+        assert rstd.shape == shape[:-1] and mean.shape == (shape[:-1] if spec.centered else (0,))
+        assert y.stride() == (x if spec.functional else each).stride()
+        grads = norm_backward_op(dy, each, weight, bias, gate, dh, rstd, mean, *spec_args(spec), need)
+        assert [g.numel() > 0 for g in grads] == need and grads[0].stride() == y.stride()
+        found.append([t.flatten() for t in (y, rstd, mean, *grads)])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    leaves = [t if t is None else t.clone().requires_grad_() for t in (x, weight, bias, gate)]
+    y = reference_norm(*leaves[:3], spec, leaves[3])
+    expected = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
+    expected = (expected[0] + dy if gate is None else expected[0], *expected[1:])
+    for a, b in zip([y, *expected], [found[0][0], *(g for g in found[0][3:] if g.numel())], strict=True):
+        torch.testing.assert_close(a.flatten(), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["served", "not served"])
+def test_statistics_of_sums_are_those_of_each_row(dtype):
+    x, residual, weight = random(2, 3, 4, 16).to(dtype), random(2, 3, 4, 16, seed=4).to(dtype), random(16).to(dtype)
+    found = []
+    for a, b in zip(orders(x), orders(residual), strict=True):
+        h, y, rstd, mean = add_norm_forward_op(a, b, weight, None, *spec_args(LLAMA), True)
+        assert h.stride() == y.stride() == (a + b).stride() and rstd.shape == x.shape[:-1] and not mean.numel()
+        assert not add_norm_forward_op(a, b, weight, None, *spec_args(LLAMA), False)[2].numel()
+        found.append((h, y, rstd))
+    for each in found:
+        for a, b in zip(found[0], each, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0][0], residual + x)
+    torch.testing.assert_close(found[0][1], reference_norm(residual + x, weight, None, LLAMA), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("rounding", ["before_weight", "weight_dtype", "once"])
+def test_what_the_reference_serves_has_the_dtype_of_eager(rounding, weight_dtype):
+    spec = NormSpec(False, 1e-6, has_weight=weight_dtype is not None,
+                    rounding="once" if weight_dtype is None else rounding)  # fmt: skip
+    x = random(3, 2 * 16_400).bfloat16()  # too wide for a weight that comes before the norm
+    weight = None if weight_dtype is None else random(2 * 16_400).to(weight_dtype)
+    for each, w in ((x[:, :64].double(), None if weight is None else weight[:64]), (x, weight)):
+        y, *_ = norm_forward_op(each, w, None, None, *spec_args(spec), False)
+        expected = reference_norm(each, w, None, spec)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["served", "not served"])
+@pytest.mark.parametrize("spec", [LLAMA, NormSpec(True, 1e-5)], ids=["llama", "centred"])
+def test_operators_of_queries_and_keys(spec, dtype):
+    q, k = random(2, 5, 4, 16).to(dtype).transpose(1, 2), random(2, 5, 2, 16, seed=4).to(dtype).transpose(1, 2)
+    weights = random(16, seed=5).to(dtype), random(16, seed=6).to(dtype)
+    tables = random(1, 5, 16, seed=7).to(dtype), random(1, 5, 16, seed=8).to(dtype)
+    dq, dk = random(2, 4, 5, 16, seed=9).to(dtype), random(2, 2, 5, 16, seed=10).to(dtype)
+    args = (q, k, *weights, *tables)
+    leaves = [t.clone().requires_grad_() for t in args[:4]]
+    expected = reference_qk_norm(*leaves, spec, *tables)
+    for tables_of_stats in (True, False):
+        yq, yk, rstd, mean = qk_norm_forward_op(*args, *spec_args(spec), tables_of_stats)
+        rows = 2 * 5 * 6 if tables_of_stats else 0
+        assert rstd.numel() == rows and mean.numel() == (rows if spec.centered else 0)
+        for a, b in zip((yq, yk), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for need in ([True] * 4, [True, False, False, True], [False, True, True, False]):
+            for given in ((dq, dk), (dq, None), (None, dk)):
+                grads = qk_norm_backward_op(*given, *args, rstd, mean, *spec_args(spec), need)
+                pairs = [(y, d) for y, d in zip(expected, given, strict=True) if d is not None]
+                ys, ds = zip(*pairs, strict=True)
+                right = torch.autograd.grad(ys, leaves, ds, retain_graph=True, allow_unused=True)
+                for got, wanted, needed in zip(grads, right, need, strict=True):
+                    if not needed or wanted is None:
+                        assert not got.numel()
+                    else:
+                        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_queries_and_keys_are_alike_wherever_they_are_computed():
+    q, k = random(2, 5, 4, 16).transpose(1, 2), random(2, 5, 2, 16, seed=4).transpose(1, 2)
+    spec = NormSpec(True, 1e-5, has_weight=False)
+    operands = q, k, None, None, None, None
+    of_kernels, of_reference = (
+        qk_norm_forward_op(*(t if t is None else t.to(dtype) for t in operands), *spec_args(spec), True)[2:]
+        for dtype in (torch.float32, torch.float64)
+    )
+    for a, b in zip(of_kernels, of_reference, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_formulas_that_no_arguments_tell_are_refused():
+    with pytest.raises(TypeError, match="the operators do not take"):
+        spec_args(NormSpec(False, 1e-6, group_size=8))
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_saved_tensors_are_laid_out_as_they_were(at):
+    tensors = [random(4, 6, seed=i) for i in range(3)]
+    strides = tensors[0].stride()
+    for before, after in zip(tensors, as_saved(strides, *tensors), strict=True):
+        assert before is after
+    tensors[at] = tensors[at].t().contiguous().t()
+    for before, after in zip(tensors, as_saved(strides, *tensors), strict=True):
+        assert torch.equal(before, after) and after.is_contiguous()
+    assert as_saved(strides, tensors[0], None, None)[1:] == (None, None)

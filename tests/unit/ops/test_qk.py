@@ -5,6 +5,8 @@ import torch
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import fused_qk_norm, qk_norm_backend
+from hf_rmsnorm.ops.gradients import qk_gradients
+from hf_rmsnorm.ops.qk import qk_plan_of
 from tests.unit.kernels.test_qk import (
     BF16,
     DEVICE,
@@ -72,10 +74,59 @@ def test_what_is_not_provably_the_same_is_left_to_the_model():
         assert backend(q.double(), k.double(), w.double(), w.double()) == "reference"
 
 
-def test_what_one_launch_cannot_do_is_computed_in_plain_torch():
+def test_what_one_launch_cannot_do_takes_a_launch_for_each_norm():
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
     weights = parameters(QWEN3, 64, BF16)
     with use_backend("triton"), count_launches() as launches:
         got = fused_qk_norm(q, k.float(), *weights, QWEN3, backend="original")
         gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3, backend="original"), q, k.float(), weights, *got)
-    assert got[1].dtype == FP32 and not launches
+    assert got[1].dtype == FP32 and launches["norm_forward"] == 4 and "qk_norm_forward" not in launches
+
+
+def leaves():
+    q, k = projected(1, 2, 3, 8, FP32, 0), projected(1, 1, 3, 8, FP32, 1)
+    return [q, k, *parameters(QWEN3, 8, FP32), *angles(1, 3, 8, FP32)]
+
+
+@pytest.mark.parametrize("at", [4, 5], ids=["cos", "sin"])
+def test_tables_that_ask_for_gradients_are_the_models_own_to_apply(at):
+    operands = leaves()
+    operands[at] = operands[at].clone().requires_grad_()
+    q, k, *weights, cos, sin = operands
+    with use_backend("triton"):
+        assert qk_norm_backend(q, k, *weights, QWEN3, cos, sin) == "original"
+        with torch.no_grad():
+            assert qk_norm_backend(q, k, *weights, QWEN3, cos, sin) == "triton"
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_operand_alone_that_asks_for_a_gradient(at, planned):
+    operands = leaves()
+    operands[at] = operands[at].clone().requires_grad_()
+    q, k, *weights, cos, sin = operands
+    plan = qk_plan_of(q, k, weights[0], QWEN3, cos) if planned else None
+    with use_backend("triton"):
+        outputs = fused_qk_norm(q, k, *weights, QWEN3, cos, sin, plan=plan)
+        with torch.no_grad():
+            assert not any(y.requires_grad for y in fused_qk_norm(q, k, *weights, QWEN3, cos, sin, plan=plan))
+    (found,) = torch.autograd.grad(sum(y.square().sum() for y in outputs if y.requires_grad), operands[at])
+    with use_backend("reference"):
+        again = fused_qk_norm(q, k, *weights, QWEN3, cos, sin)
+    (expected,) = torch.autograd.grad(sum(y.square().sum() for y in again if y.requires_grad), operands[at])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_gradient_at_all_is_none():
+    saved = [*leaves(), torch.ones(9), None]
+    assert qk_gradients(None, None, tuple(saved), QWEN3, (True,) * 4) == (None,) * 4
+
+
+@pytest.mark.parametrize("spec, cast", [(LAYER_NORM, True), (NormSpec(False, 1e-6, rounding="every_step"), True),
+                                        (QWEN3, False)])  # fmt: skip
+def test_what_autocast_computes_in_float32_is_the_models_own(spec, cast):
+    operands = leaves()
+    q, k, *weights, cos, sin = operands
+    assert qk_norm_backend(q, k, *weights, spec, cos, sin) == "triton"
+    with torch.autocast(DEVICE, BF16):
+        assert qk_norm_backend(q, k, *weights, spec, cos, sin) == ("original" if cast else "triton")

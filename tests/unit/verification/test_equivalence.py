@@ -73,6 +73,11 @@ def test_identical_models_pass_with_zero_differences(dtype):
     assert logits.tokens == IDS.numel() and logits.vocabulary == 128
 
 
+def test_an_unknown_backend_is_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="no such backend, choose one of auto, triton, reference"):
+        verify_equivalence(torch.nn.Linear(2, 2), inputs=None, backend="cuda")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])

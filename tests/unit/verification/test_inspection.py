@@ -77,10 +77,12 @@ def test_the_naive_swap_is_the_model_with_its_layer_norms_replaced(gpt2):
 
 def test_the_model_is_left_as_it_was(gpt2):
     gpt2.train()
+    gpt2.transformer.h[0].eval()
+    training = [m.training for m in gpt2.modules()]
     before = {k: v.clone() for k, v in gpt2.state_dict().items()}
     types = [type(m) for m in gpt2.modules()]
     inspect_norms(gpt2, {"input_ids": IDS})
-    assert gpt2.training and [type(m) for m in gpt2.modules()] == types
+    assert [m.training for m in gpt2.modules()] == training and [type(m) for m in gpt2.modules()] == types
     assert all(torch.equal(v, before[k]) for k, v in gpt2.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in gpt2.modules())
 

@@ -186,7 +186,7 @@ def test_models_without_a_patch_are_compared_as_ever():
 
 
 def test_nothing_is_left_behind():
-    from hf_rmsnorm.fused.observe import observers
+    from hf_rmsnorm.fused.layer import observers
 
     model = nn.Module.requires_grad_(tiny_models.build("qwen3").eval(), False)
     patch_model(model)

@@ -1,7 +1,5 @@
 """A post-norm model taken apart on its twin, and put together again with centred writers and two neurons an FFN."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass
@@ -15,10 +13,11 @@ from ...twin.discover import ZERO_MEAN, would_tie_a_head
 from ...twin.gauge import centre, gauge_test, input_means
 from ...twin.keys import Hit, KeyMap
 from ...twin.layer_norms import TwinNorm, find_layer_norms
-from ...twin.twin import Twin, make_twin, new_model, plain
+from ...twin.twin import Twin, make_twin, new_model, plain, with_settings
 from .trace import FFN, Sum, find_ffns, find_sums, grow_config
 
 NEURONS = 2
+REMAINS = 'post_norm="fit" remains'
 
 
 @dataclass
@@ -50,10 +49,8 @@ def look(model: PreTrainedModel) -> Structure:
     means = input_means(work, twin.inputs, norms)
     zero = {path for path in norms if means[path] <= ZERO_MEAN}
     if len(zero) == len(norms):
-        raise ConversionRefused(
-            f"{twin.name} is no post-norm model: centring what writes to the stream already serves every LayerNorm "
-            f"that was found ({len(norms)}); convert it without --post-norm"
-        )
+        served = f"centring what writes to the stream serves every LayerNorm that was found ({len(norms)})"
+        raise ConversionRefused(f"{twin.name} is no post-norm model: {served}; convert it without post_norm")
     ffns = [f for f in ffns if f.norm not in zero]
     grown = grow_config(type(model), plain(model.config), ffns, NEURONS) if ffns else None
     return Structure(twin, norms, silent, sums, ffns, unfit, grown, hits, undetermined, zero)
@@ -68,19 +65,10 @@ def hits_of(twin: Twin, norms: dict[str, TwinNorm]) -> tuple[list[Hit], set[str]
 def refuse_without_neurons(found: Structure) -> None:
     if not found.ffns:
         why = found.unfit[0] if found.unfit else "no linear, activation, linear is added to its own input before a norm"
-        raise ConversionRefused(f"{found.twin.name} has no FFN that two neurons serve: {why}; --post-norm fit remains")
+        raise ConversionRefused(f"{found.twin.name} has no FFN that two neurons serve: {why}; {REMAINS}")
     if found.grown is None:
-        raise ConversionRefused(
-            f"{found.twin.name}: no config key widens {found.ffns[0].first} by {NEURONS} and leaves all else its "
-            "shape; --post-norm fit remains"
-        )
-
-
-def changed(config, changes: dict):
-    config = copy.deepcopy(config)
-    for key, value in changes.items():
-        setattr(config, key, value)
-    return config
+        what = f"no config key widens {found.ffns[0].first} by {NEURONS} and leaves all else its shape"
+        raise ConversionRefused(f"{found.twin.name}: {what}; {REMAINS}")
 
 
 def as_double(model: PreTrainedModel) -> PreTrainedModel:
@@ -102,17 +90,11 @@ def tie_changes(model: PreTrainedModel, hits: list[Hit], undetermined: set[str])
     return {"tie_word_embeddings": False} if would_tie_a_head(model, model.config, hits) else {}
 
 
-def real_hit(twin: Twin, hit: Hit) -> Hit:
-    """The same blocks in the checkpoint's own size."""
-    here, there = twin.model.get_parameter(hit.parameter).shape[hit.axis], twin.shapes[hit.parameter][hit.axis]
-    return Hit(hit.parameter, hit.axis, there * hit.block // here, hit.blocks)
-
-
 @torch.no_grad()
 def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: dict) -> PreTrainedModel:
     """The model in float64, its writers centred, with the neurons where the config is to grow."""
-    config = changed(plain(model.config), {**grown, **tie_changes(model, hits, found.undetermined)})
-    result = new_model(type(model), config)
+    changes = {**grown, **tie_changes(model, hits, found.undetermined)}
+    result = new_model(type(model), with_settings(plain(model.config), changes))
     state, old = result.state_dict(), model.state_dict()
     for key, tensor in state.items():
         if key not in old:
@@ -123,8 +105,8 @@ def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: 
             tensor.zero_()[tuple(slice(n) for n in old[key].shape)] = old[key].to(tensor.dtype)
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
-    for hit in (real_hit(found.twin, h) for h in hits):
-        centre_(parameters[hit.parameter], hit.axis, hit.block, hit.blocks)
+    for name, how in found.twin.writers(hits).items():
+        centre_(parameters[name], **how)
     if grown:
         put_neurons(result, found.ffns)
     return result

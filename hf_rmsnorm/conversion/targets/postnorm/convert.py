@@ -6,43 +6,62 @@ it with opposite signs to every feature, cancel it exactly. So FFN norms and emb
 outputs. For attention norms no such form is known; `fit_post_norm` subtracts what is linear in the attention output.
 """
 
-from __future__ import annotations
-
+import inspect
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from transformers import PreTrainedModel
 
 from .... import __version__
 from ....record import RECORD_KEY, make_record
-from ...plan import ConversionRefused, NormRecord
+from ....verification.context import max_positions
+from ...checkpoint.expressions import Expression, Stored
+from ...checkpoint.layout import split
+from ...checkpoint.shard import changed
+from ...checkpoint.values import Values, open_values
+from ...checkpoint.write import changed_config
+from ...judge.folder import NOT_RUN, Verification, add_to_card, provenance
+from ...judge.pair import side_by_side, tokenizer_of
+from ...plan import ConversionRefused, NormRecord, rms_norms
 from ...twin.discover import ZERO_MEAN
 from ...twin.gauge import input_means
-from ...twin.inputs import default_inputs
 from ...twin.keys import Hit, saved_tensors
-from ...twin.layer_norms import TwinNorm, find_layer_norms
-from ...twin.prove import BOUND, difference
-from ...twin.run import quiet, run
+from ...twin.layer_norms import find_layer_norms
+from ...twin.prove import BOUND, difference, run_as_rms
+from ...twin.run import loaded, run
+from ...twin.twin import config_and_class, default_inputs
+from ..centred import PlannedConversion
 from .build import (
     NEURONS,
     Structure,
     as_double,
-    changed,
     converted,
     hits_of,
     look,
     put_neurons,
-    real_hit,
     refuse_without_neurons,
     tie_changes,
 )
-from .fit import fit_means, measure, run_as_rms, subtract
+from .fit import fit_means, measure, subtract
 
 OTHER = "its input is the work of several modules or of an activation"
 HELD_OUT = 5  # every fifth batch is measured, not fitted
+SENTENCES = 256
+TOKENS = 64
+CARD_HEADING = "## Post-norm model with RMSNorms"
+CARD_TEXTS = {
+    "exact": """Two more neurons in every FFN take the mean off its skip: the FFN norms and the embedding norm may run
+as RMSNorm with the original's outputs, the others stay LayerNorm.""",
+    "fit": """**Approximate.** What is linear in the input of each norm's writer was taken off by least squares on
+text, without training. With its LayerNorms the result gives the original's outputs; as RMSNorm it is near them, as
+measured below.""",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +70,6 @@ class PostNormReport:
 
     Args:
         level: ``exact`` or ``fit``.
-        model_class: of the model.
         norms: every LayerNorm; `reason` says why one stays.
         neurons: FFNs that got two neurons.
         stock: max |difference| of the outputs with the model's own LayerNorms, over the largest; float64.
@@ -71,26 +89,21 @@ class PostNormReport:
     measured: dict = field(default_factory=dict)
 
     def to_dict(self) -> dict:
-        """JSON data."""
+        """Plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
         swapped = sum(n.becomes_rms for n in self.norms)
         head = f"{self.model_class}, {self.level}: {swapped} of {len(self.norms)} norms become RMSNorm"
         head += f", {self.neurons} FFNs get {NEURONS} neurons more" if self.neurons else ", same shapes"
-        lines = [
-            head,
-            f"  float64 outputs as LayerNorm differ by {self.stock:.1e} of their scale, RMSNorm {self.rms:.1e}",
+        equal = f"float64 outputs as LayerNorm differ by {self.stock:.1e} of their scale, RMSNorm {self.rms:.1e}"
+        losses = [
+            f"{name}: cosine {loss['cosine_mean']:.6f} mean, {loss['cosine_min']:.6f} worst, relative RMS error "
+            f"{loss['relative_rms']:.1e} on {loss['rows']:,} held-out rows"
+            for name, loss in self.measured.items()
         ]
-        for name, loss in self.measured.items():
-            lines.append(
-                f"  {name}: cosine {loss['cosine_mean']:.6f} mean, {loss['cosine_min']:.6f} worst, relative RMS error "
-                f"{loss['relative_rms']:.1e} on {loss['rows']:,} held-out rows"
-            )
-        for n in self.norms:
-            if not n.becomes_rms:
-                lines.append(f"  {n.path} stays: {n.reason}")
-        return "\n".join(lines)
+        stays = [f"{n.path} stays: {n.reason}" for n in self.norms if not n.becomes_rms]
+        return "\n  ".join([head, equal, *losses, *stays])
 
 
 @dataclass(frozen=True)
@@ -106,24 +119,6 @@ class PostNormConversion:
     tensors: dict[str, torch.Tensor] = field(repr=False)
     config: dict
     report: PostNormReport
-    _norms: dict[str, TwinNorm] = field(repr=False)
-
-    def build(self, model: PreTrainedModel, rms: bool = False) -> PreTrainedModel:
-        """The converted model, of the class and dtype of the original, in eval mode.
-
-        Args:
-            model: the model that was converted; it stays as it is.
-            rms: compute the RMSNorms, in float64, instead of the LayerNorms of the class.
-        """
-        config = changed(model.config, self.config)
-        with quiet():
-            how = {"config": config, "dtype": model.dtype}
-            result = type(model).from_pretrained(None, state_dict=dict(self.tensors), **how).eval()
-        for path, norm in self._norms.items() if rms else ():
-            result.get_submodule(path).register_forward_hook(
-                lambda module, args, output, norm=norm: norm.as_rms(args[0].double()).to(output.dtype)
-            )
-        return result
 
 
 def exact_post_norm(model: PreTrainedModel, inputs: dict | None = None) -> PostNormConversion:
@@ -153,61 +148,47 @@ def exact_post_norm(model: PreTrainedModel, inputs: dict | None = None) -> PostN
     return _finish(model, found, work, hits, chosen, norms, inputs, found.grown)
 
 
-def fit_post_norm(
-    model: PreTrainedModel,
-    batches: Sequence[dict],
-    held_out: Sequence[dict] | None = None,
-    neurons: bool | None = None,
-) -> PostNormConversion:
+def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormConversion:
     """All norms become RMSNorms, approximately: what is linear in each writer's input is taken off by least squares.
 
     Nothing is trained. With its LayerNorms the result still has the original's outputs, since only what those remove
-    has changed; with RMSNorms it is near them, and how near is measured.
+    has changed; with RMSNorms it is near them, and how near is measured. The two neurons of `exact_post_norm` are added
+    where that measures better.
 
     Args:
         model: a loaded model of any dtype, on the CPU; it is not changed.
-        batches: keyword arguments of its forward, of text like that it will see.
-        held_out: batches to measure on; without it every fifth of `batches`, which is then not fitted.
-        neurons: add the two neurons of `exact_post_norm`; None for whatever measures better.
+        batches: keyword arguments of its forward, of text like that it will see; every fifth is measured, not fitted.
 
     Raises:
-        ConversionRefused: no norm can be fitted, the neurons that were asked for are impossible, or a sum is not found.
+        ConversionRefused: no norm can be fitted.
         ValueError: there are too few batches.
     """
-    batches = list(batches)
-    if held_out is None:
-        held_out = batches[HELD_OUT - 1 :: HELD_OUT]
-        batches = [b for i, b in enumerate(batches) if i % HELD_OUT != HELD_OUT - 1]
-    if not batches or not held_out:
-        raise ValueError(f"fit_post_norm needs {HELD_OUT} batches or more, or some and others as held_out")
+    held_out = batches[HELD_OUT - 1 :: HELD_OUT]
+    if not held_out:
+        raise ValueError(f"fit_post_norm needs {HELD_OUT} batches or more")
     found = look(model)
-    if neurons:
-        refuse_without_neurons(found)
     rest = [s for s in found.sums if s.norm not in found.zero]
     if not rest:
         raise ConversionRefused(f"{found.twin.name}: no norm reads a sum with another norm's output: nothing to fit")
     plain_work = converted(model, found, found.hits, {})
     norms, _ = find_layer_norms(plain_work, held_out[0])
-    fits = fit_means(plain_work, batches, rest, norms)
-    choices = [False, True] if neurons is None and found.grown else [bool(neurons)]
+    fits = fit_means(plain_work, [b for i, b in enumerate(batches) if i % HELD_OUT != HELD_OUT - 1], rest, norms)
     original = as_double(model)
     expected = [[o.detach() for o in run(original, b)] for b in held_out]
     naive = measure(original, held_out, expected, find_layer_norms(original, held_out[0])[0])
-    tried = {}
-    for with_neurons in choices:
+    tried = []
+    for with_neurons in (False, True) if found.grown else (False,):
         work = converted(model, found, found.hits, found.grown) if with_neurons else plain_work
         exact = {f.norm for f in found.ffns} if with_neurons else set()
         subtract(work, {s: fits[s.norm] for s in rest if s.norm not in exact})
         chosen = found.zero | exact | fits.keys()
         norms, _ = find_layer_norms(work, held_out[0])
         loss = measure(work, held_out, expected, {path: norms[path] for path in chosen})
-        tried[with_neurons] = work, chosen, norms, loss
-    best = min(tried, key=lambda each: tried[each][3]["relative_rms"])
-    work, chosen, norms, loss = tried[best]
+        tried.append((work, chosen, norms, loss, found.grown if with_neurons else {}))
+    (work, chosen, norms, loss, grown), *others = sorted(tried, key=lambda each: each[3]["relative_rms"])
     measured = {"fit": loss, "naive": naive}
-    if len(tried) > 1:
-        measured["other"] = tried[not best][3]
-    grown = found.grown if best else {}
+    if others:
+        measured["other"] = others[0][3]
     return _finish(model, found, work, found.hits, chosen, norms, held_out[0], grown, measured)
 
 
@@ -220,10 +201,8 @@ def _finish(
     stock = difference(expected, run(work, inputs))
     rms = difference(expected, run_as_rms(work, inputs, norms, chosen))
     if stock > BOUND or (measured is None and rms > BOUND):
-        raise ConversionRefused(
-            f"{type(model).__name__}: the converted model's outputs differ by {max(stock, rms):.1e} of their scale in "
-            f"float64, which is more than {BOUND:g}: it is not equal"
-        )
+        off = f"in float64 its outputs differ by {max(stock, rms):.1e} of their scale, which is more than {BOUND:g}"
+        raise ConversionRefused(f"{type(model).__name__} converted is not equal: {off}")
     of_model = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     dtypes = {name: t.dtype for name, t in itertools.chain(*of_model)}
     for name, t in itertools.chain(work.named_parameters(), work.named_buffers()):
@@ -238,36 +217,125 @@ def _finish(
     reasons = {
         s.norm: f"it reads {s.writer} plus another norm's output, whose mean no weight removes" for s in found.sums
     }
+    reasons |= dict.fromkeys(chosen, "")
     records = [
-        NormRecord(path, n.hidden_size, n.spec.eps, path in chosen, "" if path in chosen else reasons.get(path, OTHER))
+        NormRecord(path, n.hidden_size, n.spec.eps, path in chosen, reasons.get(path, OTHER))
         for path, n in norms.items()
     ]
-    records += [
-        NormRecord(path, 0, 0.0, False, "no input reached it, so nothing is known of it") for path in found.silent
-    ]
+    records += [NormRecord(path, 0, 0.0, False, "no input reached it: nothing is known of it") for path in found.silent]
     level = "exact" if measured is None else "fit"
-    record = {
-        "converted_by": f"hf-rmsnorm {__version__}",
-        "post_norm": level,
-        **_record(work, found, hits, as_rms, put, measured),
-    }
+    # What was fitted is not centred, and is not checked.
+    writers = found.twin.writers(hits) if measured is None else {}
+    for name, how in writers.items():
+        if put.get(name, how)["axis"] != how["axis"]:
+            how["but"] = {key: put[name][key] for key in ("axis", "first")}
+    parameters = [name for name, _ in work.named_parameters(remove_duplicate=False)]
+    paths = [path for path, _ in work.named_modules()]
+    record = make_record(writers, rms_norms(records), parameters, paths, put if measured is None else None)
+    if measured is not None:
+        record |= {"computes": "rms_norm", "approximate": True, "measured": measured}
+    record = {"converted_by": f"hf-rmsnorm {__version__}", "post_norm": level, **record}
     config = {**grown, **tie_changes(model, hits, found.undetermined), RECORD_KEY: record}
     name = type(model).__name__
     report = PostNormReport(level, name, tuple(records), neurons, stock, rms, rounded, measured or {})
-    return PostNormConversion(tensors, config, report, as_rms)
+    return PostNormConversion(tensors, config, report)
 
 
-def _record(work, found: Structure, hits: list[Hit], norms: dict[str, TwinNorm], put: dict, measured) -> dict:
-    parameters = [name for name, _ in work.named_parameters(remove_duplicate=False)]
-    writers: dict[str, dict] = {}
-    for hit in hits if measured is None else ():  # what was fitted is not centred, and is not checked
-        real = real_hit(found.twin, hit)
-        whole = len(hit.blocks) * real.block == found.twin.shapes[hit.parameter][hit.axis]
-        how = {"axis": hit.axis, "block": real.block, "blocks": None if whole else list(hit.blocks)}
-        if put.get(hit.parameter, {}).get("axis", hit.axis) != hit.axis:
-            how["but"] = {key: put[hit.parameter][key] for key in ("axis", "first")}
-        writers[hit.parameter] = how
-    rms = {path: {"eps": n.spec.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
-    paths = [path for path, _ in work.named_modules()]
-    record = make_record(writers, rms, parameters, paths, put if measured is None else None)
-    return record if measured is None else {**record, "computes": "rms_norm", "approximate": True, "measured": measured}
+@dataclass(frozen=True)
+class PlannedPostNorm(PlannedConversion):
+    """A converted model in memory.
+
+    Args:
+        fingerprints: of the files that it was made of.
+    """
+
+    conversion: PostNormConversion
+    fingerprints: dict
+
+    @property
+    def report(self) -> PostNormReport:
+        """What was done and measured."""
+        return self.conversion.report
+
+    def to_dict(self) -> dict:
+        return {"report": self.report.to_dict()}
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def result(self, values: Values, max_shard_size):
+        source, done = values.checkpoint, self.conversion
+        if source.fingerprints != self.fingerprints:
+            raise changed(source.folder)
+        values.given.update(done.tensors)
+        sizes = [sum(tensor.nbytes for tensor in shard.tensors.values()) for shard in source.shards]
+        grown = max(sum(tensor.nbytes for tensor in done.tensors.values()) - sum(sizes), 0)
+        metadata = {"format": "pt", RECORD_KEY: json.dumps(self.made, sort_keys=True)}
+        record = {**done.config[RECORD_KEY], **self.made}
+        config = {**done.config, "architectures": [self.report.model_class], RECORD_KEY: record}
+        tensors: dict[str, Expression] = {name: Stored(name) for name in sorted(done.tensors)}
+        layout = split(tensors, values, metadata, max_shard_size or max(sizes) + grown)
+        return layout, changed_config(source.config, config)
+
+    def judge(self, src, folder, how):
+        if not how.verify:
+            return Verification(True, NOT_RUN), self
+        with side_by_side(src, folder, how) as pair:
+            runs = pair.judge_both()
+        if self.report.level == "fit":
+            runs["as RMSNorm"]["verdict"] = "approximate, as measured"
+        return Verification.of(runs, "source and result run side by side"), self
+
+    def describe(self, folder: Path, verdict: Verification) -> None:
+        described = {**self.made, **self.to_dict(), "verification": verdict.to_dict()}
+        (folder / "conversion_report.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        text = f"""{CARD_TEXTS[self.report.level]} It loads like any checkpoint of its architecture, and
+`hf_rmsnorm.patch_model` runs it as RMSNorm. What was done is in `conversion_report.json`."""
+        add_to_card(folder, CARD_HEADING, text, self.made, self.report, verdict)
+
+
+def plan_post_norm(
+    src, level: str, *, trust_remote_code: bool, model_class, texts: list[str] | None, allow_pickle: bool
+) -> PlannedPostNorm:
+    """Convert a post-norm model in memory; `level` is the `post_norm` of `convert_checkpoint`, as are the rest.
+
+    Raises:
+        ConversionRefused: the model has not the form that the level needs; the message says what is missing.
+        ConversionError: this is no whole checkpoint folder.
+    """
+    with open_values(src, allow_pickle=allow_pickle) as values:
+        fingerprints = values.checkpoint.fingerprints
+    config, cls = config_and_class(src, trust_remote_code, model_class)
+    if getattr(config, RECORD_KEY, None) is not None:
+        raise ConversionRefused(f"{src}: was converted before, as its config.json says: patch_model runs it as it is")
+    model, made_up = loaded(cls, src, dtype="auto", trust_remote_code=bool(trust_remote_code))
+    if made_up:
+        what = f"{cls.__name__} has {made_up[0]} and the checkpoint has not"
+        raise ConversionRefused(f"{src}: {what}: download it whole, or pass the model_class it was saved from")
+    if level == "exact":
+        return PlannedPostNorm(provenance(src), exact_post_norm(model), fingerprints)
+    batches = _batches(src, config, cls, texts or _sentences(), trust_remote_code)
+    if not batches:
+        raise ConversionRefused(f"{src}: fit needs text, and there is no tokenizer: add one, or choose exact")
+    if len(batches) < HELD_OUT:
+        raise ConversionRefused(f"{src}: fit needs {HELD_OUT} texts or more, and {len(batches)} are here: add some")
+    return PlannedPostNorm(provenance(src), fit_post_norm(model, batches), fingerprints)
+
+
+def _batches(src, config, cls, texts: list[str], trust_remote_code: bool) -> list[dict]:
+    """Keyword arguments of the forward, a batch for each text; none where there is no tokenizer."""
+    tokenizer = tokenizer_of(src, cls, trust_remote_code)
+    if tokenizer is None:
+        return []
+    how = {"return_tensors": "pt", "truncation": True, "max_length": min(TOKENS, max_positions(config))}
+    inputs = [tokenizer(text, **how) for text in texts]
+    accepted = inspect.signature(cls.forward).parameters
+    inputs = [{k: v for k, v in dict(each).items() if k in accepted} for each in inputs]
+    if config.is_encoder_decoder:
+        inputs = [{**each, "decoder_input_ids": each["input_ids"]} for each in inputs]
+    return [each for each in inputs if isinstance(each["input_ids"], torch.Tensor) and each["input_ids"].numel()]
+
+
+def _sentences() -> list[str]:
+    text = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
+    return [sentence.strip() for sentence in text.split(". ") if 20 < len(sentence) < 300][:SENTENCES]

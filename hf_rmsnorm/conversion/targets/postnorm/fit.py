@@ -1,12 +1,11 @@
 """Least squares for post-norm models: the mean that a norm removes, as a linear function of what its writer reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
 
 from ...twin.layer_norms import TwinNorm
+from ...twin.prove import run_as_rms
 from ...twin.run import hooked, run, weight_axis
 from .trace import Sum
 
@@ -63,39 +62,6 @@ def fit_means(model, batches: Iterable[dict], sums: list[Sum], norms) -> dict[st
     return found
 
 
-class Loss:
-    """How far outputs are from the original's, over rows that no attention mask excludes."""
-
-    def __init__(self):
-        self.cosines: list[torch.Tensor] = []
-        self.error = self.size = 0.0
-
-    def add(self, expected: list[torch.Tensor], outputs: list[torch.Tensor], inputs: dict) -> None:
-        for e, o in zip(expected, outputs, strict=True):
-            if e.ndim < 2 or not e.numel():
-                continue
-            e, o = _masked(e, inputs), _masked(o, inputs)
-            self.cosines.append(torch.cosine_similarity(e, o, dim=-1))
-            self.error += float((e - o).square().sum())
-            self.size += float(e.square().sum())
-
-    def to_dict(self) -> dict:
-        """``rows``, ``cosine_mean``, ``cosine_min`` of rows, and ``relative_rms``, the error over the original."""
-        rows = torch.cat(self.cosines)
-        return {
-            "rows": rows.numel(),
-            "cosine_mean": float(rows.mean()),
-            "cosine_min": float(rows.min()),
-            "relative_rms": (self.error / max(self.size, 1e-300)) ** 0.5,
-        }
-
-
-def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm], chosen) -> list[torch.Tensor]:
-    """The outputs in float64 with the chosen norms as RMSNorms."""
-    with torch.no_grad(), hooked(model, chosen, lambda path, args, _: norms[path].as_rms(args[0])):
-        return run(model, inputs)
-
-
 @torch.no_grad()
 def subtract(model: torch.nn.Module, fits: dict[Sum, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Take ``w . h + a`` off every feature that a writer gives, in place."""
@@ -108,8 +74,25 @@ def subtract(model: torch.nn.Module, fits: dict[Sum, tuple[torch.Tensor, torch.T
 
 
 def measure(model, batches, expected, norms: dict[str, TwinNorm]) -> dict:
-    """The `Loss` of a model with these norms as RMSNorms, as a dict."""
-    loss = Loss()
+    """How far a model with these norms as RMSNorms is from what was expected, in rows that no attention mask excludes.
+
+    Returns:
+        ``rows``, ``cosine_mean`` and ``cosine_min`` of rows, and ``relative_rms``, the error over the original.
+    """
+    cosines: list[torch.Tensor] = []
+    error = size = 0.0
     for inputs, outputs in zip(batches, expected, strict=True):
-        loss.add(outputs, run_as_rms(model, inputs, norms, norms), inputs)
-    return loss.to_dict()
+        for e, o in zip(outputs, run_as_rms(model, inputs, norms, norms), strict=True):
+            if e.ndim < 2 or not e.numel():
+                continue
+            e, o = _masked(e, inputs), _masked(o, inputs)
+            cosines.append(torch.cosine_similarity(e, o, dim=-1))
+            error += float((e - o).square().sum())
+            size += float(e.square().sum())
+    rows = torch.cat(cosines)
+    return {
+        "rows": rows.numel(),
+        "cosine_mean": float(rows.mean()),
+        "cosine_min": float(rows.min()),
+        "relative_rms": (error / max(size, 1e-300)) ** 0.5,
+    }

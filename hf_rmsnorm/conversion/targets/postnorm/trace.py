@@ -4,8 +4,6 @@ Nothing is known by name. That a norm reads ``writer(h) + x``, where x is what a
 equal values; what lies between two linear modules is told by what it makes of numbers put there.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ...twin.layer_norms import TwinNorm
-from ...twin.run import MISFITS, hooked, run, weight_axis
+from ...twin.run import MISFITS, hooked, linear_paths, run, weight_axis
 from ...twin.twin import shapes_of
 
 EQUAL = 1e-10  # of the largest element; float64 leaves 1e-15
@@ -54,9 +52,6 @@ class FFN:
 @torch.no_grad()
 def find_sums(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) -> list[Sum]:
     """The sums that enter norms of a float64 model, in the order they run; one for each norm that reads one."""
-    leaves = [path for path, m in model.named_modules() if path and next(m.children(), None) is None]
-    axes = {path: weight_axis(model.get_submodule(path)) for path in leaves}
-    linear = [path for path in leaves if axes[path] is not None]
     calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     found: dict[str, Sum] = {}
 
@@ -67,27 +62,26 @@ def find_sums(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) 
             recent = calls[-RECENT:]
             for place in range(len(recent) - 1, -1, -1):
                 writer, _, y = recent[place]
-                skip = _minus(args[0], y)
-                readers = () if skip is None else tuple(dict.fromkeys(r for r, x, _ in recent if _equal(x, skip)))
-                if readers:
+                if not _alike(args[0], y):
+                    continue
+                skip = args[0].flatten(0, -2) - y.flatten(0, -2)  # some models flatten rows on the way
+                equal = (r for r, x, _ in recent if _alike(x, skip) and _near(x.flatten(0, -2), skip))
+                if readers := tuple(dict.fromkeys(equal)):
                     found[path] = Sum(path, writer, readers)
                     break
 
-    with hooked(model, [*linear, *norms], note):
+    with hooked(model, [*linear_paths(model), *norms], note):
         run(model, inputs)
     return list(found.values())
 
 
-def _minus(total: torch.Tensor, part) -> torch.Tensor | None:
-    if total.numel() != part.numel() or total.shape[-1] != part.shape[-1]:
-        return None
-    return total.flatten(0, -2) - part.flatten(0, -2)  # some models flatten rows on the way
+def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """As many rows of one length."""
+    return x.numel() == y.numel() and x.shape[-1] == y.shape[-1]
 
 
-def _equal(x: torch.Tensor, skip: torch.Tensor) -> bool:
-    if x.numel() != skip.numel() or x.shape[-1] != skip.shape[-1]:
-        return False
-    return bool((x.flatten(0, -2) - skip).abs().max() <= EQUAL * skip.abs().max())
+def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool((x - y).abs().max() <= EQUAL * y.abs().max())
 
 
 @torch.no_grad()
@@ -134,7 +128,7 @@ def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[li
         plus, minus, exchanged = (a.reshape(z.shape) for a in (plus, minus, exchanged))
         if not bool(((exchanged - plus.roll(1, -1)).abs() <= EQUAL * plus.abs().max())[kept].all()):
             continue  # not neuron by neuron, as attention is not
-        if bool((plus - minus - z).abs().max() > EQUAL * z.abs().max()):
+        if not _near(plus - minus, z):
             unfit.append(f"between {first} and {s.writer} act(z) - act(-z) is not z")
             continue
         found.append(FFN(s.norm, first, s.writer, _neurons(model, first)[1], _neurons(model, s.writer, reads=True)[1]))

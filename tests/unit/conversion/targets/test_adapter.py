@@ -194,7 +194,7 @@ def test_what_is_missing_is_said(bases, tmp_path, capsys, monkeypatch):
     assert "--base takes an adapter and DST" in capsys.readouterr().err
     assert main(["convert", str(base), str(out), "--base", str(base), str(converted)]) == 2
     assert "has no adapter_config.json: --base goes with" in capsys.readouterr().err
-    with pytest.raises(ConversionError, match="not what an adapter of .* goes with: pass the folder"):
+    with pytest.raises(ConversionError, match="no conversion of .* that takes its adapters: pass"):
         convert_adapter(adapter, out, base=base, converted=base)
     with pytest.raises(ConversionError, match="no adapter_config.json: pass the folder of a PEFT adapter"):
         convert_adapter(converted, out, base=base, converted=converted)

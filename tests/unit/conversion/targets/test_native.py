@@ -156,7 +156,7 @@ def refusal(model_type, **changes):
 def test_a_config_without_an_exact_target_is_refused_by_name(model_type, changes, reason):
     message = refusal(model_type, **changes)
     assert model_type in message and reason in message and "\n" not in message
-    assert "without --target native" in message
+    assert 'without target="native"' in message
 
 
 def test_other_than_causal_models_are_refused():

@@ -111,6 +111,17 @@ def test_what_may_rotate_otherwise_at_another_time_is_not_proven(function):
     assert not prove_rotary(function)
 
 
+def rotary_back_to_the_dtype_of_q(q, k, cos, sin):
+    rotated = rotary(q, k, cos, sin)
+    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
+
+
+def test_a_function_that_gives_the_dtype_of_q_back_is_proven_for_tables_of_that_dtype_alone():
+    assert prove_rotary(rotary_back_to_the_dtype_of_q) and is_rotary(rotary_back_to_the_dtype_of_q)
+    assert not is_rotary(rotary_back_to_the_dtype_of_q, dtypes_differ=True)
+    assert prove_rotary(rotary) and is_rotary(rotary) and is_rotary(rotary, dtypes_differ=True)
+
+
 def test_code_that_autoreload_exchanges_is_seen():
     def other(q, k, cos, sin):
         return 2 * q, k

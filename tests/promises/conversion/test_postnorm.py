@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertM
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.conversion import ConversionRefused, VerificationFailed, convert_checkpoint, plan_conversion
-from hf_rmsnorm.conversion.targets.postnorm import plan
+from hf_rmsnorm.conversion.targets.postnorm import convert
 from hf_rmsnorm.conversion.twin.twin import give_weights
 from hf_rmsnorm.demo import demo_path
 
@@ -59,7 +59,7 @@ def save(folder, name, **how):
 @pytest.mark.parametrize("level", ["exact", "fit"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_checkpoints_with_a_tokenizer(name, level, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "SENTENCES", 24)
+    monkeypatch.setattr(convert, "SENTENCES", 24)
     src, dst = save(tmp_path / "src", name), tmp_path / "dst"
     before = contents(src)
     assert main(["convert", str(src), str(dst), "--post-norm", level, "--prompt", "A text.", "--json"]) == 0
@@ -75,7 +75,7 @@ def test_checkpoints_with_a_tokenizer(name, level, tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("level", ["exact", "fit"])
 def test_the_model_card_says_what_was_done(level, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "SENTENCES", 24)
+    monkeypatch.setattr(convert, "SENTENCES", 24)
     src, dst = save(tmp_path / "a model", "BertModel", max_shard_size="50KB"), tmp_path / "dst"
     (src / "README.md").write_bytes(b"# Mod\xe8le\r\n")
     done = convert_checkpoint(src, dst, post_norm=level)

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_rmsnorm import __version__
-from hf_rmsnorm.conversion.judge.publish import add_to_card, provenance
+from hf_rmsnorm.conversion.judge.folder import add_to_card, provenance
 
 HEADING = "## Converted"
 MADE = {"source": "org/name@abc", "converted_by": "hf-rmsnorm 1", "torch": "2", "transformers": "5"}

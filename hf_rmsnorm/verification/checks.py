@@ -1,0 +1,248 @@
+"""The verdict on a piece: its outputs bit by bit against the original's, its gradients against float64."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..formula import HALF_DTYPES
+from .float64 import Float64Mode
+from .noise import Sizes
+from .pieces import Piece
+from .tolerance import ulp, within
+
+MAX_OFF_HALF = 1e-3
+MAX_OFF_FLOAT = 1e-2
+MAX_ULP = 2.0
+WORST_ULP = 4.0
+NOT_REACHED = "not reached by these inputs"
+NOT_COMPARED = "not compared: it does not map a tensor to one of the same shape"
+_MAX_AMPLIFIED = 0.05  # of elements in rows nearly constant; a wrong rounding order changes five times as many
+_DIFFERENTIABLE = 2  # operands at most: the tables of a rotary embedding come behind q and k
+_ORDERS = 4  # in which eager's sums over rows are taken: which adds up best is luck
+
+
+@dataclass(frozen=True)
+class NormCheck:
+    """Verdict (b) for one module: its output against the original's on the same input.
+
+    At most 0.1 % of the elements in half precision and 1 % in float32 (or one element) may be off, and none by more
+    than 4 ulp. In half precision an element is off if it differs at all, and 0.1 % grows by 1 + |mean|/std of the rows
+    that a centred norm reads. In float32 it is off beyond 2 ulp, where an ulp is 2^-23 of the largest term in its row:
+    weight * rstd * x, weight * rstd * mean if the norm is centred, or bias. ``docs/proof.md`` says why.
+
+    Args:
+        dtype: the coarser dtype of input and output, which is where the original rounds.
+        elements: compared; 0 if the inputs did not reach the module or it does not map a tensor to one like it.
+        differing: how many of them are not equal.
+        off: how many are off, as defined above.
+        allowed: how many may be.
+        worst_ulp: the largest difference, in ulp of half precision of the element or of float32 as defined above.
+        reason: why it failed, or why nothing was compared; empty otherwise.
+    """
+
+    path: str
+    class_name: str
+    dtype: str = ""
+    elements: int = 0
+    differing: int = 0
+    off: int = 0
+    allowed: int = 0
+    worst_ulp: float = 0.0
+    passed: bool = True
+    reason: str = ""
+
+    @property
+    def reached(self) -> bool:
+        """Whether the inputs ran the module at all."""
+        return self.reason != NOT_REACHED
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """The gradients of one piece against float64: each error at most 1.5 times eager's own, and an ulp of the largest.
+
+    Args:
+        path: of the piece.
+        gradient: of what: an operand by its number, or a parameter by its name.
+        dtype: of the gradient.
+        ours_max, ours_rms, eager_max, eager_rms: errors against float64.
+        ulp: of the largest gradient, in its dtype.
+        reason: why it failed; empty otherwise.
+    """
+
+    path: str
+    gradient: str
+    dtype: str = ""
+    ours_max: float = math.inf
+    ours_rms: float = math.inf
+    eager_max: float = math.inf
+    eager_rms: float = math.inf
+    ulp: float = 0.0
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both errors are finite and within what is allowed."""
+        both = within(self.ours_max, self.eager_max, self.ulp) and within(self.ours_rms, self.eager_rms, self.ulp)
+        return both and not self.reason
+
+
+def check_fused(pieces: list[Piece]) -> tuple[NormCheck, ...]:
+    """One `NormCheck` for each piece, as in generation and as in training, of whichever output and mode is worst."""
+    modes = ((check(piece.path, piece.class_name, [piece], grad) for grad in (False, True)) for piece in pieces)
+    return tuple(min(checks, key=lambda check: (check.passed, -check.off, -check.worst_ulp)) for checks in modes)
+
+
+def check(path: str, class_name: str, pieces: list[Piece], grad: bool = False) -> NormCheck:
+    """Run pieces on what was recorded, as in training where `grad` says so, and judge all their outputs together."""
+    compared: list[tuple] = []
+    for piece in (piece for piece in pieces if piece.expected):
+        operands = [t.detach() if isinstance(t, torch.Tensor) else t for t in piece.operands]
+        for t in operands:
+            if grad and t.is_floating_point():
+                t.requires_grad_()
+        try:
+            with torch.set_grad_enabled(grad):
+                compared += zip(piece.run(*operands), piece.expected, strict=True)
+        except Exception as error:  # whatever a broken kernel or forward raises is the verdict on it
+            return _failed(path, class_name, f"raises {_told(error)}")
+    if not compared:
+        return NormCheck(path, class_name, reason=NOT_COMPARED if pieces else NOT_REACHED)
+    return _judge(path, class_name, compared)
+
+
+def _failed(path: str, class_name: str, reason: str, dtype: str = "") -> NormCheck:
+    return NormCheck(path, class_name, dtype, worst_ulp=math.inf, passed=False, reason=reason)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@torch.no_grad()
+def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
+    """Judge outputs, each paired with what is expected of it."""
+    elements = differing = off = 0
+    worst = amplified = 0.0
+    for y, expected in compared:
+        theirs = expected.y
+        dtype = max(expected.dtype, theirs.dtype, key=lambda d: torch.finfo(d).eps)
+        name = str(dtype).removeprefix("torch.")
+        if not isinstance(y, torch.Tensor):
+            return _failed(path, class_name, f"returns a {type(y).__name__}, the original a tensor", name)
+        if y.dtype != theirs.dtype or y.shape != theirs.shape:
+            kinds = f"{y.dtype} {tuple(y.shape)}, the original {theirs.dtype} {tuple(theirs.shape)}"
+            return _failed(path, class_name, f"returns {kinds}", name)
+        half, rounds_last = dtype in HALF_DTYPES, y.dtype in HALF_DTYPES
+        y, theirs = y.double(), theirs.double()
+        unequal = (y != theirs) & ~(y.isnan() & theirs.isnan())
+        difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+        fine = expected.largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        coarse = torch.maximum(ulp(theirs, dtype), fine) if half else fine
+        worst = max(worst, (difference / coarse.clamp_min(1e-300)).max().item())
+        # half-precision output is rounded last; any other may be multiplied by the weight after what was rounded
+        off += (unequal if rounds_last else difference > MAX_ULP * fine).sum().item()
+        differing += unequal.sum().item()
+        elements += y.numel()
+        amplified += expected.amplification.mean().item() * y.numel()
+    share = min(MAX_OFF_HALF * amplified / elements, _MAX_AMPLIFIED) if half else MAX_OFF_FLOAT
+    allowed, reason = max(1, int(share * elements)), ""
+    if worst > WORST_ULP:
+        reason = f"an element is {worst:.3g} ulp away, {WORST_ULP:g} are allowed"
+    elif off > allowed:
+        kind = "differ" if half else f"are more than {MAX_ULP:g} ulp away"
+        reason = f"{off} of {elements} elements {kind}, {allowed} are allowed"
+    return NormCheck(path, class_name, name, elements, differing, off, allowed, worst, not reason, reason)
+
+
+def check_gradients(pieces: list[Piece]) -> tuple[GradientCheck, ...]:
+    """One backward of each piece: gradients of its operands and parameters, ours and eager's, against float64.
+
+    Of calls of one piece the one with the most rows: of a single row, luck decides how near eager is.
+    """
+    largest: dict[str, Piece] = {}
+    for piece in pieces:
+        if piece.path not in largest or piece.operands[0].numel() > largest[piece.path].operands[0].numel():
+            largest[piece.path] = piece
+    return tuple(check for piece in largest.values() for check in _gradients(piece))
+
+
+def _gradients(piece: Piece) -> Iterator[GradientCheck]:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        outputs = piece.original(*piece.operands)
+    cotangents = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in outputs]
+    try:
+        ours = _grads(piece.run, piece.norms, piece.operands, cotangents)
+    except Exception as error:  # whatever a broken backward raises is the verdict on it
+        yield GradientCheck(piece.path, "all", reason=f"raises {_told(error)}")
+        return
+    eager = [_grads(piece.original, piece.norms, piece.operands, cotangents)]
+    if piece.rows is not None:
+        eager += [_reordered(piece, cotangents, seed) for seed in range(1, _ORDERS)]
+    exact = _exact(piece, cotangents)
+    names = [f"operand {at}" for at, _ in enumerate(piece.operands[:_DIFFERENTIABLE])]
+    names += [name if len(piece.norms) == 1 else f"{at}: {name}" for at, name, _ in _parameters(piece.norms)]
+    for at, (name, grad, right) in enumerate(zip(names, ours, exact, strict=True)):
+        if grad is None or right is None:
+            if grad is not right:
+                yield GradientCheck(piece.path, name, reason="is missing on one side")
+            continue
+        error = Sizes(grad.double() - right)
+        theirs = [Sizes(grads[at].double() - right) for grads in eager if grads[at] is not None]
+        largest, rms = max(each.max for each in theirs), max(each.rms for each in theirs)
+        dtype, step = str(grad.dtype).removeprefix("torch."), ulp(right.abs().max(), grad.dtype).item()
+        yield GradientCheck(piece.path, name, dtype, error.max, error.rms, largest, rms, step)
+
+
+def _parameters(norms: Iterable[nn.Module]) -> list[tuple[int, str, nn.Parameter]]:
+    return [(at, name, p) for at, norm in enumerate(norms) for name, p in norm.named_parameters(recurse=False)]
+
+
+def _grads(function: Callable, norms: Iterable[nn.Module], operands, cotangents: list) -> list:
+    operands = [t.detach() for t in operands]
+    wanted = [*operands[:_DIFFERENTIABLE], *(p for _, _, p in _parameters(norms))]
+    frozen = [p for p in wanted if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_()
+        with torch.enable_grad():
+            return list(torch.autograd.grad(function(*operands), wanted, cotangents, allow_unused=True))
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+def _reordered(piece: Piece, cotangents: list, seed: int) -> list:
+    """Eager's gradients with the rows in another order, those of the operands put back in theirs."""
+    ins, outs = piece.rows
+    order = torch.randperm(piece.operands[0].shape[ins[0]], generator=torch.Generator().manual_seed(seed))
+
+    def moved(tensors, dims, order):
+        pairs = zip(tensors, dims, strict=True)
+        return [t if t is None else t.index_select(dim, order.to(t.device)) for t, dim in pairs]
+
+    grads = _grads(piece.original, piece.norms, moved(piece.operands, ins, order), moved(cotangents, outs, order))
+    count = min(_DIFFERENTIABLE, len(piece.operands))
+    return moved(grads[:count], ins[:count], order.argsort()) + grads[count:]
+
+
+def _exact(piece: Piece, cotangents: list) -> list:
+    """The gradients by the unpatched modules in float64, their own casts to float32 included."""
+    twins = [_double(norm) for norm in piece.norms]
+    with Float64Mode():
+        operands, cotangents = ([t.double() for t in tensors] for tensors in (piece.operands, cotangents))
+        return _grads(partial(piece.original, norms=twins), twins, operands, cotangents)
+
+
+def _double(norm: nn.Module) -> nn.Module:
+    """The unpatched module with parameters in float64, sharing all else."""
+    base = getattr(type(norm), "_hf_rmsnorm_base", type(norm))
+    twin = object.__new__(base)
+    doubles = {name: p if p is None else nn.Parameter(p.detach().double()) for name, p in norm._parameters.items()}
+    twin.__dict__.update(vars(norm), _parameters=doubles)
+    return twin

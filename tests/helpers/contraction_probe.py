@@ -1,0 +1,37 @@
+"""Prints, as JSON for a target of benchmarks.aot, the fused multiply-adds of each forward kernel that is compiled.
+
+A product with zero added, as gfx942 writes a conversion, is none.
+"""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from benchmarks import aot
+from hf_rmsnorm.formula import NormSpec
+
+LLAMA, LAYER_NORM = aot.VARIANTS["llama-bf16"], aot.VARIANTS["layernorm-bf16"]
+BIASED = replace(LLAMA, spec=NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"))
+FUSED = re.compile(r"^\s*(?:fma\.|v_(?:pk_)?(?:fma|mad|mac)\w*_b?f(?:16|32)).*$", re.MULTILINE)
+
+if __name__ == "__main__":
+    target, found = sys.argv[1], {}
+    aot.compile_for(target)
+    for variant in (LLAMA, BIASED, LAYER_NORM, aot.VARIANTS["qk_rotary-bf16"]):
+        for dtype in (torch.bfloat16, torch.float16):
+            for kernel in aot.KERNELS:
+                kernel._compiled.clear()
+            aot.run(replace(variant, x=dtype, weight=dtype), 128)
+            for kernel in aot.KERNELS:
+                for made, *_ in kernel._compiled.values():
+                    text = made.asm["ptx" if target.startswith("sm") else "amdgcn"]
+                    if kernel.name.endswith("forward"):
+                        fused = [line.strip() for line in FUSED.findall(text) if "neg(0)" not in line]
+                        found.setdefault(f"{kernel.name} {dtype}", []).append(fused)
+    print(json.dumps(found))

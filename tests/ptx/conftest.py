@@ -1,0 +1,18 @@
+"""Tests of compiled code by itself."""
+
+import os
+
+import pytest
+from ptx.driver import RUN_BY
+
+
+@pytest.fixture
+def driver():
+    """What executes the launches of this process; it keeps none of them when the test is over."""
+    if os.environ.get(RUN_BY) != "executor":
+        pytest.skip("`pytest tests/ptx` executes PTX, with the pinned Triton")
+    from triton.runtime import driver
+
+    yield driver.active
+    driver.active.launches = None
+    driver.active.machine.blurred = False

@@ -1,0 +1,219 @@
+"""When the norms of queries and keys are put off to the rotary embedding, and what computes them there."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from hf_rmsnorm import count_launches, patch_model, use_backend
+from hf_rmsnorm.fused import attention, layer
+from hf_rmsnorm.fused.attention import norm_and_rotate, norm_later
+
+D = 16
+NAMES = "q_norm", "k_norm"
+
+
+class Attention(nn.Module):
+    def __init__(self, q_norm=None, k_norm=None):
+        super().__init__()
+        self.q_norm, self.k_norm = q_norm or LlamaRMSNorm(D), k_norm or LlamaRMSNorm(D)
+
+
+def rotate(q, k, cos, sin):
+    return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@pytest.fixture(autouse=True)
+def proven(monkeypatch):
+    """`rotate` counts as proven as long as its code and what it names are as they are."""
+    named = [(globals(), "apply_rotary_pos_emb", apply_rotary_pos_emb)]
+    functions = [(rotate, rotate.__code__), (apply_rotary_pos_emb, apply_rotary_pos_emb.__code__)]
+    monkeypatch.setitem(attention.proven_rotary, rotate, (functions, named, True))
+
+
+def made(*norms):
+    made = Attention(*norms)
+    for norm in made.children():
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+    patch_model(made)
+    for norm in made.children():
+        type(norm)._hf_rmsnorm_plans.clear()
+    return made
+
+
+def operands():
+    q, k = (
+        torch.randn(2, 3, 4, D),
+        torch.randn(2, 3, 2, D),
+    )  # (batch, length, heads, head_dim), as projections give them
+    return q, k, torch.randn(1, 3, D), torch.randn(1, 3, D)
+
+
+def run(made, q, k, *tables, rotate=rotate):
+    """The results, and the launches by kernel."""
+    held = {}
+    with torch.no_grad(), count_launches() as launches:
+        q, k = (norm_later(made, held, name, x).transpose(1, 2) for name, x in zip(NAMES, (q, k), strict=True))
+        found = norm_and_rotate(made, held, NAMES, rotate if tables else None, q, k, *tables)
+    return found, dict(launches)
+
+
+def apart(made, q, k, *tables, rotate=rotate):
+    with torch.no_grad():
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip((made.q_norm, made.k_norm), (q, k), strict=True))
+    return rotate(q, k, *tables) if tables else (q, k)
+
+
+def check(made, *given, launches, **how):
+    for _ in range(2):  # the second time by what the first has found
+        found, counted = run(made, *given, **how)
+        assert counted == launches
+        for a, b in zip(found, apart(made, *given, **how), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+ONE, TWO = {"qk_norm_forward": 1}, {"norm_forward": 2}
+
+
+@pytest.mark.parametrize("tables", [True, False])
+def test_one_launch_for_both_norms_and_the_rotary_embedding(tables):
+    check(made(), *operands()[: 4 if tables else 2], launches=ONE)
+
+
+def test_plans_are_kept_for_calls_that_kernels_serve():
+    attention = made()
+    plans = type(attention.q_norm)._hf_rmsnorm_plans
+    given = operands()
+    run(attention, *given)
+    count = len(plans)
+    run(attention, *given)
+    assert len(plans) == count == 3  # of q alone, of k alone, of both
+    with use_backend("reference"):
+        run(attention, *(t[:1] for t in given))
+    assert len(plans) == count
+
+
+def test_norms_of_two_formulas_are_computed_apart():
+    check(made(LlamaRMSNorm(D, eps=0.5)), *operands(), launches=TWO)
+    attention = made()
+    attention.k_norm.variance_epsilon = 0.25
+    check(attention, *operands(), launches=TWO)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_norms_with_a_bias_are_computed_apart(at):
+    attention = made(nn.LayerNorm(D), nn.LayerNorm(D))
+    check(attention, *operands(), launches=TWO)
+    norms = [nn.LayerNorm(D), nn.LayerNorm(D)]
+    norms[at] = nn.LayerNorm(D, bias=False)
+    check(made(*norms), *operands(), launches=TWO)
+    check(made(*(nn.LayerNorm(D, bias=False) for _ in range(2))), *operands(), launches=ONE)
+
+
+def one_more(attention, at):
+    attention.get_submodule(NAMES[at]).register_forward_hook(lambda *_: None)
+
+
+def in_float64(attention, at):
+    attention.get_submodule(NAMES[at]).double()
+
+
+def heads(attention, at):
+    attention.get_submodule(NAMES[at]).weight = nn.Parameter(torch.ones((4, 2)[at], D))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_norm_that_is_watched_is_called_where_it_stands(at):
+    attention = made()
+    one_more(attention, at)
+    held, x = {}, torch.randn(2, 3, 4, D)
+    assert norm_later(attention, held, NAMES[at], x) is not x and not held
+    assert norm_later(attention, held, NAMES[1 - at], x) is x and set(held) == {NAMES[1 - at]}
+    check(attention, *operands(), launches=TWO)
+
+
+def test_weights_of_heads_are_applied_where_they_stand():
+    attention = made()
+    heads(attention, 0)
+    held, x = {}, torch.randn(2, 3, 4, D)
+    assert norm_later(attention, held, "q_norm", x) is not x and not held
+
+
+def test_what_no_kernel_serves_is_normalised_where_it_stands():
+    attention, held = made(), {}
+    x = torch.randn(2, 3, 4, D)
+    for given in (x.double(), x[..., :8]):
+        attention.q_norm.weight.data = torch.ones(given.shape[-1], dtype=given.dtype)
+        y = norm_later(attention, held, "q_norm", given)
+        if given.dtype == torch.float64:
+            assert y is not given and not held
+    with use_backend("reference"):
+        given = x[..., :8]
+        assert norm_later(attention, held, "q_norm", given) is given
+        with pytest.raises(RuntimeError):  # as the module itself
+            norm_later(attention, {}, "q_norm", x)
+
+
+class Tagged(torch.Tensor):
+    """A subclass, of which nobody knows what it makes of an operator."""
+
+
+def test_a_subclass_is_normalised_where_it_stands():
+    x = torch.randn(2, 3, 4, D).as_subclass(Tagged)
+    assert norm_later(made(), held := {}, "q_norm", x) is not x and not held
+
+
+def test_while_compiling_norms_are_called_where_they_stand(monkeypatch):
+    monkeypatch.setattr(attention, "_is_compiling", lambda: True)
+    x = torch.randn(2, 3, 4, D)
+    assert norm_later(made(), held := {}, "q_norm", x) is not x and not held
+
+
+def test_a_norm_that_is_gone_or_absent_is_the_attentions_own():
+    attention = made()
+    del attention.q_norm
+    attention.q_norm = None
+    with pytest.raises(TypeError, match="not callable"):
+        norm_later(attention, {}, "q_norm", torch.ones(D))
+    attention = made()
+    del attention.q_norm
+    object.__setattr__(attention, "q_norm", lambda x: 2 * x)
+    assert norm_later(attention, {}, "q_norm", torch.ones(D)).eq(2.0).all()
+
+
+def test_one_norm_that_is_not_put_off_is_not_applied_twice():
+    attention, (q, k, *_) = made(), operands()
+    held = {}
+    with torch.no_grad():
+        q, k = norm_later(attention, held, "q_norm", q).transpose(1, 2), k.transpose(1, 2)
+        found = norm_and_rotate(attention, held, NAMES, None, q, k)
+        assert torch.equal(found[1], k) and torch.equal(found[0], attention.q_norm(q))
+
+
+def test_a_rotary_function_that_is_not_the_proven_one_is_called(monkeypatch):
+    attention, given = made(), operands()
+    check(attention, *given, rotate=lambda q, k, cos, sin: (q * cos.unsqueeze(1), k), launches=TWO)
+    with monkeypatch.context() as changed:
+        changed.setattr(sys.modules[__name__], "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, 2 * k))
+        check(attention, *given, launches=TWO)
+    check(attention, *given, launches=ONE)
+    with monkeypatch.context() as changed:
+        changed.setattr(rotate, "__code__", (lambda q, k, cos, sin: (3 * q, k)).__code__)
+        check(attention, *given, launches=TWO)
+
+
+def test_tables_decide_too():
+    q, k, cos, sin = operands()
+    check(made(), q, k, cos.double(), sin.double(), launches=TWO)
+    check(made(), q, k, torch.cat([cos, cos]), torch.cat([sin, sin]), launches=ONE)
+
+
+def test_observers_see_queries_and_keys_until_they_leave():
+    attention, given, seen = made(), operands(), []
+    with layer.observing(lambda *what: seen.append(what)):
+        run(attention, *given)
+    run(attention, *given)
+    ((module, kind, which, tensors),) = seen
+    assert (module, kind, which, len(tensors)) == (attention, "q/k", (NAMES, rotate), 4)

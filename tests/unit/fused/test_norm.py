@@ -1,0 +1,197 @@
+"""The forward of a patched norm: which calls it serves, and that every other one runs the module's own."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from hf_rmsnorm import count_launches, use_backend
+from hf_rmsnorm.formula import NormSpec
+from hf_rmsnorm.fused.norm import fused_class
+from hf_rmsnorm.fused.recipe import Recipe
+from hf_rmsnorm.ops.direct import LaunchCache
+
+D = 16
+GATED = Recipe(NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"), weight="weight",
+               eps="variance_epsilon", eps_value=1e-6, gate="gate")  # fmt: skip
+PLAIN = Recipe(NormSpec(False, 1e-6, rounding="before_weight"), weight="weight", eps="variance_epsilon", eps_value=1e-6)
+
+
+class Norm(nn.Module):
+    """LLaMA's, with a bias that may be there."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+        self.bias = nn.Parameter(torch.rand(D)) if bias else None
+        self.variance_epsilon = 1e-6
+        self.calls = 0
+
+    def forward(self, x, scale=None):
+        self.calls += 1
+        dtype, x = x.dtype, x.float()
+        y = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(dtype)
+        y = y if self.bias is None else y + self.bias
+        return y if scale is None else scale * y
+
+
+def fused(module, recipe=PLAIN):
+    module.__class__ = fused_class(type(module), recipe)
+    return module
+
+
+def launches(function):
+    with torch.no_grad(), count_launches() as counted:
+        y = function()
+    return y, counted.total()
+
+
+def gated():
+    module = Qwen3NextRMSNormGated(D)
+    nn.init.uniform_(module.weight, 0.5, 1.5)
+    return module
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda norm, x, gate: norm(x, gate),
+        lambda norm, x, gate: norm(x, gate=gate),
+        lambda norm, x, gate: norm(hidden_states=x, gate=gate),
+        lambda norm, x, gate: norm(gate=gate, hidden_states=x),
+    ],
+    ids=["by position", "gate by name", "both by name", "the other way round"],
+)
+def test_a_gate_is_found_however_it_is_given(call):
+    x, gate = torch.randn(2, 3, D), torch.randn(2, 3, D)
+    with torch.no_grad():
+        expected = call(gated_own := gated(), x, gate)
+    norm = fused(gated(), GATED)
+    norm.weight = gated_own.weight
+    y, count = launches(lambda: call(norm, x, gate))
+    assert count == 1
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda norm, x: norm(x, x, x), "positional argument"),
+        (lambda norm, x: norm(x, hidden_states=x), "multiple values"),
+        (lambda norm, x: norm(x, x, gate=x), "multiple values"),
+        (lambda norm, x: norm(gate=x), "hidden_states"),
+        (lambda norm, x: norm(x, other=x), "other"),
+        (lambda norm, x: norm(), "hidden_states"),
+    ],
+)
+def test_arguments_that_the_module_refuses_are_refused_in_its_words(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(fused(gated(), GATED), torch.randn(2, D))
+
+
+def test_a_gate_of_another_dtype_is_served_where_that_was_proven():
+    x, gate = torch.randn(2, D).bfloat16(), torch.randn(2, D)
+    either = Recipe(GATED.spec, weight="weight", eps="variance_epsilon", eps_value=1e-6, gate="gate",
+                    one_gate_dtype=True)  # fmt: skip
+    for recipe, count in ((GATED, 1), (either, 0)):
+        assert launches(lambda recipe=recipe: fused(gated(), recipe)(x, gate))[1] == count
+    assert launches(lambda: fused(gated(), either)(x, gate.bfloat16()))[1] == 1
+
+
+def test_a_gate_that_may_be_left_out_is_and_one_that_may_not_runs_the_modules_own_forward():
+    class Optional(Norm):
+        def forward(self, hidden_states, gate=None):
+            y = super().forward(hidden_states)
+            return y if gate is None else (y * nn.functional.silu(gate.float())).to(y.dtype)
+
+    x = torch.randn(2, D)
+    for optional, count in ((False, 0), (True, 1)):
+        recipe = Recipe(GATED.spec, weight="weight", eps="variance_epsilon", eps_value=1e-6, gate="gate",
+                        gate_optional=optional)  # fmt: skip
+        norm = fused(Optional(), recipe)
+        _, counted = launches(lambda norm=norm: norm(x))
+        assert (counted, norm.calls) == (count, 1 - count)
+
+
+@pytest.mark.parametrize(
+    "change, call",
+    [
+        (lambda norm: None, lambda norm, x: norm(x, 2.0)),
+        (lambda norm: None, lambda norm, x: norm(x, scale=2.0)),
+        (lambda norm: setattr(norm, "variance_epsilon", -1.0), lambda norm, x: norm(x)),
+        (lambda norm: norm.double(), lambda norm, x: norm(x.double())),
+        (lambda norm: None, lambda norm, x: norm(x.double())),
+    ],
+    ids=["a second input", "a second input by name", "no eps", "float64", "float64 alone"],
+)
+def test_calls_that_no_kernel_serves_run_the_modules_own_forward(change, call):
+    norm, x = Norm(), torch.randn(2, D)
+    change(norm)
+    with torch.no_grad():
+        expected = call(norm, x)
+    y, count = launches(lambda: call(fused(norm), x))
+    assert count == 0 and norm.calls == 2
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_bias_of_another_dtype_than_the_weight_runs_the_modules_own_forward():
+    recipe = Recipe(NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"), weight="weight", bias="bias")
+    norm, x = fused(Norm(bias=True), recipe), torch.randn(2, D)
+    assert launches(lambda: norm(x))[1] == 1 and norm.calls == 0
+    norm.bias.data = norm.bias.data.bfloat16()
+    assert launches(lambda: norm(x))[1] == 0 and norm.calls == 1
+
+
+def test_rows_of_another_size_than_was_proven_run_the_modules_own_forward():
+    class Weightless(Norm):
+        def forward(self, x):
+            self.calls += 1
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    spec = NormSpec(False, 1e-6, has_weight=False)
+    for size, count in ((D, 1), (None, 1), (D + 1, 0)):
+        norm = fused(Weightless(), Recipe(spec, hidden_size=size))
+        assert launches(lambda norm=norm: norm(torch.randn(2, D)))[1] == count
+
+
+@pytest.mark.parametrize("row_major", [True, False])
+def test_strides_of_the_output_are_those_that_were_proven(row_major):
+    recipe = Recipe(PLAIN.spec, weight="weight", eps="variance_epsilon", eps_value=1e-6, row_major=row_major)
+    strided = torch.randn(3, 2, D).transpose(0, 1)
+    for x in (strided, strided.contiguous()):
+        y, count = launches(lambda x=x: fused(Norm(), recipe)(x))
+        assert count == 1 and y.stride() == (y.contiguous() if row_major else x).stride()
+
+
+def test_channels_come_first_where_that_was_proven():
+    recipe = Recipe(PLAIN.spec, weight="weight", layout="channels_first")
+    norm, x = fused(Norm(), recipe), torch.randn(2, D, 5)
+    y, count = launches(lambda: norm(x))
+    own = Norm()
+    own.weight = norm.weight
+    torch.testing.assert_close(y, own(x.movedim(1, -1)).movedim(-1, 1), rtol=1e-6, atol=1e-6)
+    assert count == 1
+
+
+def test_a_second_call_takes_the_launch_that_the_first_found():
+    norm, x = fused(Norm()), torch.randn(2, D)
+    plans = type(norm)._hf_rmsnorm_plans
+    plans.clear()
+    launches(lambda: norm(x))
+    assert len(plans) == 1
+    launches(lambda: norm(x))
+    assert len(plans) == 1
+    with use_backend("reference"):
+        launches(lambda: norm(x[:1]))
+    assert len(plans) == 1
+    launches(lambda: norm(x[:1]))
+    assert len(plans) == 2
+
+
+def test_a_cache_of_launches_keeps_those_of_kernels_and_not_too_many(monkeypatch):
+    monkeypatch.setattr(LaunchCache, "MOST", 2)
+    cache = LaunchCache()
+    assert cache.keep("a", "reference", lambda: "plan") is None and not cache
+    for key in "abc":
+        assert cache.keep(key, "triton", lambda key=key: key.upper()) == key.upper()
+    assert cache == {"c": "C"}

@@ -1,0 +1,71 @@
+"""Arguments reach a kernel's parameters by name, in whatever order either side has them."""
+
+import inspect
+
+import pytest
+
+pytest.importorskip("triton", reason="there is nothing to launch without Triton")
+
+from hf_rmsnorm.kernels import launch, launch_qk  # noqa: E402
+from hf_rmsnorm.kernels.compiled import VECTOR, Kernel  # noqa: E402
+
+KERNELS = {kernel.name: kernel for kernel in (*launch.KERNELS, *launch_qk.KERNELS)}
+
+
+def parameters(kernel):
+    return inspect.signature(kernel._variants[True].fn).parameters
+
+
+def bound_by_number(kernel):
+    """What is bound of a kernel, each value a number of its own, and these by name."""
+    given = set(inspect.signature(kernel._pack).parameters)
+    fixed = {name: VECTOR * i for i, name in enumerate(parameters(kernel)) if name not in given | {"UNIT"}}
+    return kernel.bind((1, 1, 1), 4, fixed, "key"), fixed, given - {"values"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_parameter_gets_what_has_its_name(name):
+    kernel = KERNELS[name]
+    bound, fixed, given = bound_by_number(kernel)
+    for aligned, unit in ((False, 1), (True, VECTOR)):
+        args = bound.pack(bound.values[aligned], **{operand: operand for operand in given})
+        assert len(args) == len(parameters(kernel))
+        for value, (parameter, declared) in zip(args, parameters(kernel).items(), strict=True):
+            stride = declared.annotation is not inspect.Parameter.empty and "int64" in str(declared.annotation)
+            expected = {"UNIT": unit} | fixed | {operand: operand for operand in given}
+            assert value == (expected[parameter] // unit if stride else expected[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_name_too_few_or_too_many_is_an_error(name):
+    kernel = KERNELS[name]
+    bound, fixed, given = bound_by_number(kernel)
+    with pytest.raises(TypeError, match=f"{name} is not bound by BLOCK"):
+        kernel.bind((1, 1, 1), 4, {k: v for k, v in fixed.items() if k != "BLOCK"}, "key")
+    with pytest.raises(TypeError, match=f"{name} is not bound by doubled"):
+        kernel.bind((1, 1, 1), 4, fixed | {"doubled": True}, "key")
+    with pytest.raises(TypeError):
+        bound.pack(bound.values[False], **{operand: operand for operand in given}, other=None)
+
+
+def test_both_variants_and_every_way_have_a_code_of_their_own():
+    kernel = KERNELS["reduce_partials"]
+    _, fixed, _ = bound_by_number(kernel)
+    codes = kernel.bind((1, 1, 1), 4, fixed, "one way", "another").codes
+    assert len({code for of_variant in codes for code in of_variant}) == 4
+    assert codes == kernel.bind((1, 1, 1), 4, fixed, "one way", "another").codes
+
+
+def test_vectors_need_strides_and_columns_that_they_divide():
+    kernel = KERNELS["norm_forward_loop"]
+    bound, fixed, _ = bound_by_number(kernel)
+    assert bound.vectorised
+    for name in ("N", "x_outer", "other_inner"):
+        assert not kernel.bind((1, 1, 1), 4, fixed | {name: VECTOR + 1}, "key").vectorised
+    assert kernel.bind((1, 1, 1), 4, fixed | {"x_len": VECTOR + 1}, "key").vectorised
+
+
+def test_a_kernel_is_made_of_a_function_and_its_operands():
+    again = Kernel(KERNELS["reduce_partials"]._variants[True], ("OUT", "PARTIALS", "NOT_READ"))
+    bound = again.bind((1, 1, 1), 4, {"parts": 3, "N": 64, "BLOCK": 64, "ROWS": 32}, "key")
+    assert bound.pack(bound.values[True], NOT_READ=0, OUT="out", PARTIALS="in") == ("in", "out", 3, 64, 64, 32)

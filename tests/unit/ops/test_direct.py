@@ -1,0 +1,112 @@
+"""Launch keys: calls that need other launches have other keys, and what a launch must not serve has none."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from hf_rmsnorm import use_backend
+from hf_rmsnorm.formula import NormSpec
+from hf_rmsnorm.ops.direct import launch_key
+from hf_rmsnorm.ops.qk import qk_launch_key
+from tests.unit.kernels.test_plan_keys import BF16, RMS, B, D, W, X, layouts, pairs
+
+
+class Tagged(torch.Tensor):
+    """A subclass, of which nobody knows what it makes of an operator."""
+
+
+def norms():
+    """(x, weight, bias, functional) of calls no two of which are served by one launch."""
+    for _, x in layouts(X):
+        yield x, W, None, False
+    yield X[:1], W, None, False
+    yield X.to(BF16), W, None, False
+    yield X, W.to(BF16), None, False
+    yield X, torch.ones(3, D), None, False
+    yield X, None, None, False
+    yield X, W, B, False
+    yield X, W, B.to(BF16), False
+    yield X, W, torch.ones(3, D), False
+    yield X.to("meta"), W, None, False
+    yield X, W.to("meta"), None, False
+    yield X, W, B.to("meta"), False
+
+
+def test_norms_that_need_other_launches_have_other_keys():
+    keys = [launch_key(*each) for each in norms()]
+    assert None not in keys
+    assert all(a != b for a, b in itertools.combinations(keys, 2))
+
+
+def test_queries_and_keys_that_need_other_launches_have_other_keys():
+    # The first again is not another call, and each formula has a cache of its own.
+    calls = {name: operands for name, operands in pairs() if name not in ("k ", "centred", "eps")}
+    q, k, wq, wk, cos, sin, spec = calls["q "]
+    calls |= {
+        "k in bfloat16": (q, k.to(BF16), wq, wk, cos, sin, spec),
+        "k's weight in bfloat16": (q, k, wq, wk.to(BF16), cos, sin, spec),
+        "k's weight is longer": (q, k, wq, torch.ones(17), cos, sin, spec),
+        "sin in bfloat16": (q, k, wq, wk, cos, sin.to(BF16), spec),
+        "sin with gaps": (q, k, wq, wk, cos, torch.cat([sin, sin], -1)[..., :16], spec),
+        "sin of more": (q, k, wq, wk, cos, torch.cat([sin, sin]), spec),
+        "k elsewhere": (q, k.to("meta"), wq, wk, cos, sin, spec),
+        "k's weight elsewhere": (q, k, wq, wk.to("meta"), cos, sin, spec),
+        "cos elsewhere": (q, k, wq, wk, cos.to("meta"), sin, spec),
+        "sin elsewhere": (q, k, wq, wk, cos, sin.to("meta"), spec),
+    }
+    keys = [qk_launch_key(*each[:4], each[6], *each[4:6]) for each in calls.values()]
+    assert None not in keys
+    for a, b in itertools.combinations(range(len(keys)), 2):
+        assert keys[a] != keys[b], (list(calls)[a], list(calls)[b])
+
+
+@pytest.mark.parametrize(
+    "x, weight, bias",
+    [
+        (X.as_subclass(Tagged), W, None), (X, W.as_subclass(Tagged), None), (X, W, B.as_subclass(Tagged)),
+        (X, torch.stack([W, W], 1)[:, 0], None), (X, W, torch.stack([B, B], 1)[:, 0]),
+    ],
+    ids=["x", "weight", "bias", "weight with gaps", "bias with gaps"],
+)  # fmt: skip
+def test_what_a_launch_does_not_read_as_it_lies_has_no_key(x, weight, bias):
+    assert launch_key(x, weight, bias, False) is None
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_queries_and_keys_that_a_launch_does_not_read_have_no_key(which):
+    *operands, spec = dict(pairs())["q "]
+    assert qk_launch_key(*operands[:4], spec, *operands[4:]) is not None
+    operands[which] = operands[which].as_subclass(Tagged)
+    assert qk_launch_key(*operands[:4], spec, *operands[4:]) is None
+
+
+def test_weights_of_keys_with_gaps_have_no_key():
+    q, k, wq, wk, cos, sin, spec = dict(pairs())["q "]
+    assert qk_launch_key(q, k, wq, torch.stack([wk, wk], 1)[:, 0], spec, cos, sin) is None
+
+
+def test_tables_that_ask_for_gradients_have_no_key():
+    q, k, wq, wk, cos, sin, spec = dict(pairs())["q "]
+    for tables in ((cos.clone().requires_grad_(), sin), (cos, sin.clone().requires_grad_())):
+        assert qk_launch_key(q, k, wq, wk, spec, *tables) is None
+        with torch.no_grad():
+            assert qk_launch_key(q, k, wq, wk, spec, *tables) is not None
+
+
+def test_operators_that_autocast_computes_in_float32_have_no_key_there():
+    q, k, wq, wk, cos, sin, _ = dict(pairs())["q "]
+    steps = NormSpec(False, 1e-2, rounding="every_step")
+    with torch.autocast("cpu", BF16):
+        assert launch_key(X, W, B, True) is None and launch_key(X, W, B, False) is not None
+        assert qk_launch_key(q, k, wq, wk, steps, cos, sin) is None
+        assert qk_launch_key(q, k, wq, wk, RMS, cos, sin) is not None
+    assert launch_key(X, W, B, True) is not None and qk_launch_key(q, k, wq, wk, steps, cos, sin) is not None
+
+
+def test_the_reference_has_no_launches():
+    with use_backend("reference"):
+        assert launch_key(X, W, None, False) is None
+    with use_backend("triton"):
+        assert launch_key(X, nn.Parameter(W), None, False) == launch_key(X, W, None, False) is not None

@@ -1,0 +1,95 @@
+"""Gradients of what asks for one, alone or together, in whatever strides they come."""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_rmsnorm.formula import NormSpec
+from hf_rmsnorm.ops import fused_norm, fused_qk_norm
+from hf_rmsnorm.ops.norm import launched_norm, plan_of
+from hf_rmsnorm.reference import reference_norm, reference_qk_norm
+
+D = 8
+GATED = NormSpec(False, 1e-3, has_bias=True, gate="silu_after")
+BIASED = NormSpec(False, 1e-3, has_bias=True)
+PAIRED = NormSpec(False, 1e-3, rounding="before_weight")
+
+
+def rows(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(function, operands, asked, dys):
+    leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(operands, asked, strict=True)]
+    outputs = function(*leaves)
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    assert all(y.requires_grad == any(asked) for y in outputs)
+    given = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if y.requires_grad and dy is not None]
+    outputs, dys = zip(*given, strict=True)
+    return torch.autograd.grad(outputs, [t for t in leaves if t.requires_grad], dys, allow_unused=True)
+
+
+def compare(ours, theirs):
+    for got, right in zip(ours, theirs, strict=True):
+        assert (got is None) == (right is None)
+        if got is not None:
+            torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", [a for a in itertools.product((True, False), repeat=4) if any(a)])
+def test_operands_of_a_norm(asked):
+    operands, dy = (rows(2, 3, D), rows(D) + 2.0, rows(D, seed=1), rows(2, 3, D, seed=2)), rows(2, 3, D, seed=3)
+    ours, theirs = (
+        gradients(lambda x, w, b, g, of=of: of(x, w, b, GATED, gate=g), operands, asked, [dy])
+        for of in (fused_norm, reference_norm)
+    )
+    compare(ours, theirs)
+
+
+@pytest.mark.parametrize("asked", [a for a in itertools.product((True, False), repeat=3) if any(a)])
+def test_operands_of_a_planned_norm(asked):
+    operands, dy = (rows(2, 3, D), rows(D) + 2.0, rows(D, seed=1)), rows(2, 3, D, seed=3)
+    plan = plan_of(*operands, BIASED)
+    ours = gradients(lambda x, w, b: launched_norm(x, w, b, None, BIASED, plan), operands, asked, [dy])
+    compare(ours, gradients(lambda x, w, b: reference_norm(x, w, b, BIASED), operands, asked, [dy]))
+
+
+STRIDES = {
+    "": lambda dy: dy,
+    "one number": lambda dy: torch.ones(()).expand(dy.shape),
+    "every other column": lambda dy: torch.stack([dy, dy], -1)[..., 0],
+    "transposed": lambda dy: dy.transpose(1, 2).contiguous().transpose(1, 2),
+    "none": lambda dy: None,
+}
+
+
+@pytest.mark.parametrize("dk_strides", STRIDES)
+@pytest.mark.parametrize("dq_strides", STRIDES)
+@pytest.mark.parametrize("turned", [0, 4, 8])
+def test_gradients_of_queries_and_keys(dq_strides, dk_strides, turned):
+    operands = rows(2, 4, 3, D), rows(2, 2, 3, D, seed=1), rows(D) + 2.0, rows(D, seed=2) + 2.0
+    tables = () if not turned else (rows(1, 3, turned, seed=3), rows(1, 3, turned, seed=4))
+    dys = STRIDES[dq_strides](rows(2, 4, 3, D, seed=5)), STRIDES[dk_strides](rows(2, 2, 3, D, seed=6))
+    if dys == (None, None):
+        return
+    ours, theirs = (
+        gradients(lambda *t, of=of: of(*t, PAIRED, *tables), operands, (True,) * 4, dys)
+        for of in (fused_qk_norm, reference_qk_norm)
+    )
+    compare(ours, theirs)
+
+
+@pytest.mark.parametrize("asked", [a for a in itertools.product((True, False), repeat=4) if any(a)])
+def test_operands_of_queries_and_keys(asked):
+    operands = rows(2, 4, 3, D), rows(2, 2, 3, D, seed=1), rows(D) + 2.0, rows(D, seed=2) + 2.0
+    dys = rows(2, 4, 3, D, seed=5), rows(2, 2, 3, D, seed=6)
+
+    def run(of):
+        leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(operands, asked, strict=True)]
+        outputs = of(*leaves, PAIRED)
+        given = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if y.requires_grad]
+        outputs, of_outputs = zip(*given, strict=True)
+        return torch.autograd.grad(outputs, [t for t in leaves if t.requires_grad], of_outputs, allow_unused=True)
+
+    compare(run(fused_qk_norm), run(reference_qk_norm))

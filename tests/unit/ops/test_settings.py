@@ -1,0 +1,55 @@
+"""What a user chooses: by name, in a thread, for as long as the context lasts."""
+
+import threading
+
+import pytest
+import torch
+
+from hf_rmsnorm import NormSpec, settings, use_backend
+from hf_rmsnorm.ops import backend, chosen_backend, resolve_backend
+
+SPEC = NormSpec(False, 1e-6)
+X, W = torch.ones(2, 8), torch.ones(8)
+
+
+@pytest.fixture
+def restored():
+    yield settings
+    settings.while_compiling = "operator"
+
+
+def test_a_setting_is_one_of_its_choices(restored):
+    for choice in ("formula", "operator"):
+        settings.while_compiling = choice
+        assert settings.while_compiling == choice
+    with pytest.raises(ValueError, match="while_compiling = 'kernel': choose one of operator, formula"):
+        settings.while_compiling = "kernel"
+    with pytest.raises(ValueError, match="settings.eager: no such setting, there are while_compiling"):
+        settings.eager = "formula"
+    assert settings.while_compiling == "operator"
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_the_formula_is_the_modules_own_while_compiling_alone(compiling, restored, monkeypatch):
+    monkeypatch.setattr(backend, "_is_compiling", lambda: compiling)
+    served = "triton" if backend.device_refusal("cpu") is None else "original"
+    assert resolve_backend(X, W, None, SPEC) == served
+    settings.while_compiling = "formula"
+    assert resolve_backend(X, W, None, SPEC) == ("original" if compiling else served)
+    with use_backend("reference"):
+        assert resolve_backend(X, W, None, SPEC) == "reference"
+    if served == "triton":
+        with use_backend("triton"):
+            assert resolve_backend(X, W, None, SPEC) == "triton"
+
+
+def test_backends_are_chosen_in_a_thread_and_given_back_in_their_order():
+    again, elsewhere = use_backend("reference"), []
+    with use_backend("triton"):
+        with again, use_backend("triton"), again:
+            assert chosen_backend() == "reference"
+            thread = threading.Thread(target=lambda: elsewhere.append(chosen_backend()))
+            thread.start()
+            thread.join()
+        assert chosen_backend() == "triton"
+    assert chosen_backend() == "auto" and elsewhere == ["auto"]
