@@ -75,9 +75,7 @@ VARIANTS = {
     "llama-fp32": Variant(_LLAMA, torch.float32, torch.float32),
     "llama-mixed": Variant(_LLAMA, torch.bfloat16, torch.float32),
     "gemma-bf16": Variant(NormSpec(centered=False, eps=1e-6, weight_offset=1.0), torch.bfloat16, torch.bfloat16),
-    "t5-mixed": Variant(
-        NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"), torch.float32, torch.bfloat16
-    ),
+    "t5-mixed": Variant(NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"), torch.float32, torch.bfloat16),
     "plain-bf16": Variant(NormSpec(centered=False, eps=1e-6, has_weight=False), torch.bfloat16, None),
     "mamba-bf16": Variant(
         NormSpec(centered=False, eps=1e-5, rounding="before_weight", gate="silu_before"), torch.bfloat16, torch.bfloat16

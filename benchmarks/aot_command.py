@@ -1,9 +1,9 @@
 """Compile the kernels ahead of time, without a GPU; print their registers, spills and access widths.
 
-    python -m benchmarks aot                                       the table of sm_90, RMSNorm in bf16
-    python -m benchmarks aot sm_80,gfx942:gemma-bf16:128,4096      TARGETS:VARIANTS:SIZES, and more of them if wanted
-    python -m benchmarks aot sm_90:: --json                        every variant and size
-    python -m benchmarks aot sm_90:: --tighten tests/tools/aot_budgets.json
+python -m benchmarks aot                                       the table of sm_90, RMSNorm in bf16
+python -m benchmarks aot sm_80,gfx942:gemma-bf16:128,4096      TARGETS:VARIANTS:SIZES, and more of them if wanted
+python -m benchmarks aot sm_90:: --json                        every variant and size
+python -m benchmarks aot sm_90:: --tighten tests/tools/aot_budgets.json
 """
 
 from __future__ import annotations

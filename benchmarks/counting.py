@@ -100,9 +100,7 @@ def kernels_left_out() -> Iterator[None]:
         yield
 
 
-def build(
-    shape: ModelShape, layers: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
-) -> torch.nn.Module:
+def build(shape: ModelShape, layers: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     """A random causal LM of the shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -113,9 +111,7 @@ def build(
 
 def small(shape: ModelShape) -> ModelShape:
     """The architecture of a shape at sizes that take no time: counts of calls do not depend on them."""
-    return replace(
-        shape, hidden_size=64, intermediate_size=96, heads=4, key_heads=2, head_dim=16, vocabulary=128
-    )
+    return replace(shape, hidden_size=64, intermediate_size=96, heads=4, key_heads=2, head_dim=16, vocabulary=128)
 
 
 def _one_layer(count: Callable[[int], Counter]) -> dict[str, int]:
@@ -156,8 +152,6 @@ def saved_by_layer(shape: ModelShape, patch: bool, tokens: int = 16) -> float:
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")  # as it is used: nothing to check
         with kernels_left_out():
-            return Counter(
-                bytes=saved_bytes(lambda: model.model(ids, mask, use_cache=False)[0], model.parameters())
-            )
+            return Counter(bytes=saved_bytes(lambda: model.model(ids, mask, use_cache=False)[0], model.parameters()))
 
     return _one_layer(count)["bytes"] / tokens

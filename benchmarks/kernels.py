@@ -46,9 +46,7 @@ def cases(shapes: dict[str, ModelShape], tokens: Iterable[int]) -> list[Case]:
     return [Case(c.kind, c.shape, c.weight_offset, True, tuple(names)) for c, names in found.items()]
 
 
-def time_case(
-    case: Case, watch: Stopwatch, dtype: torch.dtype, libraries: dict, best_copy: float | None
-) -> dict:
+def time_case(case: Case, watch: Stopwatch, dtype: torch.dtype, libraries: dict, best_copy: float | None) -> dict:
     """Judge every implementation of one case, count what it saves for its backward, and time it.
 
     Args:
@@ -128,9 +126,7 @@ def _compare(entries: dict) -> None:
         ours[direction]["of_best_with_same_numerics"] = min(rivals) / mine if rivals else None
 
 
-def run(
-    shapes: dict[str, ModelShape], tokens: Iterable[int], dtype: torch.dtype, watch: Stopwatch
-) -> dict:
+def run(shapes: dict[str, ModelShape], tokens: Iterable[int], dtype: torch.dtype, watch: Stopwatch) -> dict:
     """The measurements of `python -m benchmarks kernels`."""
     libraries, found = other_libraries()
     bandwidth = copy_bandwidth(watch) if watch.cuda else None

@@ -168,7 +168,6 @@ def composed(kind: Kind, norms: Sequence[Callable], tables: tuple = ()) -> Calla
     if kind == "q/k norm":
         return lambda q, k: (norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2))
     if kind == "q/k norm + rotary":
-
         return lambda q, k: rotary()(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), *tables)
     return norm
 

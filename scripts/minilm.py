@@ -197,7 +197,9 @@ def main(argv: list[str] | None = None) -> int:
         result["seconds"][name] = round(time.perf_counter() - start, 1)
         print(conversion.report, flush=True)
         config = with_settings(model.config, conversion.config)
-        built = AutoModel.from_pretrained(None, config=config, state_dict=conversion.tensors, dtype=model.dtype).eval()
+        built = (
+            type(model).from_pretrained(None, config=config, state_dict=conversion.tensors, dtype=model.dtype).eval()
+        )
         students[name] = built
         result[name] = {
             **measure(built, expected, held_out),

@@ -108,6 +108,8 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     key = launch_key(right, weight, bias, spec.functional)
     if key is not None:
         key += ((left.shape, left.stride(), left.dtype, left.device),)
+    elif under_transform():
+        return left + right
     plans = type(norm)._hf_rmsnorm_plans
     plan, backend = None if key is None else plans.get(key), "triton"
     if plan is None:

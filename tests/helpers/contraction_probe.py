@@ -1,6 +1,6 @@
 """Prints, as JSON for a target of benchmarks.aot, the fused multiply-adds of each forward kernel that is compiled.
 
-A product with zero added, as gfx942 writes a conversion, is none.
+A product with -0 added and one with 1 are none: so gfx942 writes a conversion, and sm_80 products and sums of bfloat16.
 """
 
 import json
@@ -18,6 +18,8 @@ from hf_rmsnorm.formula import NormSpec
 
 LLAMA, LAYER_NORM = aot.VARIANTS["llama-bf16"], aot.VARIANTS["layernorm-bf16"]
 BIASED = replace(LLAMA, spec=NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"))
+NEGATIVE_ZERO = re.compile(r"mov\.b16\s+(%\w+), 0x8000;")
+ONE = re.compile(r"mov\.b16\s+(%\w+), 0x3F80;")
 FUSED = re.compile(r"^\s*(?:fma\.|v_(?:pk_)?(?:fma|mad|mac)\w*_b?f(?:16|32)).*$", re.MULTILINE)
 
 if __name__ == "__main__":
@@ -32,6 +34,8 @@ if __name__ == "__main__":
                 for made, *_ in kernel._compiled.values():
                     text = made.asm["ptx" if target.startswith("sm") else "amdgcn"]
                     if kernel.name.endswith("forward"):
-                        fused = [line.strip() for line in FUSED.findall(text) if "neg(0)" not in line]
+                        exact = "neg(0)", *(f", {r};" for r in NEGATIVE_ZERO.findall(text))
+                        exact += tuple(f", {r}, %" for r in ONE.findall(text))
+                        fused = [line.strip() for line in FUSED.findall(text) if not any(e in line for e in exact)]
                         found.setdefault(f"{kernel.name} {dtype}", []).append(fused)
     print(json.dumps(found))

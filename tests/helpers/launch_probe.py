@@ -163,10 +163,12 @@ def of_rows(recorder, target):
             first, again = recorder.launches[:half], recorder.launches[half:]
             facts.setdefault("repeats", []).append([list(map(described, first)), list(map(described, again))])
             if spec is LLAMA and hidden_size == 64:
-                facts.setdefault("sources", {}).update({
-                    f"{source.name} {'with' if residual else 'without'} residual": signature(source)
-                    for source, *_ in first
-                })
+                facts.setdefault("sources", {}).update(
+                    {
+                        f"{source.name} {'with' if residual else 'without'} residual": signature(source)
+                        for source, *_ in first
+                    }
+                )
             recorder.launches.clear()
 
     hook, told = triton.knobs.runtime.launch_enter_hook, []

@@ -179,7 +179,7 @@ def test_limits_it_names_are_there():
 
 
 def test_it_names_what_the_table_of_budgets_holds():
-    (version, table), = json.loads((ROOT / "tests/tools/aot_budgets.json").read_text(encoding="utf-8")).items()
+    ((version, table),) = json.loads((ROOT / "tests/tools/aot_budgets.json").read_text(encoding="utf-8")).items()
     said = pages.prose("docs/proof.md")
     assert f"for Triton {version} alone" in said
     rows = [row.split() for row in table]

@@ -203,8 +203,10 @@ def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     for kernel in compiled(DEFAULT):
         variant = kernel["variant"]
         gated, added, output = variant in GATED, variant.startswith("add_"), variant.endswith("-output")
-        if kernel["kernel"] == "norm_backward" and kernel["target"] == "sm_90" and (
-            gated or output or variant in ("llama-bf16", "add_llama-bf16", "add_layernorm-bf16")
+        if (
+            kernel["kernel"] == "norm_backward"
+            and kernel["target"] == "sm_90"
+            and (gated or output or variant in ("llama-bf16", "add_llama-bf16", "add_layernorm-bf16"))
         ):
             limit = SHARED_LIMIT["sm_90"]
             config = backward_config(kernel["hidden_size"], "layernorm" in variant, 2, limit, gated, 1, added)

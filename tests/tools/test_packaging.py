@@ -187,9 +187,7 @@ def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-@pytest.mark.parametrize(
-    "script, part", [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments")]
-)
+@pytest.mark.parametrize("script, part", [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments")])
 def test_scripts_answer_help_at_once(tmp_path, script, part, flag):
     """Run from a copy of scripts/ alone: there is nothing to install, and nothing may be made."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__", "results"))

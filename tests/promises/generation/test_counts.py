@@ -49,7 +49,7 @@ def test_a_patched_model_launches_once_for_each_norm_call(family):
     assert launches == ({"norm_forward": norm_calls - 2 * pairs} | ({"qk_norm_forward": pairs} if pairs else {}))
     per_norm = 1 if family == "gpt2" else 7  # native_layer_norm is one operator; Llama's norm is seven in float32
     removed = before.computing - after.computing
-    assert removed >= per_norm * norm_calls - norm_calls, (before.counts - after.counts)
+    assert removed >= per_norm * norm_calls - norm_calls, before.counts - after.counts
 
 
 @pytest.mark.parametrize("hidden_size", [64, 128, 896])

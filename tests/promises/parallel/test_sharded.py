@@ -95,8 +95,6 @@ def test_a_training_step(how, order, mesh, fused_calls):
         assert torch.equal(model(input_ids=ids).logits, got_logits) and not fused_calls
 
 
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo is for the CPU, where the interpreter must run")
 @orders
 @pytest.mark.parametrize("make", [LlamaRMSNorm, nn.LayerNorm])

@@ -257,7 +257,7 @@ def test_scripted_and_traced_modules_are_named_and_left_alone(make, fused_calls)
     assert [r.path for r in report.swapped] == ["free"]
     assert [(r.path, r.class_name) for r in report.skipped] == [("norm", "LayerNorm"), ("block.norm", "LayerNorm")]
     assert all("scripted or traced" in r.reason and "before torch.jit" in r.cure for r in report.skipped)
-    with pytest.raises(ValueError, match="2 norms cannot be swapped.*'norm'.*scripted"):
+    with pytest.raises(ValueError, match="2 of the norms cannot be swapped.*'norm'.*scripted"):
         patch_model(model, strict=True)
     with use_backend("reference"):
         assert all(torch.equal(m(x), y) for m, y in zip(model.values(), expected, strict=True))

@@ -58,7 +58,7 @@ def test_a_model_of_another_patcher_is_named_and_left_alone(other, fused_calls):
     assert not report.swapped and len(report.skipped) == len(tiny_models.norms(model)) == 5
     assert all(r.class_name == "LlamaRMSNorm" for r in report.skipped)
     assert all("replaced on the instance by" in r.reason and "HubRMSNorm.forward" in r.reason for r in report.skipped)
-    with pytest.raises(ValueError, match="5 norms cannot be swapped.*HubRMSNorm"):
+    with pytest.raises(ValueError, match="5 of the norms cannot be swapped.*HubRMSNorm"):
         patch_model(model, strict=True)
     assert {path: vars(module) for path, module in model.named_modules()} == attributes
     with use_backend("reference"):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend
 
-CONFIGURATION = '''
+CONFIGURATION = """
 from transformers import PretrainedConfig
 
 
@@ -23,7 +23,7 @@ class HouseConfig(PretrainedConfig):
     def __init__(self, hidden_size=32, vocab_size=64, **kwargs):
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         super().__init__(**kwargs)
-'''
+"""
 MODELING = '''
 import torch
 from torch import nn

@@ -277,9 +277,7 @@ def test_weight_gradient_is_deterministic_and_skipped_when_frozen():
     x = rows(50, 128, dtype=torch.bfloat16).requires_grad_()
     dy = rows(50, 128, dtype=torch.bfloat16, seed=7)
     with use_backend("triton"):
-        first, second = (
-            torch.autograd.grad(fused_norm(x, weight, None, spec), (x, weight), dy) for _ in range(2)
-        )
+        first, second = (torch.autograd.grad(fused_norm(x, weight, None, spec), (x, weight), dy) for _ in range(2))
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
         with count_launches() as launches:
             (dx,) = torch.autograd.grad(fused_norm(x, weight.detach(), None, spec), (x,), dy)
