@@ -38,9 +38,8 @@ def say(text: str) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings"
-    )
+    told = "run the model code that the checkpoint brings"
+    parser.add_argument("--trust-remote-code", action="store_true", help=told)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ SRC may also be a LoRA adapter of PEFT, with --base.
 
 import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -61,13 +62,12 @@ def add_arguments(parser) -> None:
 def run(args) -> Result:
     try:
         return _run(args)
-    except Exception as error:
+    except Exception as error:  # in the command's words
         error.args = tuple(_as_options(each) if isinstance(each, str) else each for each in error.args)
         raise
 
 
 def _as_options(text: str) -> str:
-    """An error of the package in the command's words."""
     text = text.replace("verify=False", "--no-verify")
     return _ARGUMENT.sub(lambda m: " ".join(filter(None, (_option(m[1] or m[2]), m[3]))), text)
 
@@ -102,27 +102,18 @@ def _run(args) -> Result:
     from ..conversion.checkpoint.staging import destination
 
     size = args.max_shard_size
-    how = {"max_shard_size": int(size) if size and size.isdecimal() else size}
+    size = int(size) if size and size.isdecimal() else size
     if args.dst is not None:
         destination(source.where, args.dst)
-    options = {
-        "target": args.target,
-        "fold_affine": args.fold_affine,
-        "post_norm": args.post_norm,
-        "texts": texts,
-        "allow_pickle": args.allow_pickle,
-        "trust_remote_code": args.trust_remote_code,
-    }
-    planned = conversion.plan_conversion(source.where, **options)
+    code = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
+    how = {"target": args.target, "fold_affine": args.fold_affine, "post_norm": args.post_norm, "texts": texts}
+    planned = conversion.plan_conversion(source.where, **how, **code)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, str(planned))
     if not args.json:
         say(str(planned))
-    convert = partial(
-        conversion.convert_checkpoint, source.where, args.dst, planned=planned, **how,
-        allow_pickle=args.allow_pickle, trust_remote_code=args.trust_remote_code,
-    )  # fmt: skip
-    return _result(args, convert)
+    how = {"planned": planned, "max_shard_size": size, **code}
+    return _result(args, partial(conversion.convert_checkpoint, source.where, args.dst, **how))
 
 
 def _run_adapter(args, adapter: Path, models) -> Result:
@@ -141,45 +132,27 @@ def _run_adapter(args, adapter: Path, models) -> Result:
     models.quieten()
     from .. import conversion
 
-    convert = partial(
-        conversion.convert_adapter, adapter, args.dst, base=base.where, converted=converted.where,
-        allow_pickle=args.allow_pickle, trust_remote_code=args.trust_remote_code,
-    )  # fmt: skip
-    return _result(args, convert)
+    how = {"base": base.where, "converted": converted.where}
+    how |= {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
+    return _result(args, partial(conversion.convert_adapter, adapter, args.dst, **how))
 
 
 def _result(args, convert) -> Result:
-    """What converting gives, with the options that every conversion takes."""
+    """What converting gives, with the options that every conversion takes; a bar tells how far it is on a terminal."""
+    from tqdm.auto import tqdm
+
     from ..conversion import VerificationFailed
 
+    def progress(tensors: int, done: int, total: int) -> None:
+        bar.total = total
+        bar.set_postfix_str(f"{tensors} tensors", refresh=False)
+        bar.update(done - bar.n)
+
+    silent = args.json or not sys.stderr.isatty()
     try:
-        with _Progress(args.json) as progress:
+        with tqdm(unit="B", unit_scale=True, desc="converting", disable=silent, leave=False) as bar:
             done = convert(prompts=args.prompt, verify=not args.no_verify, restart=args.restart, progress=progress)
     except VerificationFailed as error:
         data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
         return Result(data, str(error), 3)
     return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))
-
-
-class _Progress:
-    """A bar of tensors and bytes on stderr, where rich or tqdm would show one: a terminal."""
-
-    def __init__(self, silent: bool):
-        import sys
-
-        from tqdm.auto import tqdm
-
-        self._bar = tqdm(
-            unit="B", unit_scale=True, desc="converting", disable=silent or not sys.stderr.isatty(), leave=False
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._bar.close()
-
-    def __call__(self, tensors: int, done: int, total: int) -> None:
-        self._bar.total = total
-        self._bar.set_postfix_str(f"{tensors} tensors", refresh=False)
-        self._bar.update(done - self._bar.n)

@@ -44,12 +44,8 @@ def build_parser() -> Parser:
 def add_command(commands, name: str, module) -> None:
     """Add a subcommand whose help is the module's docstring; its `run` finds the name in ``args.command``."""
     summary = module.__doc__.splitlines()[0]
-    sub = commands.add_parser(
-        name,
-        help=summary[0].lower() + summary[1:].rstrip("."),
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    told = {"help": summary[0].lower() + summary[1:].rstrip("."), "description": module.__doc__}
+    sub = commands.add_parser(name, **told, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     sub.add_argument("--traceback", action="store_true", help="show where an error comes from")
@@ -57,10 +53,7 @@ def add_command(commands, name: str, module) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: the arguments after the program's name; those of the process by default.
+    """Run the command line: `argv`, or the process's own.
 
     Returns:
         0; 1 where `verify` or `bench` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert`

@@ -42,11 +42,7 @@ def _hub_answers() -> bool:
 
 
 def find(model: str, trust_remote_code: bool = False) -> Source:
-    """Resolve MODEL without touching the network.
-
-    Raises:
-        CliError: it is empty, or neither a demo, nor a folder with a config.json, nor shaped like a hub id.
-    """
+    """Resolve MODEL without touching the network."""
     if not model.strip():
         raise CliError("MODEL is empty: pass a local folder, a hub id such as org/name, or demo:llama")
     if model.startswith("demo:"):
@@ -74,12 +70,10 @@ def _loading(source: Source, what: str):
     try:
         yield
     except Exception as error:
+        hub = "check the id and the network, or pass a local folder or demo:llama"
+        cure = "mend the folder, or pass another one" if source.is_local else hub
         if "trust_remote_code" in str(error):
             cure = "it brings its own code: read that, then pass --trust-remote-code"
-        elif source.is_local:
-            cure = "mend the folder, or pass another one"
-        else:
-            cure = "check the id and the network, or pass a local folder or demo:llama"
         told = f"{type(error).__name__}: {one_line(error, 300)}"
         raise CliError(f"cannot load {what} of {source.name}: {cure} ({told})") from error
 
@@ -114,11 +108,7 @@ def empty_model(source: Source):
 
 
 def load_model(source: Source, dtype: str, device, instead: str):
-    """A model of texts with its weights, in evaluation mode; dtype is a torch dtype's name or "auto" (as stored).
-
-    Raises:
-        CliError: it does not load; or it takes something else than a text, for which there is `instead`.
-    """
+    """A model with its weights, in evaluation mode; `instead` is said of one that takes something else than a text."""
     _, cls = _config_and_class(source)
     with _loading(source, "the weights"):
         model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs).to(device).eval()
@@ -133,7 +123,7 @@ def load_tokenizer(source: Source):
     """The tokenizer, or None where the checkpoint has none."""
     from transformers import AutoTokenizer
 
-    if source.is_local and not any(Path(source.where).glob("*token*")) and not any(Path(source.where).glob("vocab*")):
+    if source.is_local and not any(any(Path(source.where).glob(names)) for names in ("*token*", "vocab*")):
         return None
     with _loading(source, "the tokenizer"):
         return AutoTokenizer.from_pretrained(source.where, **source.kwargs)

@@ -25,11 +25,8 @@ _SAID = {
 def add_arguments(parser) -> None:
     add_model(parser)
     parser.add_argument("--prompt", default=PROMPT, help="the text to compare on (default: a built-in one)")
-    parser.add_argument(
-        "--dtype",
-        choices=[*DTYPES, "all"],
-        help="the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)",
-    )
+    told = "the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)"
+    parser.add_argument("--dtype", choices=[*DTYPES, "all"], help=told)
     add_count(parser, "--max-tokens", 64, "use the first N tokens of the prompt")
     add_count(parser, "--max-new-tokens", 32, "compare N greedily generated tokens, 0 for none", least=0)
     parser.add_argument("--no-backward", action="store_true", help="leave out the gradients of the fused norms")

@@ -56,8 +56,7 @@ class Recentre:
                 "off would change what the model computes"
             )
         tensors = Weights(found.model, found.head)
-        doubt = outside_of(model, found.model) or tensors.hooked(found.record)
-        if doubt:
+        if doubt := outside_of(model, found.model) or tensors.hooked(found.record):
             raise ValueError(f"this model cannot be kept centred: {doubt}")
         own = own_names(tensors)
         given = {new: old for old, new in own.items()}
@@ -65,7 +64,7 @@ class Recentre:
         writers = Writers(found.record, given)
         added = ((name, writers.changed_by(name)) for name in tensors if name not in own)
         steps += [(name, change[1]) for name, change in added if change]
-        self._steps = [(name, *tensors.owner(name), how) for name, how in steps]
+        self._steps = [(name, *tensors.owners[name], how) for name, how in steps]
         self._shapes = {name: module._parameters[key].shape for name, module, key, _ in self._steps}
         self._model = model
         if not any(is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
@@ -128,11 +127,9 @@ def train_as_rms(model: torch.nn.Module) -> None:
 def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
     """`train_as_rms`, without the warning; `trained`: the weights are known to be trained as RMSNorm already."""
     found = _recorded(model, "train_as_rms")
-    doubt = "" if trained or found.followed else conversion_of(model).doubt
+    doubt = "" if trained or found.followed else conversion_of(model).doubt.removeprefix(STAYS)
     if doubt:
-        raise ValueError(
-            f"as RMSNorm this model would compute something else than it does now: {doubt.removeprefix(STAYS)}"
-        )
+        raise ValueError(f"as RMSNorm this model would compute something else than it does now: {doubt}")
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, RECORD_KEY, None) == found.record:

@@ -72,10 +72,8 @@ class RMSNorm(torch.nn.Module):
     forward.__signature__ = inspect.signature(lambda self, hidden_states: None)
 
 
-class RMSNormGated(torch.nn.Module):
+class RMSNormGated(RMSNorm):
     """For "RMSNormGated" of Transformers, whose second input is a gate."""
-
-    has_backward = can_torch_compile = True
 
     def forward(self, *args, **kwargs):
         return _run(self, args, kwargs)

@@ -68,13 +68,7 @@ def patch_model(
 
 
 def unpatch_model(model: torch.nn.Module) -> int:
-    """Give every patched norm its original class and forward back, exactly.
-
-    Args:
-        model: a module that was patched, in whole or in part, or never.
-
-    Returns:
-        The number of norms restored.
+    """Give every patched norm its original class and forward back, exactly; returns how many there were.
 
     Raises:
         TypeError: model is not a module.
@@ -94,9 +88,9 @@ def patched(
     fuse_residual: bool = True,
     memory_efficient: bool = False,
 ) -> Iterator[PatchReport]:
-    """`patch_model` for the length of a ``with``; undone on exceptions too. Norms patched before stay patched.
+    """`patch_model` for the length of a ``with``, which gives the report; undone on exceptions too, to what was before.
 
-    Args and errors: those of `patch_model`. Gives the report to ``as``.
+    Args and errors: those of `patch_model`.
     """
     report, undo = _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel=4)
     with undo:
@@ -120,27 +114,21 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
             f"strict: {len(unserved)} of the norms cannot be swapped, first {first.paths[0]!r} "
             f"({type(first.module).__name__}): {first.reason}; list it in exclude to accept that"
         )
-    undo = contextlib.ExitStack()
-    layers: tuple = ()
-    try:
+    with contextlib.ExitStack() as undo:
         for entry in entries:
             if entry.already and entry.chosen:
                 undo.callback(remember, entry.module, remember(entry.module, memory_efficient))
             elif entry.recipe is not None and not entry.already:
                 swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
                 undo.callback(restore, entry.module)
-        if fuse_residual:
-            layers = fuse_layers(model, undo)
-        else:
-            for module in model.modules():
-                undo.callback(fuse, module, fuse(module, None))
-    except BaseException:
-        undo.close()
-        raise
+        for module in () if fuse_residual else model.modules():
+            undo.callback(fuse, module, fuse(module, None))
+        layers = fuse_layers(model, undo) if fuse_residual else ()
+        done = undo.pop_all()
     if not any(entry.recipe for entry in entries):
         found = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
         warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
-    return replace(report_on(entries), layers=layers), undo
+    return report_on(entries, layers), done
 
 
 def check_module(function: str, model) -> None:

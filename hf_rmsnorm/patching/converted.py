@@ -21,17 +21,11 @@ WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with it
 
 @dataclass(frozen=True)
 class ConvertedNorms:
-    """What a model's record says of its norms.
+    """What a model's record says of its norms."""
 
-    Args:
-        norms: module path -> eps, of each LayerNorm that is recorded as an RMSNorm.
-        doubt: that the record cannot be followed and why, or "".
-        trained: training has made the model one of RMSNorms, by the record: its writers may have any mean.
-    """
-
-    norms: dict[str, float]
-    doubt: str = ""
-    trained: bool = False
+    norms: dict[str, float]  # module path -> eps, of each LayerNorm that is recorded as an RMSNorm
+    doubt: str = ""  # that the record cannot be followed, and why
+    trained: bool = False  # training has made the model one of RMSNorms, by the record: its writers may have any mean
 
     @property
     def note(self) -> str:
@@ -52,19 +46,13 @@ class ConvertedNorms:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A model with the record of its conversion.
+    """A model with the record of its conversion."""
 
-    Args:
-        path: of the model, inside of the one that was searched.
-        head: what the record's names have before the model's own.
-        norms: as in the record, by the record's names: path -> ``{"eps", "hidden_size"}``.
-    """
-
-    path: str
+    path: str  # of the model, inside of the one that was searched
     model: torch.nn.Module
-    head: str
+    head: str  # what the record's names have before the model's own
     record: dict
-    norms: dict[str, dict]
+    norms: dict[str, dict]  # as in the record, by the record's names: path -> ``{"eps", "hidden_size"}``
 
     @property
     def followed(self) -> bool:
@@ -90,15 +78,20 @@ def conversion_of(model: torch.nn.Module) -> ConvertedNorms | None:
     found = recorded_model(model)
     if found is None:
         return None
-    read = _read(found)
-    outside = "" if read.doubt or found.followed else outside_of(model, found.model)
-    return replace(read, doubt=STAYS + outside) if outside else read
+    inside = f"{found.path}." if found.path else ""
+    norms = {inside + path[len(found.head) :]: how["eps"] for path, how in found.norms.items()}
+    if found.followed:
+        return ConvertedNorms(norms, trained=trained_as_rms(found.record))
+    doubt = _doubt(found) or outside_of(model, found.model)
+    return ConvertedNorms(norms, doubt if doubt in ("", WITHOUT_WEIGHTS) else STAYS + doubt)
 
 
 def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     """Why what surrounds the converted model is in the way: it may hand it a residual stream that has a mean."""
     record = getattr(converted.config, RECORD_KEY)
-    converted = next((m for m in model.modules() if _is_recorded(m, record)), converted)  # with a head, maybe
+    # With a head, maybe: the first of this record by its own class. A wrapper, of PEFT say, may only pass it on.
+    owners = (m for m in model.modules() if hasattr(type(m), "base_model_prefix"))
+    converted = next((m for m in owners if getattr(getattr(m, "config", None), RECORD_KEY, None) == record), converted)
     inside = {id(parameter) for parameter in converted.parameters()}
     name = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
     if name is None:
@@ -109,27 +102,16 @@ def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     )
 
 
-def _is_recorded(module: torch.nn.Module, record: dict) -> bool:
-    """Whether a module is a model of this record by its own class; a wrapper, of PEFT say, may only pass it on."""
-    own = hasattr(type(module), "base_model_prefix")
-    return own and getattr(getattr(module, "config", None), RECORD_KEY, None) == record
-
-
-def _read(found: Recorded) -> ConvertedNorms:
-    inside = f"{found.path}." if found.path else ""
-    norms = {inside + path[len(found.head) :]: how["eps"] for path, how in found.norms.items()}
-    if found.followed:
-        return ConvertedNorms(norms, trained=trained_as_rms(found.record))
+def _doubt(found: Recorded) -> str:
+    """Why the record of a model cannot be followed, by the model itself."""
     tensors = Weights(found.model, found.head)
     if hidden := tensors.hidden():
-        if found.model.get_parameter(hidden[len(found.head) :]).is_meta:
-            return ConvertedNorms(norms, WITHOUT_WEIGHTS)
-        return ConvertedNorms(norms, f"{STAYS}{hidden} is not here whole; patch once the weights are loaded")
+        away = found.model.get_parameter(hidden[len(found.head) :]).is_meta
+        return WITHOUT_WEIGHTS if away else f"{hidden} is not here whole; patch once the weights are loaded"
     try:
-        doubt = tensors.hooked(found.record) or moved(tensors, found.record)
+        return tensors.hooked(found.record) or moved(tensors, found.record)
     except ValueError as error:
-        doubt = str(error)
-    return ConvertedNorms(norms, doubt and STAYS + doubt)
+        return str(error)
 
 
 def moved(tensors: Weights, record: dict) -> str:
@@ -151,7 +133,8 @@ class Weights(Mapping[str, torch.Tensor]):
     """A model's parameters by name; one that accelerate keeps on a disk is read when it is asked for."""
 
     def __init__(self, model: torch.nn.Module, head: str):
-        self._owners = {
+        # Parameter -> the module that holds it, and what it calls it.
+        self.owners = {
             f"{head}{path}.{name}" if path else head + name: (module, name)
             for path, module in model.named_modules(remove_duplicate=False)
             for name in module._parameters
@@ -159,30 +142,26 @@ class Weights(Mapping[str, torch.Tensor]):
         }
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        module, name = self._owners[key]
+        module, name = self.owners[key]
         with align_module_device(module):
             return module._parameters[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
+        return iter(self.owners)
 
     def __len__(self) -> int:
-        return len(self._owners)
-
-    def owner(self, key: str) -> tuple[torch.nn.Module, str]:
-        """The module that holds a parameter, and what it calls it."""
-        return self._owners[key]
+        return len(self.owners)
 
     def renamed(self, names: Mapping[str, str]) -> Weights:
         """Those of these names, by their new ones."""
         some = copy(self)
-        some._owners = {new: self._owners[old] for old, new in names.items()}
+        some.owners = {new: self.owners[old] for old, new in names.items()}
         return some
 
     def hooked(self, record: Mapping) -> str:
         """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""
-        for key in Writers(record, self._owners).how:
-            module, _ = self._owners[key]
+        for key in Writers(record, self.owners).how:
+            module, _ = self.owners[key]
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):
                 return f"{key.rpartition('.')[0]} has a hook, which may change what it writes to the residual stream"
@@ -190,7 +169,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def hidden(self) -> str:
         """The first parameter that cannot be looked at, "" if there is none."""
-        for key, (module, name) in self._owners.items():
+        for key, (module, name) in self.owners.items():
             tensor = module._parameters[name]
             away = tensor.is_meta and not has_offloaded_params(module)
             if away or type(tensor) not in DIRECT_TYPES or not tensor.numel():

@@ -11,7 +11,7 @@ from ..fused.recipe import Recipe
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
 from .layers.values import written_inputs
-from .report import PatchReport, Skipped, Swapped
+from .report import FusedLayer, PatchReport, Skipped, Swapped
 from .swap import replaced_forward
 
 Globs = str | Iterable[str] | None
@@ -19,11 +19,7 @@ Globs = str | Iterable[str] | None
 
 @dataclass
 class Entry:
-    """One norm: the module, every path it has, its recipe or the reason it stays as it is.
-
-    `already`: it was swapped before, and stays so; `chosen`: the globs do not leave it out; `excluded`: they do, and it
-    is not swapped.
-    """
+    """One norm: the module, every path it has, its recipe or the reason it stays as it is."""
 
     module: torch.nn.Module
     paths: list[str]
@@ -31,15 +27,15 @@ class Entry:
     reason: str | None = None
     cure: str = ""
     note: str = ""
-    already: bool = False
-    chosen: bool = True
+    already: bool = False  # it was swapped before, and stays so
+    chosen: bool = True  # the globs do not leave it out
 
     @property
     def excluded(self) -> bool:
         return not self.chosen and not self.already
 
 
-def report_on(entries: list[Entry]) -> PatchReport:
+def report_on(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchReport:
     swapped, skipped = [], []
     for entry in entries:
         name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
@@ -50,15 +46,11 @@ def report_on(entries: list[Entry]) -> PatchReport:
                 swapped.append(Swapped(path, name, recipe.spec, notes, recipe.as_rms))
             else:
                 skipped.append(Skipped(path, name, entry.reason, entry.cure))
-    return PatchReport(tuple(swapped), tuple(skipped))
+    return PatchReport(tuple(swapped), tuple(skipped), layers)
 
 
 def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> list[Entry]:
-    """Recognise every module and apply the globs; nothing is changed.
-
-    Raises:
-        ValueError: a glob matches the path of no norm.
-    """
+    """Recognise every module and apply the globs, each of which has to match a norm's path; nothing is changed."""
     paths: dict[torch.nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -73,11 +65,10 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
             entry.note = f"runs as RMSNorm, but {doubt}; unpatch and patch again" if doubt else conversion.note
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     norm_paths = [path for entry in entries for path in entry.paths]
-    for word, globs in (("include", include), ("exclude", exclude)):
-        for glob in globs or ():
-            if not any(_matches(path, glob) for path in norm_paths):
-                example = f", for example {norm_paths[0]!r}" if norm_paths else ""
-                raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
+    for word, glob in [*(("include", glob) for glob in include or ()), *(("exclude", glob) for glob in exclude or ())]:
+        if not any(_matches(path, glob) for path in norm_paths):
+            example = f", for example {norm_paths[0]!r}" if norm_paths else ""
+            raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
     for entry in entries:
         hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
         included = include is None or any(_matches(path, glob) for path in entry.paths for glob in include)
@@ -95,8 +86,15 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
     fused = recipe_of(module)
-    verdict = recognise(module, cache) if fused is None else _verdict_on_fused(module, fused)
-    recipe, reason, cure = verdict.recipe, verdict.reason, verdict.cure
+    if fused is None:
+        verdict = recognise(module, cache)
+        recipe, reason, cure = verdict.recipe, verdict.reason, verdict.cure
+    elif (spec := fused.spec_of(module)) is not None:
+        recipe, reason, cure = replace(fused, spec=spec), None, ""
+    else:
+        changed = fused.changes(module) or [f"{fused.eps} is now {getattr(module, fused.eps)}"]
+        recipe, reason = None, f"it runs its own forward: {', '.join(changed)}"
+        cure = "set it back, or unpatch the model and patch it again"
     if recipe is None and reason is None:
         return None
     if recipe is not None and (other := replaced_forward(module)):
@@ -111,15 +109,6 @@ def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | No
     return Entry(module, paths, recipe, reason, cure, already=fused is not None)
 
 
-def _verdict_on_fused(module: torch.nn.Module, recipe: Recipe) -> Verdict:
-    spec = recipe.spec_of(module)
-    if spec is None:
-        changed = recipe.changes(module) or [f"{recipe.eps} is now {getattr(module, recipe.eps)}"]
-        cure = "set it back, or unpatch the model and patch it again"
-        return Verdict(reason=f"it runs its own forward: {', '.join(changed)}", cure=cure)
-    return Verdict(recipe=replace(recipe, spec=spec))
-
-
 def _matches(path: str, glob: str) -> bool:
     return path == glob or fnmatchcase(path, glob)  # a path names itself, whatever characters are in it
 
@@ -127,7 +116,7 @@ def _matches(path: str, glob: str) -> bool:
 def _globs(word: str, globs: Globs) -> list[str] | None:
     if globs is None:
         return None
-    found = [globs] if isinstance(globs, str) else list(globs) if isinstance(globs, Iterable) else [globs]
+    found = list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs]
     if not all(isinstance(glob, str) for glob in found):
         raise TypeError(f"{word} is {globs!r}: pass a glob over module paths, or a list of them")
     return found

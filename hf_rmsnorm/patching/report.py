@@ -73,11 +73,10 @@ class PatchReport:
 
     def to_dict(self) -> dict:
         """Plain lists and dicts for JSON: ``{"swapped": [...], "skipped": [...], "layers": [...]}``."""
-        formulas = [{**record.formula.to_dict(), "text": str(record.formula)} for record in self.swapped]
-        found = asdict(self)
-        for record, formula in zip(found["swapped"], formulas, strict=True):
-            record["formula"] = formula
-        return {kind: list(records) for kind, records in found.items()}
+        found = {kind: list(records) for kind, records in asdict(self).items()}
+        for record, own in zip(found["swapped"], self.swapped, strict=True):
+            record["formula"] = {**own.formula.to_dict(), "text": str(own.formula)}
+        return found
 
     def groups(self) -> list[tuple[str, str, str, list[str]]]:
         """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths), modules alike in one group.

@@ -24,30 +24,21 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
         stored = module.__dict__.get("_old_forward")
-    if stored is None:
-        return None
-    if _is_own(stored, module, type(module).forward) or _own_cells(stored, module, type(module).forward):
+    own = type(module).forward
+    if stored is None or _is_own(stored, module, own) or _own_cells(stored, module, own):
         return None
     function = getattr(stored, "__func__", stored)
     return f"{getattr(function, '__module__', type(function).__module__)}.{getattr(function, '__qualname__', '?')}"
 
 
 def swap(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Give module a fused subclass of its current class.
-
-    Raises:
-        TypeError: the class cannot be subclassed, or its instances cannot change class; nothing has changed then.
-    """
+    """Give module a fused subclass of its current class; a TypeError where that cannot be, and nothing has changed."""
     base, cls = type(module), fused_class(type(module), recipe)
     _change_class(module, cls, base.forward, cls.forward)
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Undo `swap`, exactly; classes that others derived from the fused one are derived from the original instead.
-
-    Returns:
-        Whether the module was swapped.
-    """
+    """Undo `swap` if there was one, and say so; classes derived from the fused one are derived from the original."""
     fused = fused_part(type(module))
     if fused is not None:
         base = fused._hf_rmsnorm_base
@@ -66,16 +57,9 @@ def remember(module: torch.nn.Module, memory_efficient: bool) -> bool:
 
 
 def fuse(layer: torch.nn.Module, fusion):
-    """Give a layer the subclass of its class that computes this fusion in place of the one it had; None: neither.
+    """Give a layer the subclass of its class that computes this fusion, or none, in place of the one it had, returned.
 
-    Args:
-        fusion: as in `fused_layer_class`.
-
-    Returns:
-        The fusion that it had, or None.
-
-    Raises:
-        CannotRewrite, TypeError: there is no such class; the layer is without a fusion then.
+    Where there is no such class `CannotRewrite` or a TypeError says so, and the layer is without a fusion.
     """
     part = layer_part(type(layer))
     before = None if part is None else part._hf_rmsnorm_fusion

@@ -65,24 +65,18 @@ class NormCheck:
 class GradientCheck:
     """The gradients of one piece against float64: each error at most 1.5 times eager's own, and an ulp of the largest.
 
-    Args:
-        path: of the piece.
-        gradient: of what: an operand by its number, or a parameter by its name.
-        dtype: of the gradient.
-        ours_max, ours_rms, eager_max, eager_rms: errors against float64.
-        ulp: of the largest gradient, in its dtype.
-        reason: why it failed; empty otherwise.
+    ``ours_max``, ``ours_rms``, ``eager_max`` and ``eager_rms`` are errors against float64.
     """
 
     path: str
-    gradient: str
+    gradient: str  # of what: an operand by its number, or a parameter by its name
     dtype: str = ""
     ours_max: float = math.inf
     ours_rms: float = math.inf
     eager_max: float = math.inf
     eager_rms: float = math.inf
-    ulp: float = 0.0
-    reason: str = ""
+    ulp: float = 0.0  # of the largest gradient, in its dtype
+    reason: str = ""  # why it failed
 
     @property
     def passed(self) -> bool:
@@ -132,10 +126,10 @@ def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
         theirs = expected.y
         dtype = max(expected.dtype, theirs.dtype, key=lambda d: torch.finfo(d).eps)
         name = str(dtype).removeprefix("torch.")
-        if not isinstance(y, torch.Tensor):
-            return _failed(path, class_name, f"returns a {type(y).__name__}, the original a tensor", name)
-        if y.dtype != theirs.dtype or y.shape != theirs.shape:
+        kinds = f"a {type(y).__name__}, the original a tensor"
+        if isinstance(y, torch.Tensor):
             kinds = f"{y.dtype} {tuple(y.shape)}, the original {theirs.dtype} {tuple(theirs.shape)}"
+        if not isinstance(y, torch.Tensor) or y.dtype != theirs.dtype or y.shape != theirs.shape:
             return _failed(path, class_name, f"returns {kinds}", name)
         half, rounds_last = dtype in HALF_DTYPES, y.dtype in HALF_DTYPES
         y, theirs = y.double(), theirs.double()
@@ -166,8 +160,7 @@ def check_gradients(pieces: list[Piece]) -> tuple[GradientCheck, ...]:
     """
     largest: dict[str, Piece] = {}
     for piece in pieces:
-        if piece.path not in largest or piece.operands[0].numel() > largest[piece.path].operands[0].numel():
-            largest[piece.path] = piece
+        largest[piece.path] = max(largest.get(piece.path, piece), piece, key=lambda each: each.operands[0].numel())
     return tuple(check for piece in largest.values() for check in _gradients(piece))
 
 
@@ -184,7 +177,10 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
     eager = [_grads(piece.original, piece.norms, piece.operands, cotangents)]
     if piece.rows is not None:
         eager += [_reordered(piece, cotangents, seed) for seed in range(1, _ORDERS)]
-    exact = _exact(piece, cotangents)
+    twins = [_double(norm) for norm in piece.norms]
+    with Float64Mode():  # the unpatched modules, their own casts to float32 included
+        doubles = ([t.double() for t in tensors] for tensors in (piece.operands, cotangents))
+        exact = _grads(partial(piece.original, norms=twins), twins, *doubles)
     names = [f"operand {at}" for at, _ in enumerate(piece.operands[:_DIFFERENTIABLE])]
     names += [name if len(piece.norms) == 1 else f"{at}: {name}" for at, name, _ in _parameters(piece.norms)]
     for at, (name, grad, right) in enumerate(zip(names, ours, exact, strict=True)):
@@ -229,14 +225,6 @@ def _reordered(piece: Piece, cotangents: list, seed: int) -> list:
     grads = _grads(piece.original, piece.norms, moved(piece.operands, ins, order), moved(cotangents, outs, order))
     count = min(_DIFFERENTIABLE, len(piece.operands))
     return moved(grads[:count], ins[:count], order.argsort()) + grads[count:]
-
-
-def _exact(piece: Piece, cotangents: list) -> list:
-    """The gradients by the unpatched modules in float64, their own casts to float32 included."""
-    twins = [_double(norm) for norm in piece.norms]
-    with Float64Mode():
-        operands, cotangents = ([t.double() for t in tensors] for tensors in (piece.operands, cotangents))
-        return _grads(partial(piece.original, norms=twins), twins, operands, cotangents)
 
 
 def _double(norm: nn.Module) -> nn.Module:

@@ -125,20 +125,9 @@ def verify_equivalence(
     # two logits of each model, each off by at most what it may be
     tie_margin = 2 * (floor.reference_max + min(floor.candidate_max, floor.allowed_max))
     greedy = _compare_greedy(reference_tokens, candidate_tokens, tie_margin)
-    return EquivalenceReport(
-        model=type(reference_model).__name__,
-        dtype=str(_first_parameter(reference_model).dtype).removeprefix("torch."),
-        device=str(_device(reference_model)),
-        logits=difference,
-        noise_floor=floor,
-        norms=None if paths is None else checks,
-        fused=fused,
-        gradients=gradients,
-        nothing_ran=idle,
-        greedy=greedy,
-        launches=dict(launches),
-        backend=backend,
-    )
+    model, dtype = type(reference_model).__name__, str(_first_parameter(reference_model).dtype).removeprefix("torch.")
+    found = (difference, floor, None if paths is None else checks, greedy, dict(launches), backend, fused, gradients)
+    return EquivalenceReport(model, dtype, str(_device(reference_model)), *found, idle)
 
 
 def _check(models: tuple[nn.Module, ...], inputs, same_parameters: bool) -> list[dict]:
@@ -157,21 +146,15 @@ def _check(models: tuple[nn.Module, ...], inputs, same_parameters: bool) -> list
         raise ValueError(
             f"the reference is on {devices[0]} and the candidate on {devices[1]}: move one with .to({devices[0]!s})"
         )
-    if same_parameters:
-        _check_parameters(models[0], models[-1])
-    return _batches(inputs, sizes[0], devices[0])
-
-
-def _check_parameters(reference: nn.Module, candidate: nn.Module) -> None:
-    ours = {name: tuple(p.shape) for name, p in reference.named_parameters()}
-    theirs = {name: tuple(p.shape) for name, p in candidate.named_parameters()}
-    for name in (*ours, *theirs):
+    ours, theirs = ({name: tuple(p.shape) for name, p in models[at].named_parameters()} for at in (0, -1))
+    for name in (*ours, *theirs) if same_parameters else ():
         if ours.get(name) != theirs.get(name):
             raise ValueError(
                 f"the architectures differ: {name} is {ours.get(name, 'missing')} in the reference "
-                f"({type(reference).__name__}) and {theirs.get(name, 'missing')} in the candidate "
-                f"({type(candidate).__name__}); pass norms=False to compare logits and generation alone"
+                f"({type(models[0]).__name__}) and {theirs.get(name, 'missing')} in the candidate "
+                f"({type(models[-1]).__name__}); pass norms=False to compare logits and generation alone"
             )
+    return _batches(inputs, sizes[0], devices[0])
 
 
 def _first_parameter(model: nn.Module) -> torch.Tensor:
@@ -240,15 +223,17 @@ def _unpatched(model: nn.Module):
 
     Yields the paths of the norms that were patched, and a context manager in which they are.
     """
-    # With the bound methods on the instance, which unpatching exchanges.
-    before = [(path, module, type(module), dict(vars(module))) for path, module in model.named_modules()]
+    kept = ("forward", "_old_forward")  # bound methods on the instance, which unpatching exchanges
+    before = [
+        (path, module, type(module), {name: vars(module)[name] for name in kept if name in vars(module)})
+        for path, module in model.named_modules()
+    ]
 
     def put_back():
         for _, module, cls, attributes in before:
             if type(module) is not cls:
                 module.__class__ = cls
-                kept = ("forward", "_old_forward")
-                vars(module).update({name: attributes[name] for name in kept if name in attributes})
+                vars(module).update(attributes)
 
     @contextmanager
     def present():
@@ -271,9 +256,8 @@ def _paths(reference: nn.Module, candidate: nn.Module, changed: list[str] | None
     if norms is True:
         return changed_modules(reference, candidate) if changed is None else changed
     paths, known = list(norms), dict(reference.named_modules())
-    for path in paths:
-        if path not in known:
-            raise ValueError(f"norms names {path!r}, which is no module of {type(reference).__name__}")
+    if unknown := [path for path in paths if path not in known]:
+        raise ValueError(f"norms names {unknown[0]!r}, which is no module of {type(reference).__name__}")
     return paths
 
 

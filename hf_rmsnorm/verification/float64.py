@@ -16,13 +16,8 @@ from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 
-_WIDE = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
+_WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
+_WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
 # These only pick elements: picking first and widening after gives the same values without a wide copy of the table.
 _GATHERS = {aten.embedding, aten.index, aten.index_select}
 # These compare the dtypes of their inputs before they reach an operator, so their inputs are widened earlier.
@@ -34,7 +29,7 @@ _CHECK_DTYPES = {
 
 def widen(value):
     """A floating or complex tensor in double precision, a low-precision dtype replaced by double; all else as is."""
-    if isinstance(value, torch.Tensor) and (value.is_complex() or value.is_floating_point()):
+    if _is_narrow(value):
         return value.to(torch.complex128 if value.is_complex() else torch.float64)
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
@@ -98,9 +93,9 @@ class Float64Mode(TorchDispatchMode):
             return out
         if takes_dtype and _is_narrow(out) and not any(isinstance(a, torch.Tensor) for a in args):
             out = func(*args, **{**kwargs, "dtype": _WIDE.get(out.dtype, out.dtype)})  # made in the default dtype
-        if isinstance(out, torch.Tensor):
-            return widen(out) if _is_narrow(out) else out
-        return tree_map(lambda v: widen(v) if _is_narrow(v) else v, out)
+        return (
+            widen(out) if isinstance(out, torch.Tensor) else tree_map(lambda v: widen(v) if _is_narrow(v) else v, out)
+        )
 
 
 @contextmanager
@@ -111,12 +106,9 @@ def _plain_state(model: torch.nn.Module):
     """
     saved = [(d, dict(d)) for m in model.modules() for d in (vars(m), m._buffers, m._parameters)]
     configs = {id(c): c for m in model.modules() for c in (getattr(m, "config", None),) if c is not None}
-    choices = []
-    for config in configs.values():
-        for name, plain in (("_attn_implementation", ("sdpa", "eager")), ("_experts_implementation", ("eager",))):
-            chosen = getattr(config, name, None)
-            if isinstance(chosen, str) and chosen not in plain:
-                choices.append((config, name, chosen))
+    others = {"_attn_implementation": ("sdpa", "eager"), "_experts_implementation": ("eager",)}
+    found = [(config, name, getattr(config, name, None)) for config in configs.values() for name in others]
+    choices = [(*what, chosen) for *what, chosen in found if isinstance(chosen, str) and chosen not in others[what[1]]]
     try:
         for config, name, _ in choices:
             setattr(config, name, "eager")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,16 +25,12 @@ from .noise import compare_logits
 class NormInput:
     """The input of one norm over some text.
 
-    Args:
-        path, class_name: of the module.
-        centered: whether it is a LayerNorm.
-        rows: vectors seen.
-        median, largest: of |mean| / RMS over those rows; 0 where a LayerNorm is an RMSNorm, at most 1.
+    ``median`` and ``largest`` are of |mean| / RMS over the rows seen; 0 where a LayerNorm is an RMSNorm, at most 1.
     """
 
     path: str
     class_name: str
-    centered: bool
+    centered: bool  # it is a LayerNorm
     rows: int
     median: float
     largest: float
@@ -83,13 +80,15 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     ids = given.get("input_ids")
     ratios: dict[str, list[torch.Tensor]] = {path: [] for path in recipes}
 
-    def record(path):
-        return lambda module, args, kwargs, output: ratios[path].append(_mean_over_rms(_first_tensor(args, kwargs)))
+    def record(path, module, args, kwargs, output):
+        x = _first_tensor(args, kwargs).detach().double().flatten(0, -2)
+        rms = x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        ratios[path].append((x.mean(-1).abs() / rms).cpu())
 
     naive = perplexity = None
     with evaluating(model):
-        logits = _logits(model, given, {path: record(path) for path in recipes})
-        centered = {path: _as_rms(recipes[path]) for path in recipes if path in layer_norms and ratios[path]}
+        logits = _logits(model, given, {path: partial(record, path) for path in recipes})
+        centered = {path: partial(_as_rms, recipes[path]) for path in recipes if path in layer_norms and ratios[path]}
         if logits is not None and ids is not None:
             perplexity = _perplexity(logits, ids)
             if centered:
@@ -119,20 +118,11 @@ def _first_tensor(args: Sequence, kwargs: Mapping) -> torch.Tensor:
     return next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
 
 
-def _mean_over_rms(x: torch.Tensor) -> torch.Tensor:
-    x = x.detach().double().flatten(0, -2)
-    return (x.mean(-1).abs() / x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)).cpu()
-
-
-def _as_rms(recipe: Recipe) -> Callable:
-    """A hook that gives the output which the module would have without centring, computed in float64."""
-
-    def hook(module, args, kwargs, output):
-        parameters = (None if name is None else getattr(module, name).double() for name in (recipe.weight, recipe.bias))
-        spec = replace(recipe.spec_of(module), centered=False)
-        return reference_norm(_first_tensor(args, kwargs).double(), *parameters, spec).to(output.dtype)
-
-    return hook
+def _as_rms(recipe: Recipe, module: nn.Module, args: Sequence, kwargs: Mapping, output: torch.Tensor) -> torch.Tensor:
+    """The output which the module would have without centring, computed in float64."""
+    parameters = (None if name is None else getattr(module, name).double() for name in (recipe.weight, recipe.bias))
+    spec = replace(recipe.spec_of(module), centered=False)
+    return reference_norm(_first_tensor(args, kwargs).double(), *parameters, spec).to(output.dtype)
 
 
 def _perplexity(logits: torch.Tensor, ids: torch.Tensor) -> float:

@@ -1,6 +1,6 @@
 """Which modules of two models may compute something else."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from types import FunctionType, MethodType
 
 import torch
@@ -12,11 +12,7 @@ _ROWS = 4096  # of a parameter at a time between devices: bounds the memory a la
 
 
 def changed_modules(reference: nn.Module, candidate: nn.Module) -> list[str]:
-    """Paths of the leaf modules that may compute something else.
-
-    They are of another class, or differ in a plain attribute, in the forward that runs, in a forward (pre-)hook, or in
-    the value of a parameter or buffer. In doubt a module counts as changed: it is compared then, not condemned.
-    """
+    """Paths of the leaf modules that may compute something else; in doubt one counts: it is compared, not condemned."""
     others = dict(candidate.named_modules())
     return [
         path
@@ -41,9 +37,8 @@ def _differ(a: nn.Module, b: nn.Module) -> bool:
             return _same_tensor(v, w)
         if isinstance(v, _PLAIN) or isinstance(w, _PLAIN):
             return type(v) is type(w) and v == w
-        if isinstance(v, (FunctionType, MethodType)) or isinstance(w, (FunctionType, MethodType)):
-            return same(v, w)
-        return True  # a config, say: what a forward reads from it is not known
+        functions = isinstance(v, (FunctionType, MethodType)) or isinstance(w, (FunctionType, MethodType))
+        return not functions or same(v, w)  # of a config, say, nobody knows what a forward reads from it
 
     def alike(ours: dict, theirs: dict, same_value) -> bool:
         return ours.keys() == theirs.keys() and all(same_value(v, theirs[k]) for k, v in ours.items())
@@ -52,7 +47,10 @@ def _differ(a: nn.Module, b: nn.Module) -> bool:
     functions = (dict(enumerate(_functions(m))) for m in (a, b))
     if type(a) is not type(b) or not alike(*functions, same) or not alike(*attributes, same_attribute):
         return True
-    with _present(a), _present(b):
+    with ExitStack() as stack:
+        for module in (a, b):  # with the parameters that accelerate keeps elsewhere
+            if any(p.is_meta for p in module.parameters()):
+                stack.enter_context(align_module_device(module))
         return not (alike(a._parameters, b._parameters, _same_tensor) and alike(a._buffers, b._buffers, _same_tensor))
 
 
@@ -72,8 +70,3 @@ def _same_tensor(v: torch.Tensor | None, w: torch.Tensor | None) -> bool:
     if v.device == w.device or v.dim() == 0:
         return torch.equal(v, w.to(v.device))
     return all(torch.equal(x, y.to(x.device)) for x, y in zip(v.split(_ROWS), w.split(_ROWS), strict=True))
-
-
-def _present(module: nn.Module):
-    """Has the parameters that accelerate keeps elsewhere on the module."""
-    return align_module_device(module) if any(p.is_meta for p in module.parameters()) else nullcontext()

@@ -15,9 +15,8 @@ _ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary 
 class LogitDifference:
     """Candidate against reference, over every token that the attention mask keeps.
 
-    ``max_abs`` and ``mean_abs`` are of the logits' difference; ``kl_mean`` and ``kl_max`` are KL(reference ||
-    candidate) per token in nats, computed in float64; ``top1_agreement`` is the fraction of tokens with the same
-    most likely word.
+    ``max_abs`` and ``mean_abs`` are of the logits' difference, ``kl_mean`` and ``kl_max`` of KL(reference || candidate)
+    per token in nats, ``top1_agreement`` is the fraction of tokens with the same most likely word.
     """
 
     tokens: int = 0
@@ -118,15 +117,13 @@ def compare_logits(
         agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
     max_step, rms_step = ulp(torch.tensor([size.max, size.rms], dtype=torch.float64), dtype).tolist()
-    reason = ""
-    if not finite:
-        reason = "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
-    elif not size.count:
-        reason = "there is nothing to compare: every output is that of a hidden word"
-    elif not math.isfinite(own.max):
-        reason = f"the reference itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32"
-    elif not math.isfinite(other.max):
-        reason = "the candidate gives NaN or infinity where the reference does not"
+    reasons = {
+        "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights": not finite,
+        "there is nothing to compare: every output is that of a hidden word": not size.count,
+        f"the reference itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32": own.max == math.inf,
+        "the candidate gives NaN or infinity where the reference does not": other.max == math.inf,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), "")
     name, tokens = str(dtype).removeprefix("torch."), divergence.count
     floor = NoiseFloor(name, own.max, own.rms, other.max, other.rms, max_step, rms_step / math.sqrt(12), reason)
     between = (difference.max, difference.mean, divergence.mean, divergence.max, agree / tokens)

@@ -105,9 +105,9 @@ def _free(x: torch.Tensor, weight) -> int:
     """How many leading dimensions are many of the same: those before the ones that a weight spans."""
     if not isinstance(weight, torch.Tensor):
         return x.dim() - 1
-    if weight.shape != x.shape[-weight.dim() :] or weight.shape[:1] == x.shape[1:2]:
-        return 1  # the weight spans another dimension, or it may: images with their channels first
-    return x.dim() - weight.dim()
+    # The weight spans another dimension, or it may: images with their channels first.
+    other = weight.shape != x.shape[-weight.dim() :] or weight.shape[:1] == x.shape[1:2]
+    return 1 if other else x.dim() - weight.dim()
 
 
 def _first_rows(shape: torch.Size, free: int, rows: int) -> tuple[int, ...]:
@@ -154,14 +154,12 @@ def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
     thread = threading.get_ident()
 
     def observe(module: nn.Module, kind: str, which: tuple, operands: tuple) -> None:
-        several = operands[0].shape[:-1].numel() > 1
-        if threading.get_ident() != thread or module not in paths or (module, which, several) in seen:
-            return
-        make = _sum_piece if kind == "sum" else _pair_piece
-        piece = make(paths[module], module, which, operands, rows)
-        if piece is not None:
-            seen.add((module, which, several))
-            pieces.append(piece)
+        key = module, which, operands[0].shape[:-1].numel() > 1
+        if threading.get_ident() == thread and module in paths and key not in seen:
+            make = _sum_piece if kind == "sum" else _pair_piece
+            if (piece := make(paths[module], module, which, operands, rows)) is not None:
+                seen.add(key)
+                pieces.append(piece)
 
     with observing(observe):
         yield pieces
@@ -224,15 +222,13 @@ def alone(norm: nn.Module, calls: list[Piece]) -> Piece | None:
     if len(operands) != 1 or operands[0].dim() < 2 or not _is_comparable(norm):
         return None
 
-    def run(x):
-        return (type(norm).forward(norm, x),)
-
     def original(x, norms=(norm,)):
         return (_own_forward(norms[0], x),)
 
     along = (operands[0].dim() - 2,)
     rows = (along, along) if type(norm)._hf_rmsnorm_recipe.layout == "last" else None
-    return Piece(calls[0].path, type(norm).__name__, operands, run, original, norms=(norm,), rows=rows)
+    name = type(norm).__name__
+    return Piece(calls[0].path, name, operands, lambda x: (type(norm).forward(norm, x),), original, None, (norm,), rows)
 
 
 def keeps_formula(cls: type) -> bool:

@@ -11,9 +11,7 @@ from ..reference import reference_norm
 
 
 def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy with the same parameters of a model whose config records a conversion: the norms that the record names
-    compute by the plain formula what it says, the others stay as they are.
-    """
+    """A copy of a converted model, with the same parameters: its norms compute in plain torch what the record says."""
     result = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     with patched(model, fuse_residual=False) as report:
         recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped if r.converted}

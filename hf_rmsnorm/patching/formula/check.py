@@ -26,8 +26,7 @@ HALF_TOLERANCE = 0.05  # in bfloat16 every operator of a backward rounds to eigh
 SCALES = (1.0, 30.0, 0.02, 1e4)  # of the rows of the input
 ALL_MODES = (*MODES, INFERENCE, Mode(context=lambda: torch.autocast("cpu", torch.bfloat16)))
 WORDS = {
-    SIZE: "it does something else with input of another size",
-    LENGTH: "it does something else with input of another size",
+    **dict.fromkeys((SIZE, LENGTH), "it does something else with input of another size"),
     STRIDES: "it does something else with input that lies in memory in another way",
     DEVICE: "it does something else on another device",
     VALUES: "it takes values of a tensor into Python, to decide by them",
@@ -35,11 +34,7 @@ WORDS = {
 
 
 def prove(trial: Trial, recipe: Recipe) -> Recipe:
-    """The recipe, kept from autocast where the module computes something else there.
-
-    Raises:
-        NotInFamily: module and formula differ.
-    """
+    """The recipe, kept from autocast where the module computes something else; NotInFamily where the two differ."""
     dtypes = (torch.float32,) if recipe.only_float32 else (torch.float32, torch.bfloat16, torch.float16)
     for dtype in dtypes:
         if dtype != torch.float16:  # the rows of one half do for the other
@@ -93,17 +88,12 @@ def _check_sizes(trial: Trial, recipe: Recipe) -> None:
     if recipe.weight is None and recipe.hidden_size is None:
         for size in (trial.size + 8, 3 * trial.size + 40, WIDE):
             _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
-    with trial.narrowed() as narrowed:
-        if narrowed and _takes(trial, recipe, 2):
-            _check_lengths(trial, recipe)
-            return
-    _check_lengths(trial, recipe)
-
-
-def _check_lengths(trial: Trial, recipe: Recipe) -> None:
-    rows = min(LONG, MAX_ELEMENTS // trial.size)
-    for shape in ((1, rows), (rows, 1)) if rows >= SHORT else ():
-        _must_agree(trial, recipe, trial.normal(*shape, trial.size), where=f"on input of {rows} rows")
+    with contextlib.ExitStack() as stack:
+        if not stack.enter_context(trial.narrowed()) or not _takes(trial, recipe, 2):
+            stack.close()
+        rows = min(LONG, MAX_ELEMENTS // trial.size)
+        for shape in ((1, rows), (rows, 1)) if rows >= SHORT else ():
+            _must_agree(trial, recipe, trial.normal(*shape, trial.size), where=f"on input of {rows} rows")
 
 
 def _takes(trial: Trial, recipe: Recipe, *leading: int) -> bool | None:
@@ -163,16 +153,15 @@ def _same_under_autocast(trial: Trial, recipe: Recipe, x: torch.Tensor) -> bool:
             return trial.probe.torch_norm(x, trial.gate_for(x, recipe))
 
     others = [("cpu", torch.bfloat16), ("cuda", torch.float16), ("cpu", torch.float16), ("cuda", torch.bfloat16)]
-    seen = {watched()}
+    plain = watched()
     try:
         for device_type, autocast_dtype in others if x.dtype == torch.float32 else others[2:]:
             with _autocast(device_type, autocast_dtype):
-                seen.add(watched())
-                if not trial.agrees(recipe, x, x.dtype, x.dtype):
+                if watched() != plain or not trial.agrees(recipe, x, x.dtype, x.dtype):
                     return False
     except Unusable:
         return False
-    return len(seen) == 1
+    return True
 
 
 @contextlib.contextmanager
@@ -251,10 +240,7 @@ def _terms(x, weight, dy, gate, spec) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_questions(trial: Trial, recipe: Recipe) -> None:
-    """Run the forward in every mode with each answer turned round that it gets about its input.
-
-    So nothing decides what it computes that no probe can try out: sizes, devices, values.
-    """
+    """Nothing that no probe can try out decides what the forward computes: sizes, devices, values."""
     trial.spread(recipe)
     fixed = () if recipe.weight is None else (trial.size, trial.group, trial.probe.head_dim)
     two, three = [n for n in (2, 3, 5, 7) if n not in fixed][:2]

@@ -1,7 +1,6 @@
 """How near a module's output must be to a formula's to count as the same, and names for what is nearly a norm."""
 
 import itertools
-from collections.abc import Iterator
 
 import torch
 
@@ -32,13 +31,11 @@ def affine(hat, y, tensors: dict[str, torch.Tensor], tolerance: float) -> tuple[
     return None
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether dtype and every element are equal, NaN to NaN."""
-    if a.dtype != b.dtype:
-        return False
-    if torch.equal(a, b):
-        return True
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether dtype and every element are equal, NaN to NaN and None to None."""
+    if a is None or b is None or a.dtype != b.dtype:
+        return a is b
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
@@ -48,18 +45,17 @@ def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
     if spec.group_size is not None:
         y, expected, x, weight, bias = in_groups(spec.group_size, y, expected, x, weight, bias)
     x_dtype, x, error = x.dtype, x.double(), (y.double() - expected.double()).abs().nan_to_num()
-    terms = expected.double().abs() if bias is None else expected.double().abs() + bias.double().abs()
+    terms = expected.double().abs() + (0.0 if bias is None else bias.double().abs())
     if spec.weight_offset and weight is not None and spec.gate is None and not spec.weight_first:
         # hat * weight + hat is the sum of two terms, which may cancel.
         hat = x - x.mean(-1, keepdim=True) if spec.centered else x
         hat = hat * (hat.pow(2).mean(-1, keepdim=True) + spec.eps).rsqrt()
         terms = terms.maximum((hat * (weight.double().abs() + spec.weight_offset)).abs())
+    noise = torch.zeros(())
     if spec.centered:  # a mean summed in another order is off by roundings of its summands
         rstd = (x.var(-1, keepdim=True, unbiased=False) + spec.eps).rsqrt()
         scale = 1.0 if weight is None else (weight.double() + spec.weight_offset).abs()
         noise = EPS32 * x.abs().mean(-1, keepdim=True) * rstd * scale
-    else:
-        noise = 0.0
     rounded_to = {y.dtype, spec.hat_dtype(x_dtype, None if weight is None else weight.dtype)} & set(HALF_DTYPES)
     if not rounded_to:
         return bool((error <= MAX_ULPS * (EPS32 * terms + noise).nan_to_num()).all())
@@ -70,32 +66,23 @@ def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
 
 
 def describe(x: torch.Tensor, y: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str | None:
-    """What the module computes on rows so large that eps is nothing, if it is one of the well-known look-alikes.
-
-    Args:
-        x: (..., hidden_size) float32, the input.
-        y: (..., hidden_size), the module's output.
-        tensors: those of the module, which may be its weight or its bias.
-    """
+    """What gives y (..., hidden_size) for rows x so large that eps is nothing, if it is a well-known look-alike."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.shape == x.shape[-1:]}
-    for name, hat in _variants(x.double()):
-        if affine(hat, y.double(), tensors, 1e-5) is not None:
-            return f"it computes {name}"
-    return None
-
-
-def _variants(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    x = x.double()
     centred = x - x.mean(-1, keepdim=True)
     square, variance = x.pow(2).mean(-1, keepdim=True), centred.pow(2).mean(-1, keepdim=True)
     unbiased = variance * x.shape[-1] / max(x.shape[-1] - 1, 1)
-    length = x.pow(2).sum(-1, keepdim=True)
-    yield "a LayerNorm with the unbiased variance, dividing by n - 1", centred * unbiased.rsqrt()
-    yield "an L2 norm: it divides by the length of the row, without the mean", x * length.rsqrt()
-    yield "a division by the standard deviation without centring", x * variance.rsqrt()
-    yield "a division by the unbiased standard deviation without centring", x * unbiased.rsqrt()
-    yield "a division by the variance without the root, centred", centred / variance
-    yield "a division by the variance without the root or centring", x / variance
-    yield "a division by the mean square without the root", x / square
-    yield "centring alone", centred
-    yield "a division by the mean magnitude", x / x.abs().mean(-1, keepdim=True)
-    yield "an affine map", x
+    variants = {
+        "a LayerNorm with the unbiased variance, dividing by n - 1": centred * unbiased.rsqrt(),
+        "an L2 norm: it divides by the length of the row, without the mean": x * x.pow(2).sum(-1, keepdim=True).rsqrt(),
+        "a division by the standard deviation without centring": x * variance.rsqrt(),
+        "a division by the unbiased standard deviation without centring": x * unbiased.rsqrt(),
+        "a division by the variance without the root, centred": centred / variance,
+        "a division by the variance without the root or centring": x / variance,
+        "a division by the mean square without the root": x / square,
+        "centring alone": centred,
+        "a division by the mean magnitude": x / x.abs().mean(-1, keepdim=True),
+        "an affine map": x,
+    }
+    found = (name for name, hat in variants.items() if affine(hat, y.double(), tensors, 1e-5))
+    return next((f"it computes {name}" for name in found), None)

@@ -2,6 +2,7 @@
 
 import copy
 import dis
+import itertools
 import random
 import re
 import time
@@ -12,6 +13,7 @@ import numpy
 import torch
 
 MAX_ITEMS = 1000  # a longer list or table is data, and costs more to compare than it tells
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, bytearray)
 _FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -52,8 +54,7 @@ class Code:
         self._members = [vars(c) for c in own]
         self._modules = {getattr(forward, "__module__", None), *(c.__module__ for c in own)}
         self._add(forward)
-        self._add_member("__getattr__")
-        self._add_member("__getattribute__")
+        self._add_members(["__getattr__", "__getattribute__"])
         self.names = set().union(*map(_names, self.functions))
 
     def _add(self, function, wherever: bool = True) -> None:
@@ -71,11 +72,10 @@ class Code:
             self._add(inner)
         for value in _reached(function):
             self._add(value, wherever=False)
-        for name in _names(function):
-            self._add_member(name)
+        self._add_members(_names(function))
 
-    def _add_member(self, name: str) -> None:
-        for members in self._members:
+    def _add_members(self, names: list[str]) -> None:
+        for name, members in itertools.product(names, self._members):
             self._add(members.get(name), wherever=False)
 
     def faults(self) -> list[str]:
@@ -90,8 +90,7 @@ class Code:
             found.append("its forward asks for the clock, or for Python's random numbers")
         if any(value is numpy for value in reached) and self.names & {"prod", "array", "asarray", "product"}:
             found.append("its forward computes in NumPy")
-        scripted = [value for value in reached if isinstance(value, torch.jit.ScriptFunction)]
-        if any("prim::If" in str(function.graph) for function in scripted):
+        if any(isinstance(value, torch.jit.ScriptFunction) and "prim::If" in str(value.graph) for value in reached):
             found.append("a scripted function that it calls decides something, which cannot be watched")
         return list(dict.fromkeys(found))
 
@@ -100,28 +99,28 @@ class Code:
         held = [members.get(name) for members in self._members for name in self.names]
         for function in self.functions:
             held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_reached(function)]
-        return list({id(value): value for value in held if _is_container(value)}.values())
+        return list({id(v): v for v in held if _of_itertools(v) or (isinstance(v, _CONTAINERS) and _short(v))}.values())
 
 
 def contents(value, depth: int = 3):
     """A value to compare later: of lists, tables, sets and iterators what they hold, of anything else which it is."""
-    if depth and isinstance(value, (list, tuple)) and len(value) <= MAX_ITEMS:
+    if depth and isinstance(value, (list, tuple)) and _short(value):
         return [contents(v, depth - 1) for v in value]
-    if depth and isinstance(value, dict) and len(value) <= MAX_ITEMS:
+    if depth and isinstance(value, dict) and _short(value):
         return [(k if isinstance(k, str) else id(k), contents(v, depth - 1)) for k, v in value.items()]
     if isinstance(value, (set, frozenset, bytearray, list, dict)):
         return len(value)
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
-        return repr(value)
-    if type(value).__module__ == "itertools":
-        return repr(value)
-    return id(value)
+    return repr(value) if isinstance(value, PLAIN_TYPES) or _of_itertools(value) else id(value)
 
 
-def _is_container(value) -> bool:
-    return type(value).__module__ == "itertools" or (isinstance(value, _CONTAINERS) and len(value) <= MAX_ITEMS)
+def _short(value) -> bool:
+    return len(value) <= MAX_ITEMS
+
+
+def _of_itertools(value) -> bool:
+    return type(value).__module__ == "itertools"
 
 
 def otherwise(value, depth: int = 3):
@@ -133,12 +132,10 @@ def otherwise(value, depth: int = 3):
     if not depth:
         return None
     if isinstance(value, (list, tuple)):
-        others = [otherwise(v, depth - 1) for v in value]
-        filled = [v if other is None else other for v, other in zip(value, others, strict=True)]
-        return None if all(other is None for other in others) else type(value)(filled)
+        other = otherwise(dict(enumerate(value)), depth)
+        return None if other is None else type(value)(other.values())
     if isinstance(value, dict):
-        others = {k: otherwise(v, depth - 1) for k, v in value.items()}
-        others = {k: other for k, other in others.items() if other is not None}
+        others = {k: other for k, v in value.items() if (other := otherwise(v, depth - 1)) is not None}
         changed = copy.copy(value)
         changed.update(others)
         return changed if others else None

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -45,15 +45,15 @@ class Fit(Trial):
         if self.probe.head_dim is not None and self.group != self.probe.head_dim:
             raise NotInFamily("it normalises over more than the last dimension, or a part of it")
         gate = self._find_needed_gate()
-        functional = self._find_functional()
+        # What torch's own operator does of it; asked in bfloat16, where a cast to float32 around it shows.
+        with self.in_dtype(torch.bfloat16):
+            functional = self.probe.torch_norm(self.normal(2, self.size).bfloat16())
         centered, weight, bias, offset, weight_first = self._find_structure()
-        if functional == "hat" and weight is None:
-            functional = None
-        spec = NormSpec(
-            centered, 0.0, weight is not None, bias is not None, offset, functional=functional is not None,
-            rounding="before_weight" if functional == "hat" else "once",
-            weight_first=weight_first, group_size=None if self.group == self.size else self.group,
-        )  # fmt: skip
+        functional = None if functional == "hat" and weight is None else functional
+        rounding = "before_weight" if functional == "hat" else "once"
+        group = None if self.group == self.size else self.group
+        spec = NormSpec(centered, 0.0, weight is not None, bias is not None, offset, functional=functional is not None,
+                        rounding=rounding, weight_first=weight_first, group_size=group)  # fmt: skip
         if self.group > TILE_MAX and (self.probe.gate_required or self.group != self.size):
             raise NotInFamily(f"its rows of {self.group} are longer than {TILE_MAX}, with a gate, groups or heads")
         absent = tuple(name for name, value in self.probe.module._parameters.items() if value is None)
@@ -65,9 +65,7 @@ class Fit(Trial):
         recipe = self._find_rounding(recipe, functional)
         if gate is None and self.probe.gate is not None:
             recipe = self._find_optional_gate(recipe)
-        recipe = self._check_gate_dtypes(recipe)
-        recipe = self._check_other_attributes(recipe)
-        recipe = prove(self, recipe)
+        recipe = prove(self, self._check_other_attributes(self._check_gate_dtypes(recipe)))
         if self.probe.head_dim is not None and self.probe.layout == "last":
             recipe = replace(recipe, spec=replace(recipe.spec, group_size=None), hidden_size=None)
         return recipe
@@ -94,11 +92,6 @@ class Fit(Trial):
                 self.probe.neutral = value, before, after
                 return kind
         raise NotInFamily(f"its second input, {self.probe.gate!r}, is no gate that this package knows")
-
-    def _find_functional(self) -> str | None:
-        """What torch's own operator does of it; asked in bfloat16, where a cast to float32 around it shows."""
-        with self.in_dtype(torch.bfloat16):
-            return self.probe.torch_norm(self.normal(2, self.size).bfloat16())
 
     def _find_structure(self) -> tuple[bool, str | None, str | None, float, bool]:
         """(centered, weight attribute, bias attribute, weight offset, whether the weight is applied first).
@@ -150,11 +143,8 @@ class Fit(Trial):
         square = h.pow(2).mean().item()
         if not rstd:
             return math.inf
-        if recipe.spec.eps_outside:
-            eps, least = 1 / rstd - math.sqrt(square), 1e-5 * math.sqrt(square)
-        else:
-            eps, least = rstd**-2 - square, 1e-5 * square
-        return 0.0 if abs(eps) <= least else eps
+        own, whole = (1 / rstd, math.sqrt(square)) if recipe.spec.eps_outside else (rstd**-2, square)
+        return 0.0 if abs(own - whole) <= 1e-5 * whole else own - whole
 
     def _find_eps(self, recipe: Recipe) -> Recipe:
         reading = self._read_eps(recipe)
@@ -165,8 +155,7 @@ class Fit(Trial):
             reading = self._read_eps(recipe)
             if not reading > 0.0 or abs(self._read_eps(recipe, 0.5 * reading) - reading) > 1e-3 * reading:
                 raise NotInFamily("its eps is neither inside the root nor beside it")
-        finite = {name: value for name, value in self.probe.numbers.items() if math.isfinite(value)}
-        for name, value in finite.items():
+        for name, value in self.probe.numbers.items():
             if _reads_as(reading, value) and self._drives_eps(recipe, name, 2.0 * value + 1e-3):
                 return replace(recipe, spec=recipe.spec.with_eps(float(value)), eps=name, eps_value=value)
         for value in (float(f"{reading:.3g}"), *MACHINE_EPS):
@@ -210,19 +199,17 @@ class Fit(Trial):
         self.exact = self.agrees(recipe, x)
 
     @staticmethod
-    def _roundings(recipe: Recipe, functional: str | None) -> Iterator[Recipe]:
+    def _roundings(recipe: Recipe, functional: str | None) -> list[Recipe]:
         """The recipe with every rounding order it may have, the commonest first."""
         orders = ROUNDINGS if recipe.weight is not None else ("once", "rstd", "every_step")
         orders = ("once",) if recipe.spec.weight_first else orders
-        if recipe.spec.gate is not None:
-            orders = [order for order in orders if order not in ("rstd", "every_step")]
-        if recipe.spec.centered or recipe.spec.eps_outside:
-            orders = [order for order in orders if order != "rstd"]
-        orders = {"all": ("once",), "hat": ("before_weight",)}.get(functional, orders)
-        for rounding in orders:
-            yield replace(recipe, spec=replace(recipe.spec, rounding=rounding))
+        none = ("rstd", "every_step") if recipe.spec.gate is not None else ()
+        none += ("rstd",) if recipe.spec.centered or recipe.spec.eps_outside else ()
+        orders = {"all": ("once",), "hat": ("before_weight",)}.get(functional, [o for o in orders if o not in none])
+        changes = [{"rounding": rounding} for rounding in orders]
         if recipe.spec.weight_offset and not functional:
-            yield replace(recipe, spec=replace(recipe.spec, round_offset=True))
+            changes.append({"round_offset": True})
+        return [replace(recipe, spec=replace(recipe.spec, **change)) for change in changes]
 
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
@@ -264,8 +251,7 @@ class Fit(Trial):
             if mild:
                 self.randomise()
             y = self.probe.run(x, gate)
-            mode = self._other_mode(x, gate, y, ALL_MODES)
-            if mode is not None:
+            if mode := self._other_mode(x, gate, y, ALL_MODES):
                 raise NotInFamily(f"it computes something else {mode}")
         others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
         for name, t in own_tensors(self.probe.module, floating=False):
@@ -276,16 +262,19 @@ class Fit(Trial):
         for name in sorted(self.probe.code.names):
             value = getattr(self.probe.module, name, None)
             other = None if is_plain(value) else otherwise(value)
-            matters = other is not None and self._matters(name, other, x, gate, y)
-            if matters and not self._is_eps_alone(name, other, gate):
-                raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
+            if other is not None and self._matters(name, other, x, gate, y):
+                large = 1e8 * (1.0 + self.normal(6, self.size))  # there eps alone, read when it is patched, is nothing
+                if self._matters(name, other, large, gate, self.probe.run(large, gate)):
+                    raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
         settings, fixed = [], recipe.hidden_size
         own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
         for name, value in plain_attributes(self.probe.module).items():
             of_shape = isinstance(value, tuple) and (not value or value[-1] in (self.size, self.probe.head_dim))
             if name in (recipe.eps, "training") or of_shape:
                 continue
-            other = None if isinstance(value, float) else _another(value)
+            other = "another " + value if isinstance(value, str) else otherwise(value)
+            if isinstance(value, float) or type(value) is int:
+                other = value + 1 if type(value) is int else None
             matters = other is not None and self._matters(name, other, x, gate, y)
             # What others set on every module begins with an underscore; the rest is the module's own to read, if its
             # forward is not torch's.
@@ -303,11 +292,6 @@ class Fit(Trial):
             except (Unusable, DrawsRandom):
                 return True
 
-    def _is_eps_alone(self, name: str, value, gate: torch.Tensor | None) -> bool:
-        """Whether what an attribute holds matters for eps alone, which is read when a module is patched."""
-        x = 1e8 * (1.0 + self.normal(6, self.size))
-        return not self._matters(name, value, x, gate, self.probe.run(x, gate))
-
     def _other_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor, modes: tuple) -> Mode | None:
         """The first mode in which x does not give y."""
         for mode in modes:
@@ -319,12 +303,5 @@ class Fit(Trial):
         return None
 
 
-def _another(value):
-    """Another value of an attribute, of the same kind; None if there is none."""
-    if isinstance(value, str):
-        return "another " + value
-    return value + 1 if type(value) is int else otherwise(value)
-
-
 def _reads_as(reading: float, value: float) -> bool:
-    return abs(reading - value) <= EPS_READING * abs(value)
+    return math.isfinite(value) and abs(reading - value) <= EPS_READING * abs(value)

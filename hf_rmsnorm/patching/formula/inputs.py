@@ -26,29 +26,20 @@ class NotANorm(Exception):
 
 
 class Trial:
-    """One probed module, and the inputs and tensors that it is tried with.
-
-    Attributes:
-        size: length of a row. group: how many elements of it are normalised together.
-        tensors: the values of the module's tensors, as rows.
-        exact: whether results in one formula's dtypes are to be equal to the last bit, or only `nearly`.
-    """
+    """One probed module, and the inputs and tensors that it is tried with."""
 
     def __init__(self, probe: Probe):
         self.probe = probe
         self.generator = torch.Generator().manual_seed(0)
-        self.size = self.group = None
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.exact = True
+        self.size = self.group = None  # length of a row; how many elements of it are normalised together
+        self.tensors: dict[str, torch.Tensor] = {}  # values of the module's tensors, as rows
+        self.exact = True  # whether results are to be equal to the last bit, or only `nearly`
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float32)
 
     def rows(self, minimum: int = 0, half: bool = False) -> torch.Tensor:
-        """(rows, hidden_size) float32 rows that tell formulas apart.
-
-        Plain rows, rows with a large mean, rows so small that eps rules, large ones, one outlier, and zeros.
-        """
+        """(rows, hidden_size) float32: plain, with a large mean, so small that eps rules, large, one outlier, zeros."""
         small, large = (1e-4, 1e3) if half else (1e-12, 1e12)
         scales = torch.tensor([1.0, 1.0, 30.0, 0.02, 1e-3, 3e-4, small, large, 1.0, 2.0, 1.0, 0.0], dtype=torch.float32)
         means = torch.tensor([0.0, 0.1, -100.0, 0.3, 0.0, 1e-3, small, 0.0, 8.0, -0.5, 0.0, 0.0], dtype=torch.float32)
@@ -70,10 +61,7 @@ class Trial:
         self.probe.set(**self.tensors)
 
     def spread(self, recipe: Recipe, dtype: torch.dtype = torch.float32, share: float = 0.5) -> None:
-        """Draw tensors of which a share of the weight, and half as much of the bias, is of any magnitude and sign.
-
-        So what a module does to its weight, or to results that are large, shows in the elements where it does it.
-        """
+        """Draw tensors of which a share of the weight, and half as much of the bias, is of any magnitude and sign."""
         self.randomise()
         least, most = (-7.5, 2.5) if dtype == torch.float16 else (-15.0, 15.0)
         if recipe.spec.weight_first:  # what is normalised is squared
@@ -118,11 +106,7 @@ class Trial:
                 self.tensors = tensors
 
     def find_input(self) -> None:
-        """Settle how rows are put to the module and how long they are: the first way in which it normalises them.
-
-        Raises:
-            NotANorm, NotInFamily, Unusable: there is none.
-        """
+        """Settle how rows are put to the module and how long they are: the first way in which it normalises them."""
         try:
             return self._find_layout()
         except (Unusable, NotANorm) as error:
@@ -139,7 +123,10 @@ class Trial:
 
     def _find_layout(self) -> None:
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
-        sizes = sizes or [*_hinted_sizes(self.probe), 64]
+        if not sizes:  # what a module without weights names in its attributes, `normalized_shape` and the like
+            rows = (v for v in vars(self.probe.module).values() if isinstance(v, (tuple, list)) and v)
+            hints = (*self.probe.numbers.values(), *(row[-1] for row in rows), 64)
+            sizes = list(dict.fromkeys(h for h in hints if isinstance(h, int) and 1 <= h <= MAX_HIDDEN_SIZE))
         head_dim, failure = self.probe.head_dim, None
         for layout, dims in LAYOUTS[:1] if head_dim else LAYOUTS:
             for self.size in sizes:
@@ -186,9 +173,8 @@ class Trial:
         scales = torch.tensor([1.0, 2.0, 64.0, 1024.0], dtype=torch.float32).view(2, 2, 1)
         scaled = self.probe.run(x * scales)
         if not close(scaled, y, 1e-3):
-            if close(self.probe.run(x * 1024), y, 1e-3):
-                raise NotANorm("it normalises over another dimension than the last")
-            raise NotANorm(describe(x, y, self.tensors) or "it does not normalise over the last dimension")
+            other = close(self.probe.run(x * 1024), y, 1e-3) and "it normalises over another dimension than the last"
+            raise NotANorm(other or describe(x, y, self.tensors) or "it does not normalise over the last dimension")
         moved = x.clone()
         moved[0, 0, 0] += 3e4
         change = (self.probe.run(moved) != y).flatten(0, 1)
@@ -223,12 +209,3 @@ class Trial:
     def parameters(self, recipe: Recipe, dtype: torch.dtype = torch.float32) -> list[torch.Tensor | None]:
         """[weight, bias] as the formula takes them, copied."""
         return [None if n is None else self.tensors[n].to(dtype, copy=True) for n in (recipe.weight, recipe.bias)]
-
-
-def _hinted_sizes(probe: Probe) -> list[int]:
-    """Sizes that a module without weights names in its attributes, `normalized_shape` and the like."""
-    hints = [value for value in probe.numbers.values() if isinstance(value, int)]
-    for value in vars(probe.module).values():
-        if isinstance(value, (tuple, list)) and value and isinstance(value[-1], int):
-            hints.append(value[-1])
-    return list(dict.fromkeys(h for h in hints if 1 <= h <= MAX_HIDDEN_SIZE))

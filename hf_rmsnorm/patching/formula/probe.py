@@ -14,14 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .closeness import same_bits
-from .effects import Code, contents
+from .effects import PLAIN_TYPES, Code, contents
 
 # What any module's instance may hold: parameters, hooks and the like, of which the copy starts with fresh ones, and a
 # forward that accelerate's hooks or another patcher have set on it, where the copy runs the class's own.
 _MODULE_STATE = {*vars(torch.nn.Module()), "_compiled_call_impl", "forward", "_old_forward", "_hf_hook"}
 CHANGES_STATE = "its forward changes the module's own state, or what it shares with others"
 TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class Unusable(Exception):
@@ -41,8 +40,8 @@ class Mode(NamedTuple):
     context: Callable = contextlib.nullcontext
 
     def __str__(self) -> str:
-        words = [("in train mode", self.training), ("with gradients", self.of_x or self.of_weights)]
-        words.append(("in inference mode", self.context is torch.inference_mode))
+        words = [("in train mode", self.training), ("with gradients", self.of_x or self.of_weights),
+                 ("in inference mode", self.context is torch.inference_mode)]  # fmt: skip
         return " ".join(word for word, is_so in words if is_so) or "when it is called again"
 
 
@@ -54,9 +53,6 @@ class Probe:
     """A copy of a module on the CPU, hooks left behind, whose tensors and attributes can be set for each run.
 
     A run takes and gives rows, (..., hidden_size), however the module wants its input.
-
-    Args:
-        module: any module on any device, meta included; only its shapes, dtypes, buffers and attributes are read.
 
     Attributes:
         sizes: length of each floating parameter or buffer, by name; 0 where it is not known. One of two dimensions,
@@ -84,11 +80,8 @@ class Probe:
         self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
         self.sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self.head_dim = next((shape[1] for shape in self._shapes.values() if len(shape) == 2), None)
-        self.numbers = {
-            name: value
-            for name, value in plain_attributes(module).items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
+        plain = plain_attributes(module).items()
+        self.numbers = {k: v for k, v in plain if isinstance(v, (int, float)) and not isinstance(v, bool)}
         self.layout, self.dims = "last", None
         self.neutral = None
         _, self.gate, self.gate_required = inputs(type(module)) or (None, None, False)
@@ -138,11 +131,7 @@ class Probe:
                 parameter.requires_grad_(False)
 
     def run(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """The output for a copy of x.
-
-        Raises:
-            Unusable: the forward fails, or returns anything but one floating tensor of x's shape.
-        """
+        """The output for a copy of x; `Unusable` where that is anything but one floating tensor of x's shape."""
         given = x.clone()
         y = self._call(given, gate)
         if not given.is_inference() and (given._version or not same_bits(given.detach(), x.detach())):
@@ -152,12 +141,7 @@ class Probe:
     def run_watched(self, x: torch.Tensor, gate: torch.Tensor | None = None, random: bool = False) -> torch.Tensor:
         """`run`, noting among the faults where the forward changes anything that outlives the call.
 
-        Args:
-            random: whether to let the forward draw random numbers.
-
-        Raises:
-            DrawsRandom: its forward would draw random numbers.
-            Unusable: as `run`.
+        `DrawsRandom` is raised before its forward draws random numbers, unless `random` lets it.
         """
         state = self.state()
         with contextlib.nullcontext() if random else _RefuseRandom():
@@ -207,10 +191,9 @@ class Probe:
 
     def present(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as the module takes them."""
-        row = x.shape[-1:]
-        if self.head_dim is not None and (self.layout == "heads" or self.layout == "last"):
-            row = torch.Size((row[0] // self.head_dim, self.head_dim))
-        leading = list(x.shape[:-1])
+        row, leading = x.shape[-1:], x.shape[:-1]
+        if self.head_dim is not None and self.layout in ("heads", "last"):
+            row = (row[0] // self.head_dim, self.head_dim)
         if self.dims is not None and len(leading) + len(row) not in self.dims:
             first = leading[0] if leading else 1
             leading = [first, math.prod(leading) // first, 1, 1][: max(self.dims) - len(row)]
@@ -288,8 +271,7 @@ def plain_attributes(module: torch.nn.Module) -> dict[str, object]:
     for cls in reversed(type(module).__mro__):
         if cls not in torch.nn.Module.__mro__:
             found.update((k, v) for k, v in vars(cls).items() if not k.startswith("__") and is_plain(v))
-    found.update((k, v) for k, v in own_attributes(module).items() if is_plain(v))
-    return found
+    return found | {k: v for k, v in own_attributes(module).items() if is_plain(v)}
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, object]:
@@ -298,7 +280,7 @@ def own_attributes(module: torch.nn.Module) -> dict[str, object]:
 
 
 def is_plain(value) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value))
+    return all(isinstance(v, PLAIN_TYPES) for v in (value if isinstance(value, tuple) else (value,)))
 
 
 def inputs(cls: type) -> tuple[str, str | None, bool] | None:
@@ -330,19 +312,17 @@ def _copy(module: torch.nn.Module) -> torch.nn.Module:
         with contextlib.suppress(Exception):
             copied.__dict__[name] = _copy_value(value, memo)
     try:
-        for name, tensor in module._parameters.items():
-            copied._parameters[name] = None if tensor is None else Parameter(_stand_in(tensor), requires_grad=False)
-        for name, tensor in module._buffers.items():
-            copied._buffers[name] = None if tensor is None else _copy_value(tensor, memo)
+        for name, t in module._parameters.items():
+            if t is not None:  # DeepSpeed ZeRO-3 keeps the true shape in `ds_shape`
+                dtype = torch.float32 if t.is_floating_point() else t.dtype
+                t = Parameter(torch.ones(getattr(t, "ds_shape", t.shape), dtype=dtype), requires_grad=False)
+            copied._parameters[name] = t
+        for name, t in module._buffers.items():
+            copied._buffers[name] = None if t is None else _copy_value(t, memo)
     except Exception as error:  # tensor types of others may refuse in any way
         raise Unusable(f"its tensors cannot be copied: {type(error).__name__}: {error}") from error
     copied._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return copied
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    shape = getattr(tensor, "ds_shape", tensor.shape)  # DeepSpeed ZeRO-3 keeps the true shape there
-    return torch.ones(shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def _copy_value(value, memo):

@@ -40,14 +40,10 @@ _known: dict[tuple, Verdict] = {}
 
 
 def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None) -> Verdict:
-    """Recognise one module by its arithmetic.
+    """Recognise one module, on any device, by its arithmetic; it is read, and neither run nor changed.
 
     Args:
-        module: on any device, meta included, in any dtype. It is read; it is neither run nor changed.
         cache: for verdicts about modules with opaque attributes, which hold only while the caller keeps those alive.
-
-    Returns:
-        The same verdict for every module of one class, attributes and tensor shapes.
     """
     named = bool(NORM_NAME.search(class_name(module)))
     reason = _refusal(module)

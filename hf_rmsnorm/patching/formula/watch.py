@@ -41,20 +41,15 @@ class Watch(TorchFunctionMode):
         fixed: sizes that belong to the module and not to one input.
         turned: places in the code whose answers are turned round.
         stand_ins: whether shapes and devices are stood in for, to watch who asks; not all code takes what stands in.
-
-    Attributes:
-        asked: what was asked of a tensor, by the place in the code that compares the answer.
-        tables: code that looked something up by the size of a tensor.
-        hooks: whether a hook was put on a gradient.
     """
 
     def __init__(self, fixed: tuple[int, ...] = (), turned: frozenset = frozenset(), stand_ins: bool = True):
         super().__init__()
         self.fixed, self.turned, self.stand_ins = fixed, turned, stand_ins
-        self.asked: dict[tuple, str] = {}
+        self.asked: dict[tuple, str] = {}  # what was asked of a tensor, by the place that compares the answer
         self._times: Counter[tuple] = Counter()
-        self.tables: set = set()
-        self.hooks = False
+        self.tables: set = set()  # code that looked something up by the size of a tensor
+        self.hooks = False  # whether one was put on a gradient
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -68,10 +63,9 @@ class Watch(TorchFunctionMode):
 
     def _answer(self, name: str, result):
         about, place = _ASKS[name], _place(sys._getframe(2))
-        if place is None:
-            return result
-        if about == VALUES:
+        if place is not None and about == VALUES:
             self.asked[place] = VALUES
+        if place is None or about == VALUES:
             return result
         if isinstance(result, bool):
             return result != self._is_turned(place, about)
@@ -96,9 +90,7 @@ class Watch(TorchFunctionMode):
 def deciding(run: Callable[[Watch], list[torch.Tensor | None]], **watching) -> tuple[str | None, Watch]:
     """What decides the result of a forward that no probe can try out, or None; and the watch of its plain run.
 
-    Args:
-        run: runs the forward under the watch it is given.
-        watching: arguments of `Watch`.
+    `run` runs the forward under the watch it is given; `watching` are arguments of `Watch`.
     """
     watch = Watch(**watching)
     expected = run(watch)
@@ -117,15 +109,11 @@ def deciding(run: Callable[[Watch], list[torch.Tensor | None]], **watching) -> t
             if about == LENGTH or _is_raised(error.__cause__ or error):
                 continue
             return about, watch
-        if not all(map(_same, got, expected)):
+        if not all(map(same_bits, got, expected)):
             return about, watch
         todo += [(turned | {place}, other.asked[place]) for place in other.asked.keys() - seen]
         seen |= other.asked.keys()
     return (SIZE if todo else None), watch
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b if a is None or b is None else a.shape == b.shape and same_bits(a, b)
 
 
 def _place(frame) -> tuple | None:

@@ -30,14 +30,7 @@ class Examined:
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
-    """Fuse the sums of every layer of a patched model that allows it, and link the layers.
-
-    Args:
-        undo: is told how each change is undone, as soon as it is made.
-
-    Returns:
-        What was found, for the report.
-    """
+    """Fuse the sums of every layer of a patched model that allows it, and link the layers; `undo` is told how to."""
     places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
     rows = [(p, name, list(row)) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
     in_rows = {_inner(module) for _, _, row in rows for module in row}
@@ -72,9 +65,7 @@ def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[
     """Of the layers that hold patched norms, and nothing was told of: path -> why none of their sums is fused."""
     names = {path for path, module in model.named_modules() if module in in_rows}
     held: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
-        if recipe_of(module) is None:
-            continue
+    for path in (path for path, module in model.named_modules() if recipe_of(module) is not None):
         parents = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
         layer = next((parent for parent in reversed(parents) if parent in names), None)
         if layer is not None and told.isdisjoint(parent for parent in parents if parent.startswith(layer)):
@@ -117,14 +108,13 @@ def _heads(attention: nn.Module) -> set[str]:
 
     Not `F.rms_norm`, whose output is contiguous: put off to behind a transpose, it would lie otherwise in memory.
     """
-    found = set()
-    for name, norm in norms_of(attention).items():
+
+    def is_plain(norm: nn.Module) -> bool:
         spec = recipe_of(norm).spec
-        shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
-        plain = not spec.has_bias and not spec.functional
-        if plain and all(len(shape) == 1 and shape[0] <= MAX_HEAD_DIM for shape in shapes):
-            found.add(name)
-    return found
+        short = all(p.dim() == 1 and len(p) <= MAX_HEAD_DIM for p in norm.parameters(recurse=False))
+        return short and not spec.has_bias and not spec.functional
+
+    return {name for name, norm in norms_of(attention).items() if is_plain(norm)}
 
 
 def _behind_each(rows, layers: dict[nn.Module, Examined]) -> dict[nn.Module, tuple[str, nn.Module]]:
@@ -135,23 +125,20 @@ def _behind_each(rows, layers: dict[nn.Module, Examined]) -> dict[nn.Module, tup
             if here not in layers or all(reader for _, reader in layers[here].fusion.sites):
                 continue
             if there is None:
-                found = _behind(parent, name)
+                reader, owner = _called_last(parent, name), parent
             else:
-                entry = layers[there].fusion.entry if there in layers else ""
-                found = (entry, there) if entry else None
-            if found is not None:
-                behind[here] = found
+                reader, owner = layers[there].fusion.entry if there in layers else "", there
+            if reader:
+                behind[here] = reader, owner
     return behind
 
 
-def _behind(parent: nn.Module | None, layers: str) -> tuple[str, nn.Module] | None:
-    """The patched norm among `parent`'s children that its forward calls last, after it has named `layers`."""
-    if parent is None:
-        return None
+def _called_last(parent: nn.Module | None, layers: str) -> str:
+    """The patched norm among `parent`'s children that its forward calls last, after it has named `layers`; or ""."""
     try:
-        source = inspect.getsource(inspect.unwrap(type(parent).forward))
+        source = "" if parent is None else inspect.getsource(inspect.unwrap(type(parent).forward))
     except (OSError, TypeError):
-        return None
-    at = {name: source.rfind(f"self.{name}(") for name in norms_of(parent)}
-    name = max(at, key=at.get, default=None)
-    return (name, parent) if name is not None and at[name] > source.find(f"self.{layers}") >= 0 else None
+        return ""
+    at = {name: source.rfind(f"self.{name}(") for name in (norms_of(parent) if source else ())}
+    name = max(at, key=at.get, default="")
+    return name if name and at[name] > source.find(f"self.{layers}") >= 0 else ""

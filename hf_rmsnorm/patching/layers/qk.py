@@ -20,12 +20,7 @@ _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class QKFusion:
-    """Where an attention normalises q and k.
-
-    Args:
-        q, k: names of the norms among its children.
-        rotary: name of the function that rotates both; "" where none follows directly.
-    """
+    """Where an attention normalises q and k: by which children, and the function that rotates both directly after."""
 
     q: str
     k: str
@@ -40,10 +35,8 @@ class QKFusion:
             for statement, name in zip((q, k), norms, strict=True):
                 old = _norm_call(statement)
                 new = call(_LATER, old, itself, held, name, old.args[0])
-                if statement.value is old:
-                    statement.value = new
-                else:
-                    statement.value.func.value = new
+                holder = statement if statement.value is old else statement.value.func
+                holder.value = new
             names = ast.Tuple([ast.Constant(name) for name in norms], ast.Load())
             if rotary is not None:
                 rotate = rotary.value
@@ -67,8 +60,7 @@ class QKFusion:
 def find_qk(cls: type, norms: set[str]) -> QKFusion:
     """Where a forward assigns q and k, each normalised by one of these children, and rotates them next.
 
-    Raises:
-        CannotRewrite: it does not, in so many words; or its source cannot be compiled again.
+    `CannotRewrite` is raised where it does not, in so many words, or its source cannot be compiled again.
     """
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
@@ -121,9 +113,8 @@ def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype
             if columns == 8:
                 return False
             continue  # it rotates whole heads only
-        if not isinstance(given, tuple) or not all(isinstance(each, torch.Tensor) for each in given):
-            return False
-        if len(given) != 2 or not all(map(torch.equal, given, (rotated(q, cos, sin), rotated(k, cos, sin)))):
+        two = isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, torch.Tensor) for each in given)
+        if not two or not all(map(torch.equal, given, (rotated(q, cos, sin), rotated(k, cos, sin)))):
             return False
     return True
 
@@ -155,12 +146,11 @@ def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bo
 
 def _normalises(statement: ast.stmt, itself: str, norms: set[str]) -> str:
     """The norm in ``name = self.norm(rows)`` or ``name = self.norm(rows).transpose(1, 2)``; "" in anything else."""
-    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
-        return ""
-    value = _norm_call(statement)
-    match value:
-        case ast.Call(ast.Attribute(ast.Name(owner), name), [_], []) if owner == itself and name in norms:
-            return name if isinstance(statement.targets[0], ast.Name) else ""
+    match statement:
+        case ast.Assign([ast.Name()]):
+            match _norm_call(statement):
+                case ast.Call(ast.Attribute(ast.Name(owner), name), [_], []) if owner == itself and name in norms:
+                    return name
     return ""
 
 
@@ -183,10 +173,9 @@ def _rotates_both(statement: ast.stmt, q: str, k: str) -> bool:
 
 
 def _in_place(node: ast.AST) -> bool:
-    if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
-        return True
     return (
-        isinstance(node, ast.AugAssign)
+        (isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load))
+        or isinstance(node, ast.AugAssign)
         or (isinstance(node, ast.Attribute) and node.attr.endswith("_"))
         or (isinstance(node, ast.keyword) and node.arg in ("out", "inplace"))
     )

@@ -44,8 +44,8 @@ def find_fusion(layer: nn.Module) -> Fusion | str:
 
 def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
     """The layer's children that are patched norms whose sums may be fused."""
-    found = {name: (child, recipe_of(child)) for name, child in layer.named_children()}
-    return {name: child for name, (child, recipe) in found.items() if recipe is not None and recipe.is_simple}
+    norms = ((name, child, recipe_of(child)) for name, child in layer.named_children())
+    return {name: child for name, child, recipe in norms if recipe is not None and recipe.is_simple}
 
 
 def _key(layer: nn.Module) -> tuple:
@@ -106,21 +106,15 @@ def _learn(layer: nn.Module) -> Fusion | str:
 
 def _sites(totals: dict, given: list, output: torch.Tensor) -> tuple[tuple[int, str], ...]:
     """As in `Fusion`, where the forward returned this."""
-    found = []
-    for at, total in sorted(totals.items()):
-        # A sum that is written to before it is read is another: what tells so at run time, the version of a tensor,
-        # there is none of under `inference_mode`.
-        reader = next((name for name, x, version in given if x is total and version == 0), None)
-        if reader is not None or (total is output and total._version == 0):
-            found.append((at, reader or ""))
-    return tuple(found)
+    # A sum that is written to before it is read is another: what tells so at run time, the version of a tensor, there
+    # is none of under `inference_mode`.
+    given = [*given, ("", output, output._version)]
+    readers = ((at, [name for name, x, version in given if x is y and version == 0]) for at, y in totals.items())
+    return tuple(sorted((at, names[0]) for at, names in readers if names))
 
 
 def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
-    """(length of the norms' rows, dtype of their weights).
-
-    A norm without weight takes rows of any length, and so does the stand-in of one whose weights are elsewhere, empty.
-    """
+    """(length of the norms' rows, dtype of their weights); any length for norms without weight, or with empty ones."""
     parameters = [p for norm in norms.values() for p in norm.parameters(recurse=False)]
     whole = [p for p in parameters if p.numel()]
     sizes = [*(p.shape[-1] for p in whole), *(recipe_of(norm).hidden_size for norm in norms.values())]
@@ -141,11 +135,10 @@ def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: to
             hand_over(norm, total, type(norm).forward(norm, total), *given, "reference")
         return total
 
-    def taken(name: str, norm: nn.Module, args: tuple):
-        return handed_over(norm, args[0], *operands(norm, recipes[name]), "reference")
-
-    for name in norms:
-        stand_in._modules[name].register_forward_hook(lambda norm, args, _, name=name: taken(name, norm, args))
+    for name, recipe in recipes.items():
+        stand_in._modules[name].register_forward_hook(
+            lambda norm, args, _, recipe=recipe: handed_over(norm, args[0], *operands(norm, recipe), "reference")
+        )
     try:
         output = _run(with_sums(base, dict(fusion.sites), add), stand_in, x)
     except Exception as error:  # a sum where `self` is another object, or whatever else a forward does
@@ -180,25 +173,26 @@ def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: d
     twin = _bare(layer)
     twin.__class__ = unfused(type(layer))
     generator = torch.Generator().manual_seed(0)
-    for held in (twin._parameters, twin._buffers):
-        for key, t in held.items():
-            # Its own values, but where these are elsewhere in parts or not at all.
-            here = t is None or (type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta)
-            made = t if here else torch.randn(t.shape, generator=generator).to(t.dtype)
-            held[key] = made if made is None else made.detach().cpu()
+    for held, key, t in _held(twin):
+        # Its own values, but where these are elsewhere in parts or not at all.
+        here = type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta
+        held[key] = (t if here else torch.randn(t.shape, generator=generator).to(t.dtype)).detach().cpu()
     modules = {}
     for number, (name, child) in enumerate(layer.named_children()):
         modules[name] = _Stub(child, number, forms[name]) if name in forms else _bare(child)
     for name in norms:
-        norm = modules[name]
-        for held in (norm._parameters, norm._buffers):
-            for key, t in held.items():
-                if t is not None:
-                    shape = t.shape if t.numel() else (size,)
-                    held[key] = (0.7 + 0.4 * torch.randn(shape, generator=generator)).to(t.dtype)
-        restore(norm)  # the formula is proven: what runs here needs no backend
+        for held, key, t in _held(modules[name]):
+            shape = t.shape if t.numel() else (size,)
+            held[key] = (0.7 + 0.4 * torch.randn(shape, generator=generator)).to(t.dtype)
+        restore(modules[name])  # the formula is proven: what runs here needs no backend
     twin.__dict__["_modules"] = modules
     return twin
+
+
+def _held(module: nn.Module) -> list[tuple[dict, str, torch.Tensor]]:
+    """The module's own tensors, each with the dict that holds it and its name there."""
+    stores = (module._parameters, module._buffers)
+    return [(store, name, t) for store in stores for name, t in store.items() if t is not None]
 
 
 def _bare(module: nn.Module) -> nn.Module:
@@ -224,26 +218,19 @@ def _run(forward: Callable, stand_in: nn.Module, x: torch.Tensor) -> torch.Tenso
 def _forms(definition: ast.FunctionDef, stubs: list[str]):
     """What the stubs may return, the most likely first: how the source uses their outputs says it."""
     guess = tuple(_used_as(definition, name) for name in stubs)
-    yield guess
-    if len(stubs) <= 4:
-        yield from (forms for forms in itertools.product(FORMS, repeat=len(stubs)) if forms != guess)
+    others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 else ()
+    return [guess, *(forms for forms in others if forms != guess)]
 
 
 def _used_as(definition: ast.FunctionDef, child: str) -> int:
-    def calls(node) -> bool:
-        match node:
-            case ast.Call(ast.Attribute(ast.Name(), name)):
-                return name == child
-        return False
-
     subscripts = [node.value for node in ast.walk(definition) if isinstance(node, ast.Subscript)]
     indexed = {value.id for value in subscripts if isinstance(value, ast.Name)}
     for node in ast.walk(definition):
-        if isinstance(node, ast.Subscript) and calls(node.value):
-            return 2
-        if isinstance(node, ast.Assign) and calls(node.value):
-            target = node.targets[0]
-            if isinstance(target, (ast.Tuple, ast.List)):
-                return len(target.elts)
-            return 2 if isinstance(target, ast.Name) and target.id in indexed else 1
+        match node:
+            case ast.Subscript(ast.Call(ast.Attribute(ast.Name(), name))) if name == child:
+                return 2
+            case ast.Assign([target, *_], ast.Call(ast.Attribute(ast.Name(), name))) if name == child:
+                if isinstance(target, (ast.Tuple, ast.List)):
+                    return len(target.elts)
+                return 2 if isinstance(target, ast.Name) and target.id in indexed else 1
     return 1

@@ -23,11 +23,7 @@ _Values = frozenset  # of what an expression may be: the nodes that made it, and
 def is_seen(definition: ast.FunctionDef, total: ast.BinOp, itself: str, norms: Iterable[str]) -> bool:
     """Whether anything but operators and these norms may be given what a ``+`` of a forward returns, or write to it.
 
-    Args:
-        definition: of the forward.
-        total: the ``+``, one of the nodes of `definition`.
-        itself: the forward's name for its module.
-        norms: names of the children that may read the sum.
+    `total` is the ``+``, a node of `definition`; `itself` the forward's name for its module.
     """
     flow = _Flow(definition, itself)
     read = (values for name, _, given in flow.calls if name not in norms or len(given) > 1 for _, values in given)
@@ -43,8 +39,7 @@ def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
         module, hit = waiting.pop()  # what its caller writes to of the arguments of its forward
         if module in norms:
             found.update([module] if hit else [])
-            continue
-        if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
+        if module in norms or isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
             continue
         names = list(inspect.signature(type(module).forward).parameters)[1:] if hit else []
         written = frozenset(names[at] if at in range(len(names)) else at for at in hit)
@@ -109,8 +104,7 @@ class _Flow:
     def statement(self, node: ast.stmt, bound: dict[str, _Values]) -> None:
         match node:
             case ast.Assign([ast.Tuple(names)], ast.Tuple(parts)) if len(names) == len(parts):
-                given = [self.values(part, bound) for part in parts]
-                for target, values in zip(names, given, strict=True):
+                for target, values in [(each, self.values(p, bound)) for each, p in zip(names, parts, strict=True)]:
                     self.bind(target, values, bound)
             case ast.Assign(targets, value):
                 values = self.values(value, bound)
@@ -156,11 +150,10 @@ class _Flow:
                     self.bind(each, values, bound)
             case ast.Starred(inner):
                 self.bind(inner, values, bound)
-            case ast.Subscript(held):
-                self.write(self.values(held, bound))
-                self.shown |= values
             case _:
                 self.shown |= values
+                if isinstance(target, ast.Subscript):
+                    self.write(self.values(target.value, bound))
 
     def write(self, values: _Values) -> None:
         self.time += 1
@@ -199,11 +192,9 @@ class _Flow:
     def call(self, node: ast.Call, function, arguments, keywords, bound) -> _Values:
         given = [(at, self.values(argument, bound)) for at, argument in enumerate(arguments)]
         given += [(k.arg or "**", self.values(k.value, bound)) for k in keywords]
-        for keyword, (_, values) in zip(keywords, given[len(arguments) :], strict=True):
-            if keyword.arg == "out":
-                self.write(values)
-            elif keyword.arg == "inplace" and arguments:
-                self.write(given[0][1])
+        for name, values in given[len(arguments) :]:
+            if name == "out" or (name == "inplace" and arguments):
+                self.write(values if name == "out" else given[0][1])
         match function:
             case ast.Attribute(ast.Name(owner), name) if owner == self.itself:
                 child = name
@@ -216,13 +207,10 @@ class _Flow:
             self.calls.append((child, self.time, given))
             return frozenset([node])
         self.shown = self.shown.union(*(values for _, values in given))
-        receiver = self.values(function, bound)
-        match function:
-            case ast.Attribute(_, name) if name.endswith("_") and not name.endswith("__"):
-                self.write(receiver)
-            case ast.Attribute(_, name) if name in _FACTS:
-                return frozenset([node])
-        return receiver | {node}  # a method's result may be a view
+        receiver, method = self.values(function, bound), getattr(function, "attr", "")
+        if method.endswith("_") and not method.endswith("__"):
+            self.write(receiver)
+        return frozenset([node]) if method in _FACTS else receiver | {node}  # a method's result may be a view
 
     @staticmethod
     def mentioned(node: ast.AST, bound: dict[str, _Values]) -> _Values:
