@@ -6,11 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def compact_paths(paths: Sequence[str]) -> list[str]:
-    """Paths that differ in their numbers written as one, ``model.layers.[0-31].input_layernorm``.
-
-    Args:
-        paths: module paths; the model itself, whose path is empty, is written ``(the model itself)``.
-    """
+    """Paths that differ in their numbers written as one, ``model.layers.[0-31].input_layernorm``."""
     families: dict[str, list[tuple[int, ...]]] = {}
     for path in dict.fromkeys(paths):
         template = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "{}", path.replace("{", "{{").replace("}", "}}"))

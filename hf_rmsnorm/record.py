@@ -58,10 +58,7 @@ def _alike(name: str) -> str:
 
 
 def trained_as_rms(record) -> bool:
-    """Whether this, of a config under `RECORD_KEY`, says that training has made the model one of RMSNorms.
-
-    One that was fitted to be one, approximately, was not trained.
-    """
+    """Whether this, of a config under `RECORD_KEY`, says that training, no approximate fit, made its norms RMSNorms."""
     return isinstance(record, dict) and record.get("computes") == TRAINED_AS_RMS and not record.get("approximate")
 
 
@@ -74,21 +71,15 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
     """Names of recorded writers and neurons that are missing, be it from one layer, have another shape, have lost their
     zero mean or are no longer what they were; none if all is well.
 
-    Args:
-        tensors: by parameter name, as in ``model.state_dict()``; of any dtype, on any device.
-
-    Raises:
-        ValueError: the record is of another version of this package.
+    `tensors` are by parameter name, of any dtype, on any device. A record of another version raises a ValueError.
     """
     if record.get("version") != VERSION:
         raise ValueError(f"the record has version {record.get('version')!r}, this package knows {VERSION}")
     there = Counter(text for name in tensors for text in {name, _alike(name)})
     recorded = {**record.get("neurons", {}), **record["writers"]}
-    wrong = [text for text, how in recorded.items() if there[text] < how.get("count", 1)]
-    for name, how in promises(record, tensors):
-        if name not in wrong and not _holds(tensors[name], how):
-            wrong.append(name)
-    return wrong
+    gone = [text for text, how in recorded.items() if there[text] < how.get("count", 1)]
+    found = [(name, how) for name, how in promises(record, tensors) if name not in gone]
+    return list(dict.fromkeys([*gone, *(name for name, how in found if not _holds(tensors[name], how))]))
 
 
 def promises(record: Mapping, names: Iterable[str]) -> Iterator[tuple[str, dict]]:
@@ -127,10 +118,8 @@ def _holds(tensor: torch.Tensor, how: Mapping) -> bool:
     """Whether a writer has zero mean, or neurons are what they were."""
     if "values" not in how:
         return is_centred(_without_added(tensor, how), how["axis"], how["block"], how["blocks"])
-    if tensor.ndim <= how["axis"] or tensor.shape[how["axis"]] != how["first"] + len(how["values"]):
-        return False
-    slices, values = _neurons(tensor, how)
-    return bool((slices == values).all())
+    whole = tensor.ndim > how["axis"] and tensor.shape[how["axis"]] == how["first"] + len(how["values"])
+    return whole and bool(torch.eq(*_neurons(tensor, how)).all())
 
 
 @torch.no_grad()
@@ -158,9 +147,8 @@ def _without_added(tensor: torch.Tensor, how: Mapping) -> torch.Tensor:
 @torch.no_grad()
 def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
     """Whether each block along the axis (`Centre` says which) has zero mean, but for the rounding of its elements."""
-    if not tensor.is_floating_point() or tensor.ndim <= axis or tensor.shape[axis] % block:
-        return False
-    if blocks is not None and max(blocks) >= tensor.shape[axis] // block:
+    fits = tensor.is_floating_point() and tensor.ndim > axis and not tensor.shape[axis] % block
+    if not fits or (blocks is not None and max(blocks) >= tensor.shape[axis] // block):
         return False
     unit = torch.finfo(tensor.dtype).eps / 2
     smallest = torch.finfo(tensor.dtype).smallest_normal * unit
@@ -193,11 +181,8 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     """Those of the names of a model's parameters that adapters did not add: name -> what it is called without them."""
     names = list(names)
     wrapped = {name[: match.start()] for name in names for match in _KEPT.finditer(name)}
-    return {
-        name: _KEPT.sub("", name)
-        for name in names
-        if all(_KEPT.match(name, len(path)) for path in wrapped & _above([name]))
-    }
+    own = (name for name in names if all(_KEPT.match(name, len(path)) for path in wrapped & _above([name])))
+    return {name: _KEPT.sub("", name) for name in own}
 
 
 class Writers:
@@ -221,10 +206,8 @@ class Writers:
     def changed_by(self, name: str) -> tuple[str, dict] | None:
         """The writer that a tensor of an adapter changes, and axis, block and blocks along which to centre the tensor.
 
-        LoRA adds ``B A x``, of the mean of B's columns along its output. None where no writer gets a mean by it.
-
-        Raises:
-            ValueError: it changes a writer in another way.
+        LoRA adds ``B A x``, of the mean of B's columns along its output. None where no writer gets a mean by it; a
+        ValueError where one does in another way.
         """
         home = self.home(name)
         whole = home in self.names
@@ -251,14 +234,9 @@ def _above(names: Iterable[str]) -> set[str]:
 
 
 def _matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
-    exact = {text: how for text, how in entries.items() if "*" not in text}
-    several = [text for text in entries if "*" in text]
-    patterns = [(re.compile(re.escape(text).replace(r"\*", r"\d+")), entries[text]) for text in several]
-    found = {
-        name: exact.get(name) or next((how for pattern, how in patterns if pattern.fullmatch(name)), None)
-        for name in names
-    }
-    return {name: how for name, how in found.items() if how is not None}
+    patterns = [(re.compile(re.escape(t).replace(r"\*", r"\d+")), how) for t, how in entries.items() if "*" in t]
+    found = {n: [entries.get(n), *(how for pattern, how in patterns if pattern.fullmatch(n))] for n in names}
+    return {name: how for name, each in found.items() if (how := next(filter(None, each), None)) is not None}
 
 
 def shorten(entries: Entries, names: Iterable[str]) -> dict[str, dict]:

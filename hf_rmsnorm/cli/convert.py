@@ -24,39 +24,32 @@ _ARGUMENT = re.compile(
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("src", metavar="SRC", help="a local folder with safetensors, or demo:gpt2; or an adapter's")
-    parser.add_argument(
-        "dst", metavar="DST", nargs="?", type=os.path.expanduser, help="the folder to make; leave it out with --plan"
-    )
-    parser.add_argument("--plan", action="store_true", help="print what would be done, and write nothing")
-    parser.add_argument(
-        "--base", nargs=2, metavar=("MODEL", "CONVERTED"),
-        help="for an adapter: the model that it was trained on, and what convert made of that",
-    )  # fmt: skip
-    parser.add_argument("--no-verify", action="store_true", help="publish DST without running source and result")
-    parser.add_argument("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("src", metavar="SRC", help="a local folder with safetensors, or demo:gpt2; or an adapter's")
+    add("dst", metavar="DST", nargs="?", type=os.path.expanduser, help="the folder to make; leave it out with --plan")
+    add("--plan", action="store_true", help="print what would be done, and write nothing")
+    told = "for an adapter: the model that it was trained on, and what convert made of that"
+    add("--base", nargs=2, metavar=("MODEL", "CONVERTED"), help=told)
+    add("--no-verify", action="store_true", help="publish DST without running source and result")
+    add("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
+    add(
         "--target", choices=["same", "native"], default="same",
         help="native: write a checkpoint of an architecture that is RMSNorm by birth, where one computes the same "
         "(default same: the source's own architecture)",
     )  # fmt: skip
-    parser.add_argument(
-        "--fold-affine", action="store_true",
-        help="fold the norms' weights and biases into the linears that read them, where that is exact",
-    )  # fmt: skip
-    parser.add_argument(
+    told = "fold the norms' weights and biases into the linears that read them, where that is exact"
+    add("--fold-affine", action="store_true", help=told)
+    add(
         "--post-norm", choices=["exact", "fit", "refuse"], default="refuse",
         help="for models like BERT. exact: two neurons more in every FFN, so that its norm and the embeddings' become "
         "RMSNorm; fit: all norms, approximately, by least squares on text (default refuse)",
     )  # fmt: skip
-    parser.add_argument("--text", metavar="FILE", type=Path, help="with fit: a text to fit on in each line (default: "
-                        "Python's own help texts)")  # fmt: skip
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help="bytes, or 5GB and the like, with --target native or --post-norm"
-    )
-    parser.add_argument("--restart", action="store_true", help="drop an unfinished conversion of something else")
-    parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
+    told = "with fit: a text to fit on in each line (default: Python's own help texts)"
+    add("--text", metavar="FILE", type=Path, help=told)
+    add("--max-shard-size", metavar="SIZE", help="bytes, or 5GB and the like, with --target native or --post-norm")
+    add("--restart", action="store_true", help="drop an unfinished conversion of something else")
+    add("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
+    add("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
 
 
 def run(args) -> Result:
@@ -118,10 +111,8 @@ def _run(args) -> Result:
 
 def _run_adapter(args, adapter: Path, models) -> Result:
     if args.base is None:
-        raise CliError(
-            f"{args.src} is an adapter: pass --base MODEL CONVERTED, the model that it was trained on and what convert "
-            "made of that"
-        )
+        told = "the model that it was trained on and what convert made of that"
+        raise CliError(f"{args.src} is an adapter: pass --base MODEL CONVERTED, {told}")
     if args.dst is None:
         raise CliError("--base takes an adapter and DST: pass the folder to make")
     if idle := _given(args, "plan", "target", "fold_affine", "post_norm", "text", "max_shard_size"):

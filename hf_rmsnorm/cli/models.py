@@ -112,10 +112,8 @@ def load_model(source: Source, dtype: str, device, instead: str):
     _, cls = _config_and_class(source)
     with _loading(source, "the weights"):
         model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs).to(device).eval()
-    if model.main_input_name != "input_ids":
-        raise CliError(
-            f"{source.name} is a {type(model).__name__}, which takes {model.main_input_name} and not a text: {instead}"
-        )
+    if (takes := model.main_input_name) != "input_ids":
+        raise CliError(f"{source.name} is a {type(model).__name__}, which takes {takes} and not a text: {instead}")
     return model
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -64,7 +64,7 @@ class Recentre:
         writers = Writers(found.record, given)
         added = ((name, writers.changed_by(name)) for name in tensors if name not in own)
         steps += [(name, change[1]) for name, change in added if change]
-        self._steps = [(name, *tensors.owners[name], how) for name, how in steps]
+        self._steps = [(name, *tensors.data[name], how) for name, how in steps]
         self._shapes = {name: module._parameters[key].shape for name, module, key, _ in self._steps}
         self._model = model
         if not any(is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
@@ -78,9 +78,7 @@ class Recentre:
         self._run(lambda parameter: parameter.requires_grad)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError where an optimizer updates copies of the parameters, as DeepSpeed's do: from them it would
-        undo the centring.
-        """
+        """Raise ValueError where an optimizer updates copies of the parameters: DeepSpeed's would undo the centring."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = {id(p) for p in self._model.parameters()}
         trained = [(name, module._parameters[key]) for name, module, key, _ in self._steps]
@@ -100,8 +98,18 @@ class Recentre:
                     f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: build Recentre after that, "
                     "under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
                 )
-            if wanted(parameter):
-                _apply(parameter, how)
+            if not wanted(parameter):
+                continue
+            sharded = is_dtensor(parameter)
+            across = sharded and any(place.is_shard(how["axis"]) for place in parameter.placements)
+            # A shard has the stream whole for some of the rows, unless the stream itself is what was cut.
+            tensor = parameter.full_tensor() if across else parameter.to_local() if sharded else parameter
+            mend_(tensor, how)
+            if across:
+                from torch.distributed.tensor import distribute_tensor
+
+                shards = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.to_local().copy_(shards.to_local())
 
 
 def train_as_rms(model: torch.nn.Module) -> None:
@@ -138,23 +146,7 @@ def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
 
 def _recorded(model: torch.nn.Module, function: str) -> Recorded:
     check_module(function, model)
-    found = recorded_model(model)
-    if found is None:
-        raise ValueError(
-            f"the config of this {type(model).__name__} records no conversion: make a checkpoint with hf-rmsnorm "
-            "convert, and load that"
-        )
+    if (found := recorded_model(model)) is None:
+        cure = "make a checkpoint with hf-rmsnorm convert, and load that"
+        raise ValueError(f"the config of this {type(model).__name__} records no conversion: {cure}")
     return found
-
-
-def _apply(parameter: torch.Tensor, how: Mapping) -> None:
-    sharded = is_dtensor(parameter)
-    across = sharded and any(place.is_shard(how["axis"]) for place in parameter.placements)
-    # A shard has the stream whole for some of the rows, unless the stream itself is what was cut.
-    tensor = parameter.full_tensor() if across else parameter.to_local() if sharded else parameter
-    mend_(tensor, how)
-    if across:
-        from torch.distributed.tensor import distribute_tensor
-
-        shards = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(shards.to_local())

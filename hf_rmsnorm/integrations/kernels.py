@@ -98,14 +98,7 @@ class InstalledLayer:
 
 
 def kernel_mapping(*, devices: tuple[str, ...] = DEVICES) -> dict[str, dict[str, InstalledLayer]]:
-    """The mapping for `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping`, for all modes.
-
-    Args:
-        devices: types of devices for which these layers shall serve.
-
-    Returns:
-        Name of a layer in Transformers -> device -> the layer.
-    """
+    """For `kernels.use_kernel_mapping`, for all modes: layer's name in Transformers -> device of these -> the layer."""
     return {name: dict.fromkeys(devices, InstalledLayer(name)) for name in LAYERS}
 
 

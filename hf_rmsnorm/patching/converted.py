@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -94,12 +95,10 @@ def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     converted = next((m for m in owners if getattr(getattr(m, "config", None), RECORD_KEY, None) == record), converted)
     inside = {id(parameter) for parameter in converted.parameters()}
     name = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
-    if name is None:
-        return ""
-    return (
-        f"{name} is outside of the {type(converted).__name__} that was converted and may write to its residual "
-        "stream; where it does not, patch that model by itself"
+    told = (
+        f"{name} is outside of the {type(converted).__name__} that was converted and may write to its residual stream"
     )
+    return "" if name is None else f"{told}; where it does not, patch that model by itself"
 
 
 def _doubt(found: Recorded) -> str:
@@ -129,12 +128,12 @@ def moved(tensors: Weights, record: dict) -> str:
     return doubt and f"{doubt}; convert an adapter with its base (convert_adapter)"
 
 
-class Weights(Mapping[str, torch.Tensor]):
+class Weights(UserDict):
     """A model's parameters by name; one that accelerate keeps on a disk is read when it is asked for."""
 
     def __init__(self, model: torch.nn.Module, head: str):
         # Parameter -> the module that holds it, and what it calls it.
-        self.owners = {
+        self.data = {
             f"{head}{path}.{name}" if path else head + name: (module, name)
             for path, module in model.named_modules(remove_duplicate=False)
             for name in module._parameters
@@ -142,26 +141,20 @@ class Weights(Mapping[str, torch.Tensor]):
         }
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        module, name = self.owners[key]
+        module, name = self.data[key]
         with align_module_device(module):
             return module._parameters[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.owners)
-
-    def __len__(self) -> int:
-        return len(self.owners)
 
     def renamed(self, names: Mapping[str, str]) -> Weights:
         """Those of these names, by their new ones."""
         some = copy(self)
-        some.owners = {new: self.owners[old] for old, new in names.items()}
+        some.data = {new: self.data[old] for old, new in names.items()}
         return some
 
     def hooked(self, record: Mapping) -> str:
         """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""
-        for key in Writers(record, self.owners).how:
-            module, _ = self.owners[key]
+        for key in Writers(record, self.data).how:
+            module, _ = self.data[key]
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):
                 return f"{key.rpartition('.')[0]} has a hook, which may change what it writes to the residual stream"
@@ -169,7 +162,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def hidden(self) -> str:
         """The first parameter that cannot be looked at, "" if there is none."""
-        for key, (module, name) in self.owners.items():
+        for key, (module, name) in self.data.items():
             tensor = module._parameters[name]
             away = tensor.is_meta and not has_offloaded_params(module)
             if away or type(tensor) not in DIRECT_TYPES or not tensor.numel():

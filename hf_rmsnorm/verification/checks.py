@@ -33,27 +33,18 @@ class NormCheck:
     than 4 ulp. In half precision an element is off if it differs at all, and 0.1 % grows by 1 + |mean|/std of the rows
     that a centred norm reads. In float32 it is off beyond 2 ulp, where an ulp is 2^-23 of the largest term in its row:
     weight * rstd * x, weight * rstd * mean if the norm is centred, or bias. ``docs/proof.md`` says why.
-
-    Args:
-        dtype: the coarser dtype of input and output, which is where the original rounds.
-        elements: compared; 0 if the inputs did not reach the module or it does not map a tensor to one like it.
-        differing: how many of them are not equal.
-        off: how many are off, as defined above.
-        allowed: how many may be.
-        worst_ulp: the largest difference, in ulp of half precision of the element or of float32 as defined above.
-        reason: why it failed, or why nothing was compared; empty otherwise.
     """
 
     path: str
     class_name: str
-    dtype: str = ""
-    elements: int = 0
-    differing: int = 0
-    off: int = 0
-    allowed: int = 0
-    worst_ulp: float = 0.0
+    dtype: str = ""  # the coarser dtype of input and output, which is where the original rounds
+    elements: int = 0  # compared; 0 if the inputs did not reach the module or it does not map a tensor to one like it
+    differing: int = 0  # how many of them are not equal
+    off: int = 0  # how many are off, as defined above
+    allowed: int = 0  # how many may be
+    worst_ulp: float = 0.0  # the largest difference, in ulp of half precision of the element or of float32 as above
     passed: bool = True
-    reason: str = ""
+    reason: str = ""  # why it failed, or why nothing was compared
 
     @property
     def reached(self) -> bool:
@@ -63,10 +54,7 @@ class NormCheck:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """The gradients of one piece against float64: each error at most 1.5 times eager's own, and an ulp of the largest.
-
-    ``ours_max``, ``ours_rms``, ``eager_max`` and ``eager_rms`` are errors against float64.
-    """
+    """One gradient of a piece against float64: each error at most 1.5 times eager's own, and an ulp of the largest."""
 
     path: str
     gradient: str  # of what: an operand by its number, or a parameter by its name

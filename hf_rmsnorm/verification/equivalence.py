@@ -138,14 +138,11 @@ def _check(models: tuple[nn.Module, ...], inputs, same_parameters: bool) -> list
             raise ValueError(f"{type(model).__name__} is on the meta device and has no weights: load it with weights")
     sizes, devices = [_vocabulary(model) for model in models], [_device(model) for model in models]
     if sizes[0] != sizes[-1]:
-        raise ValueError(
-            f"the vocabularies differ: {sizes[0]} words in the reference, {sizes[1]} in the candidate; compare models "
-            "that share a tokenizer"
-        )
+        words = f"{sizes[0]} words in the reference, {sizes[1]} in the candidate"
+        raise ValueError(f"the vocabularies differ: {words}; compare models that share a tokenizer")
     if devices[0] != devices[-1]:
-        raise ValueError(
-            f"the reference is on {devices[0]} and the candidate on {devices[1]}: move one with .to({devices[0]!s})"
-        )
+        ours, theirs = devices[0], devices[-1]
+        raise ValueError(f"the reference is on {ours} and the candidate on {theirs}: move one with .to({ours!s})")
     ours, theirs = ({name: tuple(p.shape) for name, p in models[at].named_parameters()} for at in (0, -1))
     for name in (*ours, *theirs) if same_parameters else ():
         if ours.get(name) != theirs.get(name):
@@ -219,10 +216,7 @@ def _batches(inputs, vocabulary: int | None, device: torch.device) -> list[dict]
 
 @contextmanager
 def _unpatched(model: nn.Module):
-    """Inside, the model runs its original forwards; its patch comes back without being worked out again.
-
-    Yields the paths of the norms that were patched, and a context manager in which they are.
-    """
+    """Inside, the model runs its original forwards. Gives the patched norms' paths, and a context in which they are."""
     kept = ("forward", "_old_forward")  # bound methods on the instance, which unpatching exchanges
     before = [
         (path, module, type(module), {name: vars(module)[name] for name in kept if name in vars(module)})

@@ -56,10 +56,9 @@ def _facts(func) -> tuple[list[bool], bool]:
 
 class _WidenEarly(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if func in _CHECK_DTYPES:
-            args, kwargs = tree_map(widen, (args, kwargs))
-        return func(*args, **kwargs)
+            args, kwargs = tree_map(widen, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class Float64Mode(TorchDispatchMode):
@@ -88,22 +87,17 @@ class Float64Mode(TorchDispatchMode):
                 )
         if (_holds_narrow(args) or _holds_narrow([*kwargs.values()])) and func.overloadpacket not in _GATHERS:
             args, kwargs = tree_map(widen, (args, kwargs))
-        out = func(*args, **kwargs)
+        y = func(*args, **kwargs)
         if written:
-            return out
-        if takes_dtype and _is_narrow(out) and not any(isinstance(a, torch.Tensor) for a in args):
-            out = func(*args, **{**kwargs, "dtype": _WIDE.get(out.dtype, out.dtype)})  # made in the default dtype
-        return (
-            widen(out) if isinstance(out, torch.Tensor) else tree_map(lambda v: widen(v) if _is_narrow(v) else v, out)
-        )
+            return y
+        if takes_dtype and _is_narrow(y) and not any(isinstance(a, torch.Tensor) for a in args):
+            y = func(*args, **{**kwargs, "dtype": _WIDE.get(y.dtype, y.dtype)})  # made in the default dtype
+        return widen(y) if isinstance(y, torch.Tensor) else tree_map(lambda v: widen(v) if _is_narrow(v) else v, y)
 
 
 @contextmanager
 def _plain_state(model: torch.nn.Module):
-    """Choose code paths that exist in float64, and leave the model's attributes and buffers as they were.
-
-    A forward may keep what it computes, as rotary tables do that grow with the sequence; nothing of that may stay.
-    """
+    """Choose code paths that exist in float64; nothing of what a forward keeps, as growing rotary tables do, stays."""
     saved = [(d, dict(d)) for m in model.modules() for d in (vars(m), m._buffers, m._parameters)]
     configs = {id(c): c for m in model.modules() for c in (getattr(m, "config", None),) if c is not None}
     others = {"_attn_implementation": ("sdpa", "eager"), "_experts_implementation": ("eager",)}

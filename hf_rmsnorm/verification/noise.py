@@ -97,9 +97,8 @@ def compare_logits(
 ) -> tuple[LogitDifference, NoiseFloor]:
     """Measure logits against each other, and both against those of the reference in float64.
 
-    For each input they are (tokens, vocabulary), in the dtype the model returned. Words hidden from the vocabulary
-    (-inf or the lowest value of a dtype) are left out of the noise floor; where only one model hides them, ``max_abs``
-    is infinite. The floor fails, with a reason, where there is nothing to compare or something is not finite.
+    For each input they are (tokens, vocabulary), in the dtype the model returned. The floor leaves out hidden words
+    (-inf or the lowest value of a dtype); where only one model hides them, ``max_abs`` is infinite.
     """
     triples = [each for each in zip(reference, candidate, exact, strict=True) if each[0].numel()]
     if not triples:

@@ -38,9 +38,7 @@ class Piece:
     class_name: str
     operands: tuple = ()  # as the model gave them, copied, strides included, down to some rows
     run: Callable | None = None  # the candidate's own code on such operands; returns all outputs
-    original: Callable | None = (
-        None  # the same by the reference's modules; where there are `norms`, norms= takes others
-    )
+    original: Callable | None = None  # the same by the reference's modules; norms= takes others for `norms`
     expects: Callable[..., list[Expected]] | None = None  # of the original's outputs; nothing where they are no norm's
     norms: tuple[nn.Module, ...] = ()  # the patched norms that take part
     # For each operand and for each output, the dimension along which they are many of the same; None if there is none.
@@ -60,10 +58,7 @@ def run_originals(pieces: Iterable[Piece]) -> None:
 def recording_modules(
     reference: nn.Module, candidate: nn.Module, paths: Iterable[str], rows: int
 ) -> Iterator[dict[str, list[Piece]]]:
-    """Record, per path, calls of the reference's module until about ``rows`` rows of its last dimension were seen.
-
-    What it yields is filled while the reference runs.
-    """
+    """Record, per path, calls of the reference's module until about ``rows`` rows of its last dimension were seen."""
     pieces: dict[str, list[Piece]] = {path: [] for path in paths}
     seen = dict.fromkeys(pieces, 0)
 
@@ -144,10 +139,7 @@ def _norm_expects(norm: Callable, x: torch.Tensor, y: torch.Tensor, dtype: torch
 
 @contextmanager
 def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
-    """Record each fused piece that this thread runs: about ``rows`` rows of its first call of one row, and of several.
-
-    What it yields is filled while the model, which is patched, runs.
-    """
+    """Record each fused piece that this thread runs: ``rows`` XX"""
     paths = {module: path for path, module in model.named_modules()}
     seen: set[tuple] = set()
     pieces: list[Piece] = []

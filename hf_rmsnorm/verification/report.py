@@ -51,7 +51,7 @@ class GreedyComparison:
 
     @property
     def passed(self) -> bool:
-        return self.first_difference is None or self.first_difference.is_tie
+        return self.equal or self.first_difference.is_tie
 
     @property
     def words(self) -> str:
@@ -62,10 +62,8 @@ class GreedyComparison:
         if first is None:
             return f"{self.sequences} x {self.new_tokens} tokens, all equal"
         kind = "a tie within the noise floor" if first.is_tie else f"noise explains {first.tie_margin:.3g}"
-        return (
-            f"input {first.index} row {first.row} differs first at new token {first.step}: {first.reference_token} "
-            f"became {first.candidate_token}, preferred by {first.margin:.3g} ({kind})"
-        )
+        place = f"input {first.index} row {first.row} differs first at new token {first.step}: {first.reference_token}"
+        return f"{place} became {first.candidate_token}, preferred by {first.margin:.3g} ({kind})"
 
 
 @dataclass(frozen=True)
@@ -160,20 +158,20 @@ class EquivalenceReport:
             reasons = [(check.path, check.reason) for check in failed]
             lines += _section("    computed together", self.fused, "agree with their originals", reasons)
         if self.gradients is not None:
-            failed = [check for check in self.gradients if not check.passed]
-            reasons = [
-                (f"{c.path}, {c.gradient}", c.reason or f"error {c.ours_max:.3g}, eager's {c.eager_max:.3g}")
-                for c in failed
-            ]
+            failed = {f"{c.path}, {c.gradient}": c for c in self.gradients if not c.passed}
+            errors = "error {0.ours_max:.3g}, eager's {0.eager_max:.3g}"
+            reasons = [(name, check.reason or errors.format(check)) for name, check in failed.items()]
             lines += _section("    gradients", self.gradients, "as near to float64 as eager's", reasons)
         counts = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
         lines += [
             _line("greedy generation", self.greedy.words, self.greedy.passed if self.greedy.sequences else None),
             _line("Triton kernels launched", counts or "none: the candidate ran in plain torch"),
         ]
-        if self.agrees and self.nothing_ran:
-            return "\n".join([*lines, f"  {NOTHING_RAN}"])
-        return "\n".join([*lines, _line("equivalent", self._gap_text(), self.passed)])
+        missed = self.unreached
+        more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
+        gap = f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}" if missed else ""
+        idle = self.agrees and self.nothing_ran
+        return "\n".join([*lines, f"  {NOTHING_RAN}" if idle else _line("equivalent", gap, self.passed)])
 
     def _norm_lines(self) -> list[str]:
         if self.norms is None:
@@ -193,13 +191,6 @@ class EquivalenceReport:
         if len(self.norms) > _SHOWN:
             lines.append(f"      ... and {len(self.norms) - _SHOWN} that do no worse")
         return lines
-
-    def _gap_text(self) -> str:
-        missed = self.unreached
-        if not missed:
-            return ""
-        more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
-        return f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}"
 
 
 def _properties(record, *names: str) -> dict:

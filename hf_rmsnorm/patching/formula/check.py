@@ -98,10 +98,8 @@ def _check_sizes(trial: Trial, recipe: Recipe) -> None:
 
 def _takes(trial: Trial, recipe: Recipe, *leading: int) -> bool | None:
     """Whether module and formula agree on so many rows; None where the module does not take them."""
-    try:
+    with contextlib.suppress(Unusable):
         return trial.agrees(recipe, trial.normal(*leading, trial.size))
-    except Unusable:
-        return None
 
 
 def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
@@ -154,14 +152,13 @@ def _same_under_autocast(trial: Trial, recipe: Recipe, x: torch.Tensor) -> bool:
 
     others = [("cpu", torch.bfloat16), ("cuda", torch.float16), ("cpu", torch.float16), ("cuda", torch.bfloat16)]
     plain = watched()
-    try:
+    with contextlib.suppress(Unusable):
         for device_type, autocast_dtype in others if x.dtype == torch.float32 else others[2:]:
             with _autocast(device_type, autocast_dtype):
                 if watched() != plain or not trial.agrees(recipe, x, x.dtype, x.dtype):
                     return False
-    except Unusable:
-        return False
-    return True
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -41,12 +41,7 @@ _TELLING = {
 
 
 class Code:
-    """A forward with the methods and functions of its own module that it calls.
-
-    Attributes:
-        functions: all of them, the forward first.
-        names: every name that they use.
-    """
+    """A forward with the methods and functions of its own module that it calls, and every name that they use."""
 
     def __init__(self, forward, cls: type):
         self.functions: list[types.FunctionType] = []

@@ -1,5 +1,6 @@
 """From a module's answers to crafted inputs to the one formula that reproduces them bit for bit."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable
@@ -25,10 +26,7 @@ MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, t
 
 
 class Fit(Trial):
-    """Finds the recipe of one probed module.
-
-    `recipe()` raises `NotANorm`, `NotInFamily` or `Unusable` where there is none.
-    """
+    """Finds the recipe of one probed module; `NotANorm`, `NotInFamily` or `Unusable` is raised where there is none."""
 
     def recipe(self) -> Recipe:
         self.find_input()
@@ -94,11 +92,8 @@ class Fit(Trial):
         raise NotInFamily(f"its second input, {self.probe.gate!r}, is no gate that this package knows")
 
     def _find_structure(self) -> tuple[bool, str | None, str | None, float, bool]:
-        """(centered, weight attribute, bias attribute, weight offset, whether the weight is applied first).
-
-        Asked with rows so large that eps is nothing.
-        """
-        x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
+        """(centered, weight attribute, bias attribute, weight offset, whether the weight is applied first)."""
+        x = 1e4 * (self.normal(2, 2, self.size) + 0.5)  # so large that eps is nothing
         y = self.probe.run(x).double()
         tensors = {name: tensor for name, tensor in self.tensors.items() if tensor.shape[0] == self.size}
         for centered in (False, True):
@@ -117,15 +112,13 @@ class Fit(Trial):
         return (h * h.pow(2).mean(-1, keepdim=True).rsqrt()).flatten(-2)
 
     def _fixed_size(self, weight: str | None) -> int | None:
-        if self.group != self.size:
-            return self.size  # whether the groups keep their number or their size as rows grow, nobody is asked
-        if weight is not None:
-            return None
-        try:
-            self.probe.run(self.normal(2, self.size + 8))
-        except Unusable:
-            return self.size
-        return None
+        if self.group == self.size:  # whether groups keep their number or their size as rows grow, nobody is asked
+            if weight is not None:
+                return None
+            with contextlib.suppress(Unusable):
+                self.probe.run(self.normal(2, self.size + 8))
+                return None
+        return self.size
 
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to about `EPS_READING`."""
@@ -169,11 +162,9 @@ class Fit(Trial):
         raise NotInFamily(f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly")
 
     def _drives_eps(self, recipe: Recipe, name: str, other: float) -> bool:
-        with self.probe.having(**{name: other}):
-            try:
-                return _reads_as(self._read_eps(recipe), other)
-            except Unusable:
-                return False
+        with contextlib.suppress(Unusable), self.probe.having(**{name: other}):
+            return _reads_as(self._read_eps(recipe), other)
+        return False
 
     def _find_rounding(self, recipe: Recipe, functional: str | None) -> Recipe:
         """The recipe with its rounding order; settles whether the module's results are to be equal to the last bit."""
@@ -199,7 +190,7 @@ class Fit(Trial):
         self.exact = self.agrees(recipe, x)
 
     @staticmethod
-    def _roundings(recipe: Recipe, functional: str | None) -> list[Recipe]:
+    def _roundings(recipe: Recipe, functional: str | None) -> Iterable[Recipe]:
         """The recipe with every rounding order it may have, the commonest first."""
         orders = ROUNDINGS if recipe.weight is not None else ("once", "rstd", "every_step")
         orders = ("once",) if recipe.spec.weight_first else orders
@@ -209,7 +200,7 @@ class Fit(Trial):
         changes = [{"rounding": rounding} for rounding in orders]
         if recipe.spec.weight_offset and not functional:
             changes.append({"round_offset": True})
-        return [replace(recipe, spec=replace(recipe.spec, **change)) for change in changes]
+        return (replace(recipe, spec=replace(recipe.spec, **change)) for change in changes)
 
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
@@ -236,10 +227,9 @@ class Fit(Trial):
         return recipe if self._agrees_in(recipe, x, mixed) else replace(recipe, one_gate_dtype=True)
 
     def _agrees_in(self, recipe: Recipe, x: torch.Tensor, dtypes: Iterable[tuple]) -> bool:
-        try:
+        with contextlib.suppress(Unusable):
             return all(self.agrees(recipe, x, *each) for each in dtypes)
-        except Unusable:
-            return False
+        return False
 
     def _check_other_attributes(self, recipe: Recipe) -> Recipe:
         """Nothing else may matter: no mode, no gradients, no other tensor, and no attribute that is not watched."""
@@ -286,11 +276,9 @@ class Fit(Trial):
 
     def _matters(self, name: str, value, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
         """Whether another value of an attribute changes the result y of x, in any mode."""
-        with self.probe.having(**{name: value}):
-            try:
-                return self._other_mode(x, gate, y, MODES) is not None
-            except (Unusable, DrawsRandom):
-                return True
+        with contextlib.suppress(Unusable, DrawsRandom), self.probe.having(**{name: value}):
+            return self._other_mode(x, gate, y, MODES) is not None
+        return True
 
     def _other_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor, modes: tuple) -> Mode | None:
         """The first mode in which x does not give y."""

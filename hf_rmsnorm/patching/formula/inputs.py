@@ -60,13 +60,13 @@ class Trial:
             self.tensors[name] = 0.7 + 0.4 * self.normal(size or self.size)
         self.probe.set(**self.tensors)
 
-    def spread(self, recipe: Recipe, dtype: torch.dtype = torch.float32, share: float = 0.5) -> None:
-        """Draw tensors of which a share of the weight, and half as much of the bias, is of any magnitude and sign."""
+    def spread(self, recipe: Recipe, dtype: torch.dtype = torch.float32) -> None:
+        """Draw tensors of which half of the weight and a quarter of the bias is of any magnitude and sign."""
         self.randomise()
         least, most = (-7.5, 2.5) if dtype == torch.float16 else (-15.0, 15.0)
         if recipe.spec.weight_first:  # what is normalised is squared
             least, most = (-3.0, 1.5) if dtype == torch.float16 else (-6.0, 6.0)
-        for name, part in ((recipe.weight, share), (recipe.bias, share / 2)):
+        for name, part in ((recipe.weight, 0.5), (recipe.bias, 0.25)):
             if name is not None:
                 tensor = self.tensors[name]
                 wide = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float32) * (most - least) + least
@@ -76,7 +76,7 @@ class Trial:
                 self.tensors[name] = torch.where(chance < 1, wide, tensor)
         self.probe.set(**self.tensors)
 
-    def uneven(self, half: bool = False) -> torch.Tensor:
+    def uneven(self, half: bool) -> torch.Tensor:
         """(4, hidden_size) rows whose elements differ by many orders of magnitude, among them the most uneven ones."""
         size = self.size
         exponents = torch.rand(4, size, generator=self.generator, dtype=torch.float32)

@@ -54,36 +54,27 @@ class Probe:
 
     A run takes and gives rows, (..., hidden_size), however the module wants its input.
 
-    Attributes:
-        sizes: length of each floating parameter or buffer, by name; 0 where it is not known. One of two dimensions,
-            (heads, head_dim), counts and is set as one row.
-        head_dim: the second of those two; where given, the module gets (..., heads, head_dim) for each row.
-        numbers: value of each int or float attribute, by name.
-        layout, dims: how rows are put to the module, as in `Recipe`.
-        gate: name of the forward's second input, or None; gate_required: whether it must be given.
-        neutral: (gate, factor of x, factor of the output) for runs that name no gate.
-        faults: what the runs so far did that no norm formula does, in words.
-        code: the forward's code and that of its helpers.
-
     Raises:
         Unusable: the module cannot be copied.
     """
 
     def __init__(self, module: torch.nn.Module):
         self.module = _copy(module)
-        self.faults: list[str] = []
+        self.faults: list[str] = []  # what the runs so far did that no norm formula does, in words
         forward = type(module).forward
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
         self.code = Code(forward, type(module))
         self._containers = self.code.containers()
         self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
+        # Lengths, 0 where not known. A tensor of (heads, head_dim) counts and is set as one row; where there is one,
+        # the module gets (..., heads, head_dim) for each row.
         self.sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self.head_dim = next((shape[1] for shape in self._shapes.values() if len(shape) == 2), None)
         plain = plain_attributes(module).items()
         self.numbers = {k: v for k, v in plain if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        self.layout, self.dims = "last", None
-        self.neutral = None
+        self.layout, self.dims = "last", None  # how rows are put to the module, as in `Recipe`
+        self.neutral = None  # (gate, factor of x, factor of the output) for runs that name no gate
         _, self.gate, self.gate_required = inputs(type(module)) or (None, None, False)
         if self.gate_required:
             self.require_gate()
@@ -139,10 +130,7 @@ class Probe:
         return y
 
     def run_watched(self, x: torch.Tensor, gate: torch.Tensor | None = None, random: bool = False) -> torch.Tensor:
-        """`run`, noting among the faults where the forward changes anything that outlives the call.
-
-        `DrawsRandom` is raised before its forward draws random numbers, unless `random` lets it.
-        """
+        """`run`, noting what outlives the call as a fault; `DrawsRandom` before numbers are drawn, if not `random`."""
         state = self.state()
         with contextlib.nullcontext() if random else _RefuseRandom():
             y = self.run(x, gate)
@@ -151,10 +139,9 @@ class Probe:
         return y
 
     def torch_norm(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
-        """What torch's own F.layer_norm or F.rms_norm does of a run: ``"all"``, ``"hat"`` or None.
+        """What torch's own F.layer_norm or F.rms_norm does of a run, under the autocast of before.
 
-        ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. A call for
-        which the forward switched autocast on or off does not count: autocast changes what they return.
+        ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. None: neither.
         """
         given = x.clone()
         with _TorchNorms() as norms:

@@ -22,14 +22,11 @@ REDUCTIONS |= {"layer_norm", "rms_norm", "einsum", "matmul", "dot", "bmm"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of one module: a recipe; or a reason why it has none; or neither, if it is not a norm at all.
-
-    `cure` says what a user may do about the reason.
-    """
+    """What is known of one module: a recipe; or a reason why it has none; or neither, if it is not a norm at all."""
 
     recipe: Recipe | None = None
     reason: str | None = None
-    cure: str = ""
+    cure: str = ""  # what a user may do about the reason
 
 
 NOT_A_NORM = Verdict()
@@ -42,8 +39,7 @@ _known: dict[tuple, Verdict] = {}
 def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None) -> Verdict:
     """Recognise one module, on any device, by its arithmetic; it is read, and neither run nor changed.
 
-    Args:
-        cache: for verdicts about modules with opaque attributes, which hold only while the caller keeps those alive.
+    Verdicts about modules with opaque attributes go to `cache`: they hold while the caller keeps those alive.
     """
     named = bool(NORM_NAME.search(class_name(module)))
     reason = _refusal(module)

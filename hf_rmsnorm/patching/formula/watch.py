@@ -88,10 +88,7 @@ class Watch(TorchFunctionMode):
 
 
 def deciding(run: Callable[[Watch], list[torch.Tensor | None]], **watching) -> tuple[str | None, Watch]:
-    """What decides the result of a forward that no probe can try out, or None; and the watch of its plain run.
-
-    `run` runs the forward under the watch it is given; `watching` are arguments of `Watch`.
-    """
+    """What decides the result of `run(Watch(**watching))` and no probe can try out, or None; a plain run's watch."""
     watch = Watch(**watching)
     expected = run(watch)
     if VALUES in watch.asked.values():  # what it does with NaN or with 1e30 may differ, and nobody has all values
@@ -155,43 +152,20 @@ def _watched(value, watch: Watch, about: str):
     return made
 
 
-def _operation(compute: Callable, answer: Callable, kinds: tuple[type, ...] = (int, float), swapped: bool = False):
+def _operation(compute: Callable, decides: bool, kinds: tuple[type, ...] = (int, float), swapped: bool = False):
     def method(self, *others):
         if not all(isinstance(other, kinds) for other in others):
             return NotImplemented
         operands = [_bare(value) for value in (self, *others)]
-        return answer(self, compute(*(reversed(operands) if swapped else operands)))
-
-    return method
-
-
-def _decided(self, answer: bool) -> bool:
-    return self.watch.decide(self.about, answer)
-
-
-def _derived(self, value):
-    return _watched(value, self.watch, self.about)
-
-
-def _looked_up(base: type):
-    def method(self):
-        self.watch.tables.add(sys._getframe(1).f_code)
-        return base.__hash__(self)
-
-    return method
-
-
-def _conversion(base: type):
-    def method(self):
-        value = getattr(base, f"__{base.__name__}__")(self)
-        return self.watch.decide(LENGTH, value, OTHER_LENGTH) if self.about == SIZE else value
+        value = compute(*(reversed(operands) if swapped else operands))
+        return self.watch.decide(self.about, value) if decides else _watched(value, self.watch, self.about)
 
     return method
 
 
 def _bare(value):
     kind = next(kind for kind in (int, float, str) if isinstance(value, kind))
-    return kind.__str__(value) if kind is str else getattr(kind, f"__{kind.__name__}__")(value)
+    return getattr(kind, f"__{kind.__name__}__")(value)
 
 
 _COMPARE = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
@@ -202,20 +176,27 @@ _OF_BITS = {"lshift": operator.lshift, "rshift": operator.rshift, "and": operato
 
 
 def _kind(base: type) -> type:
+    def looked_up(self):
+        self.watch.tables.add(sys._getframe(1).f_code)
+        return base.__hash__(self)
+
+    def converted(self):
+        value = _bare(self)
+        return self.watch.decide(LENGTH, value, OTHER_LENGTH) if self.about == SIZE else value
+
     kinds = (str,) if base is str else (int, float)
-    members = {f"__{name}__": _operation(compare, _decided, kinds) for name, compare in _COMPARE.items()}
-    members["__hash__"] = _looked_up(base)
+    members = {f"__{name}__": _operation(compare, True, kinds) for name, compare in _COMPARE.items()}
+    members["__hash__"] = looked_up
     if base is not str:
-        members["__bool__"] = _operation(operator.truth, _decided)
-        members[f"__{base.__name__}__"] = _conversion(base)
-        members |= {f"__{name}__": _operation(compute, _derived) for name, compute in _OF_ONE.items()}
+        members |= {"__bool__": _operation(operator.truth, True), f"__{base.__name__}__": converted}
+        members |= {f"__{name}__": _operation(compute, False) for name, compute in _OF_ONE.items()}
         for name, compute in (_OF_TWO | (_OF_BITS if base is int else {})).items():
-            members[f"__{name}__"] = _operation(compute, _derived)
-            members[f"__r{name}__"] = _operation(compute, _derived, swapped=True)
+            members[f"__{name}__"] = _operation(compute, False)
+            members[f"__r{name}__"] = _operation(compute, False, swapped=True)
     return type(base.__name__, (base,), members)
 
 
-_KINDS = {int: _kind(int), float: _kind(float), str: _kind(str)}
+_KINDS = {base: _kind(base) for base in (int, float, str)}
 
 
 class _Shape(tuple):

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import re
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,43 +18,34 @@ from .qk import QKFusion, find_qk
 from .sums import NO_SUM, find_fusion, norms_of
 
 
-@dataclass
-class Examined:
-    """What was found of a module with norms among its children, or why nothing was."""
-
-    path: str
-    fusion: Fusion = Fusion(())
-    reason: str = ""
-    qk: QKFusion | None = None
-
-
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
     """Fuse the sums of every layer of a patched model that allows it, and link the layers; `undo` is told how to."""
     places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
     rows = [(p, name, list(row)) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
     in_rows = {_inner(module) for _, _, row in rows for module in row}
-    layers = {m: _examine(m, path, m in in_rows) for path, m in model.named_modules() if norms_of(m)}
-    behind = _behind_each(rows, layers)
+    layers = {m: (path, _examine(m, m in in_rows)) for path, m in model.named_modules() if norms_of(m)}
+    sums = {m: found if isinstance(found, Fusion) else Fusion(()) for m, (_, found) in layers.items()}
+    behind = _behind_each(rows, sums)
     told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
-    for module, layer in layers.items():
-        inside = [f"+ {reader}" for _, reader in layer.fusion.sites if reader]
-        if layer.qk is not None:
-            inside = [str(layer.qk)]
+    for module, (path, found) in layers.items():
+        reason = found if isinstance(found, str) else ""
+        inside = [f"+ {reader}" for _, reader in sums[module].sites if reader]
+        inside += [str(found)] if isinstance(found, QKFusion) else []
         if inside or module in behind:
             try:
                 undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
-                fuse(module, layer.qk or layer.fusion)  # one of an earlier patch, when other norms were swapped, goes
+                fuse(module, found)  # one of an earlier patch, when other norms were swapped, goes
                 if module in behind:
                     reader, owner = behind[module]
                     link(module, owner, reader)
                     inside.append("+ the norm behind it")
             except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
-                layer.reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
-        if inside and not layer.reason:
-            told[layer.path] = ", ".join(inside), ""
+                reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
+        if inside and not reason:
+            told[path] = ", ".join(inside), ""
         elif module in in_rows:
-            reads = "no patched norm is known to read the sum that it returns" if layer.fusion.sites else NO_SUM
-            told[layer.path] = "", layer.reason or reads
+            reads = "no patched norm is known to read the sum that it returns" if sums[module].sites else NO_SUM
+            told[path] = "", reason or reads
     further_in = _with_norms_further_in(model, in_rows, set(told))
     told.update((path, ("", reason)) for path, reason in further_in.items())
     return tuple(FusedLayer(path, type(m).__name__, *told[path]) for path, m in model.named_modules() if path in told)
@@ -85,22 +75,23 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(module: nn.Module, path: str, in_row: bool) -> Examined:
+def _examine(module: nn.Module, in_row: bool) -> Fusion | QKFusion | str:
+    """What is found of a module with norms among its children, or why nothing is."""
     part = layer_part(type(module))
     if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
-        return Examined(path, reason="its class was given another forward: unpatch the model and patch it again")
+        return "its class was given another forward: unpatch the model and patch it again"
     if other := replaced_forward(module):
-        return Examined(path, reason=f"its forward was replaced on the instance by {other}")
+        return f"its forward was replaced on the instance by {other}"
     try:
         with neutral_modes(), torch.random.fork_rng(devices=[]):
             # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
             found = find_fusion(module) if in_row else Fusion(())
             if isinstance(found, str) or not found.sites:
                 with contextlib.suppress(CannotRewrite):
-                    return Examined(path, qk=find_qk(unfused(type(module)), _heads(module)))
+                    return find_qk(unfused(type(module)), _heads(module))
+            return found
     except Exception as error:  # whatever a user's class does, its norms are swapped
-        found = f"it could not be examined: {type(error).__name__}: {error}"
-    return Examined(path, reason=found) if isinstance(found, str) else Examined(path, found)
+        return f"it could not be examined: {type(error).__name__}: {error}"
 
 
 def _heads(attention: nn.Module) -> set[str]:
@@ -117,17 +108,17 @@ def _heads(attention: nn.Module) -> set[str]:
     return {name for name, norm in norms_of(attention).items() if is_plain(norm)}
 
 
-def _behind_each(rows, layers: dict[nn.Module, Examined]) -> dict[nn.Module, tuple[str, nn.Module]]:
+def _behind_each(rows, sums: dict[nn.Module, Fusion]) -> dict[nn.Module, tuple[str, nn.Module]]:
     """Layer -> (name of the norm that reads what it returns, the module whose child that is)."""
     behind: dict[nn.Module, tuple[str, nn.Module]] = {}
     for parent, name, row in rows:
         for here, there in zip(row, [*row[1:], None], strict=False):  # a row may be empty
-            if here not in layers or all(reader for _, reader in layers[here].fusion.sites):
+            if here not in sums or all(reader for _, reader in sums[here].sites):
                 continue
             if there is None:
                 reader, owner = _called_last(parent, name), parent
             else:
-                reader, owner = layers[there].fusion.entry if there in layers else "", there
+                reader, owner = sums[there].entry if there in sums else "", there
             if reader:
                 behind[here] = reader, owner
     return behind

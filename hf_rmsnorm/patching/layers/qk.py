@@ -58,10 +58,7 @@ class QKFusion:
 
 
 def find_qk(cls: type, norms: set[str]) -> QKFusion:
-    """Where a forward assigns q and k, each normalised by one of these children, and rotates them next.
-
-    `CannotRewrite` is raised where it does not, in so many words, or its source cannot be compiled again.
-    """
+    """Where a forward assigns q and k, each normalised by one of these children; `CannotRewrite` where it does not."""
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
     _, _, rotates, names = _find(definition, itself, norms)

@@ -72,21 +72,13 @@ def _flow_of(cls: type, _) -> tuple[list, dict]:
 
 
 class _Flow:
-    """What becomes of each value of a forward; a binding on a branch or in a loop adds to an earlier one.
-
-    Attributes:
-        calls: of children: (name, time, [(position or keyword, values)]).
-        written: value -> time of the last write to it, in place or by a view.
-        shown: values that somebody gets hold of otherwise: functions, whoever gets what is returned, closures.
-
-    Times count calls and writes in the order of the source.
-    """
+    """What becomes of each value of a forward; a binding on a branch or in a loop adds to an earlier one."""
 
     def __init__(self, definition: ast.FunctionDef, itself: str):
-        self.itself, self.time = itself, 0
-        self.calls: list[tuple[str, int, list]] = []
-        self.written: dict[object, int] = {}
-        self.shown: set = set()
+        self.itself, self.time = itself, 0  # which counts calls and writes in the order of the source
+        self.calls: list[tuple[str, int, list]] = []  # of children: (name, time, [(position or keyword, values)])
+        self.written: dict[object, int] = {}  # value -> time of the last write to it, in place or by a view
+        self.shown: set = set()  # what somebody gets hold of otherwise: functions, the caller, closures
         self.rows: dict[str, str] = {}  # loop variable -> the child whose modules it takes
         arguments = definition.args
         names = (a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
