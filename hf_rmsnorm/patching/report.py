@@ -12,7 +12,6 @@ class Swapped:
     """A module that runs the fused forward.
 
     Attributes:
-        path, class_name: where it is, and its class's name.
         formula: what it was recognised to compute.
         notes: which calls still run the module's own forward, and an unusual layout; "" where there is nothing to say.
         converted: the formula is an RMSNorm that a converted checkpoint records where the module is a LayerNorm.
@@ -45,7 +44,6 @@ class FusedLayer:
     """A layer whose norms are computed with what surrounds them, or why it is not such a one.
 
     Attributes:
-        path, class_name: where it is, and its class's name.
         fused: ``"+ post_attention_layernorm, + the norm behind it"``; "" where nothing is.
         reason: why nothing is; its norms are swapped all the same.
     """

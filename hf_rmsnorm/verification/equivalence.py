@@ -92,8 +92,7 @@ def verify_equivalence(
             candidate_state = partial(patched, reference_model)
             with candidate_state() as patch:
                 changed = [record.path for record in patch.swapped if not record.converted]
-        if candidate_model is None:
-            candidate_model = reference_model
+        candidate_model = models[-1]
         paths = _paths(reference_model, candidate_model, changed, norms)
         class_names = {path: type(reference_model.get_submodule(path)).__name__ for path in paths or ()}
 
@@ -192,8 +191,7 @@ def _batches(inputs, vocabulary: int | None, device: torch.device) -> list[dict]
         if not isinstance(given, (torch.Tensor, Mapping)):
             raise TypeError(f"inputs[{i}] is {type(given).__name__}: pass token ids or a dict of tensors")
         batch = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
-        batch.pop("labels", None)
-        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
         for name, tensor in batch.items():
             if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
                 raise ValueError(f"inputs[{i}] is empty: {name} has shape {tuple(tensor.shape)}; pass tokens")

@@ -21,10 +21,8 @@ _WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
 # These only pick elements: picking first and widening after gives the same values without a wide copy of the table.
 _GATHERS = {aten.embedding, aten.index, aten.index_select}
 # These compare the dtypes of their inputs before they reach an operator, so their inputs are widened earlier.
-_CHECK_DTYPES = {
-    F.scaled_dot_product_attention,
-    *(getattr(F, f"{name}{n}d") for name in ("conv", "conv_transpose") for n in (1, 2, 3)),
-}
+_CHECK_DTYPES = {getattr(F, f"{name}{n}d") for name in ("conv", "conv_transpose") for n in (1, 2, 3)}
+_CHECK_DTYPES.add(F.scaled_dot_product_attention)
 
 
 def widen(value):

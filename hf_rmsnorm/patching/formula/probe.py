@@ -89,12 +89,10 @@ class Probe:
             if isinstance(value, torch.Tensor):  # a copy, for forwards that write to their weight
                 value = value.detach().clone().requires_grad_(value.requires_grad)
                 value = value.view(self._shapes[name]) if len(self._shapes.get(name, ())) == 2 else value
+            stores = (self.module._parameters, self.module._buffers, self.module.__dict__)
             if name in self.module._parameters:
-                self.module._parameters[name] = Parameter(value, requires_grad=value.requires_grad)
-            elif name in self.module._buffers:
-                self.module._buffers[name] = value
-            else:
-                self.module.__dict__[name] = value
+                value = Parameter(value, requires_grad=value.requires_grad)
+            next((store for store in stores if name in store), stores[-1])[name] = value
 
     @contextlib.contextmanager
     def having(self, **values) -> Iterator[None]:
