@@ -13,19 +13,12 @@ class ConversionRefused(ValueError):
 
 @dataclass(frozen=True)
 class Centre:
-    """Subtract its mean from each block of `block` elements along `axis` of a tensor that writes to the stream.
-
-    Args:
-        key: name of the tensor in the checkpoint.
-        axis: dimension of the tensor, from 0.
-        block: length of a block along that axis; it divides the axis.
-        blocks: indices of the blocks to centre, in order; None for all.
-    """
+    """Subtract its mean from each block of `block` elements along `axis` of a tensor that writes to the stream."""
 
     key: str
     axis: int
     block: int
-    blocks: tuple[int, ...] | None = None
+    blocks: tuple[int, ...] | None = None  # indices of the blocks to centre, in order; None for all
 
 
 @dataclass(frozen=True)
@@ -50,21 +43,13 @@ class Copy:
 
 @dataclass(frozen=True)
 class NormRecord:
-    """One norm of the model: what it computed, and whether it may compute an RMSNorm once the plan is carried out.
-
-    Args:
-        path: module path in the model, ``transformer.h.0.ln_1``.
-        hidden_size: length of its rows.
-        eps: as in the model's config.
-        becomes_rms: its input has zero mean after the conversion.
-        reason: why it stays a LayerNorm; "" where it does not.
-    """
+    """One norm of the model: what it computed, and whether it may compute an RMSNorm once the plan is carried out."""
 
     path: str
     hidden_size: int
     eps: float
-    becomes_rms: bool
-    reason: str = ""
+    becomes_rms: bool  # its input has zero mean after the conversion
+    reason: str = ""  # why it stays a LayerNorm
 
 
 def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
@@ -74,11 +59,9 @@ def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
 
 @dataclass(frozen=True)
 class CentringPlan:
-    """Everything that is done to a checkpoint; equal plans give equal bytes.
+    """Everything that is done to a checkpoint; a tensor that no step names is copied. Equal plans give equal bytes.
 
     Args:
-        centre, scale, copy: what is done to which tensor. A tensor that none of them names is copied as bytes.
-        norms: every LayerNorm of the model.
         config: keys to set in config.json (``tie_word_embeddings`` and the record of this package).
         undetermined: tensors that no output depends on, so that nothing is known of them; they are copied.
         margins: how clearly writers were told from the rest: ``{"gauge_max": ..., "nongauge_min": ...}``.
@@ -100,11 +83,7 @@ class CentringPlan:
 
     @classmethod
     def from_json(cls, text: str) -> CentringPlan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is no such plan.
-        """
+        """The plan that `to_json` wrote; ValueError where the text is none."""
         try:
             data = json.loads(text)
             steps = {name: tuple(cls_(**_tuples(each)) for each in data.pop(name)) for name, cls_ in _STEPS.items()}

@@ -4,7 +4,7 @@ A piece is a range of elements in the order of storage. A range has to begin and
 `grain`, which is a product of the last sizes of its shape; so every grain divides every larger one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..plan import Centre, CentringPlan, Scale
-from .shard import CODES, FLOATS, ConversionError, StoredTensor
+from .shard import DTYPES, FLOATS, ConversionError, StoredTensor
 from .values import Values
 
 PIECE = 1 << 17
@@ -87,21 +87,13 @@ def _ranges(size: int, grain: int) -> Iterator[tuple[int, int]]:
     return ((first, min(size, first + step)) for first in range(0, size, step))
 
 
-def _once(values: Values, owner: Expression, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    if owner not in values.kept:
-        values.kept[owner] = make()
-    return values.kept[owner]
-
-
 @dataclass(eq=False)
 class Stored(Expression):
     """A tensor of the source as it is; it keeps its bytes."""
 
     key: str
 
-    @property
-    def like(self):
-        return self.key
+    like = property(lambda self: self.key)
 
     def keys(self):
         return {self.key}
@@ -124,13 +116,19 @@ class _Of(Expression):
     of: Expression
 
 
-def _in_rows(shape: tuple[int, ...], axis: int) -> bool:
-    """A piece of whole rows along the axis holds what belongs together; else what lies behind the axis is a row."""
-    return axis == len(shape) - 1 > 0
+class _Along(_Of):
+    """Computed along `axis`, in pieces of whole rows where it is the last of several, else of what lies behind it."""
+
+    def in_rows(self, values) -> bool:
+        return self.axis == len(self.of.shape(values)) - 1 > 0
+
+    def grain(self, values):
+        behind = self.of.shape(values)[self.axis + (not self.in_rows(values)) :]
+        return max(self.of.grain(values), prod(behind))
 
 
 @dataclass(eq=False)
-class Centred(_Of):
+class Centred(_Along):
     """Less the mean of each block along an axis: what writes to the stream, along the features.
 
     Args:
@@ -141,24 +139,15 @@ class Centred(_Of):
     block: int = 0
     blocks: tuple[int, ...] | None = None
 
-    def _sizes(self, values) -> tuple[int, int, int]:
-        """Length of the axis, of a block, and of what lies behind the axis."""
-        shape = self.of.shape(values)
-        return shape[self.axis], self.block or shape[self.axis], prod(shape[self.axis + 1 :])
-
-    def grain(self, values):
-        length, _, inner = self._sizes(values)
-        return max(self.of.grain(values), length if _in_rows(self.of.shape(values), self.axis) else inner)
-
     def elements(self, values, first, last):
-        x = self.of.elements(values, first, last)
-        length, block, inner = self._sizes(values)
-        if _in_rows(self.of.shape(values), self.axis):
+        x, shape = self.of.elements(values, first, last), self.of.shape(values)
+        length, block, inner = shape[self.axis], self.block or shape[self.axis], prod(shape[self.axis + 1 :])
+        if self.in_rows(values):
             split = x.view(-1, length // block, block)
             for part in (split,) if self.blocks is None else (split[:, index] for index in self.blocks):
                 part -= part.mean(-1, keepdim=True)
             return x
-        means = _once(values, self, lambda: self._means(values, length, block, inner))
+        means = values.once(self, lambda: self._means(values, length, block, inner))
         rows = x.view(-1, inner)
         for index, start, stop in self._in_blocks(length, block, first // inner, last // inner):
             rows[start:stop] -= means[index]
@@ -207,7 +196,7 @@ class Transposed(_Of):
         return self.of.shape(values)[::-1]
 
     def elements(self, values, first, last):
-        whole = _once(values, self, lambda: self.of.whole(values).T.contiguous().view(-1))
+        whole = values.once(self, lambda: self.of.whole(values).T.contiguous().view(-1))
         return whole[first:last].clone()
 
 
@@ -225,22 +214,17 @@ class Plus(_Of):
 
 
 @dataclass(eq=False)
-class Scaled(_Of):
+class Scaled(_Along):
     """Times a vector along an axis."""
 
     by: Expression
     axis: int
 
-    def grain(self, values):
-        shape = self.of.shape(values)
-        return max(self.of.grain(values), prod(shape[self.axis + (not _in_rows(shape, self.axis)) :]))
-
     def elements(self, values, first, last):
-        x, shape = self.of.elements(values, first, last), self.of.shape(values)
-        by = _once(values, self, lambda: self.by.whole(values))
-        if _in_rows(shape, self.axis):
+        x, inner = self.of.elements(values, first, last), prod(self.of.shape(values)[self.axis + 1 :])
+        by = values.once(self, lambda: self.by.whole(values))
+        if self.in_rows(values):
             return x.view(-1, len(by)).mul_(by).view(-1)
-        inner = prod(shape[self.axis + 1 :])
         factors = by[torch.arange(first // inner, last // inner) % len(by)]
         return x.view(-1, inner).mul_(factors[:, None]).view(-1)
 
@@ -278,7 +262,7 @@ class FoldedBias(_Of):
         return ((first // prod(rest), last // prod(rest)) for first, last in _ranges(count * prod(rest), prod(rest)))
 
     def elements(self, values, first, last):
-        shift = _once(values, self, lambda: self.shift.whole(values))
+        shift = values.once(self, lambda: self.shift.whole(values))
         y = self.of.rows(values, first, last) @ shift
         return y + self.bias.elements(values, first, last) if self.bias else y
 
@@ -286,12 +270,7 @@ class FoldedBias(_Of):
 def planned_tensors(plan: CentringPlan, values: Values, where: object) -> dict[str, Expression]:
     """Every tensor of the checkpoint that a plan makes of another: scaled, then centred; the others as they are.
 
-    Args:
-        where: the folder, for errors.
-
-    Raises:
-        ConversionError: a tensor that is missing, quantised, or of a shape that a step does not fit; a copy onto a
-            tensor that is there already with other values.
+    A step that does not fit the tensors is refused; `where` is the folder, for that.
     """
     tensors: dict[str, Expression] = {name: Stored(name) for name in values.names()}
 
@@ -303,16 +282,18 @@ def planned_tensors(plan: CentringPlan, values: Values, where: object) -> dict[s
     def length(step: Scale | Centre) -> int:
         """Of the axis that a step names."""
         tensor = stored(step.key if step.key not in tensors else tensors[step.key].like, "is to be changed")
-        if not 0 <= step.axis < len(tensor.shape):
-            shape = list(tensor.shape)
-            raise ConversionError(f"{where}: {step.key} has shape {shape} and no axis {step.axis}: {AGAIN}")
-        return tensor.shape[step.axis]
+        if 0 <= step.axis < len(tensor.shape):
+            return tensor.shape[step.axis]
+        raise ConversionError(f"{where}: {step.key} has shape {[*tensor.shape]} and no axis {step.axis}: {AGAIN}")
 
     for copy in plan.copy:
         stored(copy.source)
         if copy.key not in values.names():
             tensors[copy.key] = Stored(copy.source)
-        elif not _same(values, copy.key, copy.source):
+            continue
+        pairs = zip(values.raw(copy.key), values.raw(copy.source), strict=True)
+        there, source = values.stored(copy.key), values.stored(copy.source)
+        if (there.dtype, there.shape) != (source.dtype, source.shape) or not all(np.array_equal(*p) for p in pairs):
             what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
             cure = "set tie_word_embeddings to false if it is right, remove it if it is stale"
             raise ConversionError(f"{where}: {what}: {cure}")
@@ -334,19 +315,12 @@ def planned_tensors(plan: CentringPlan, values: Values, where: object) -> dict[s
     return tensors
 
 
-def _same(values: Values, one: str, other: str) -> bool:
-    a, b = values.stored(one), values.stored(other)
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    return all(np.array_equal(*pieces) for pieces in zip(values.raw(one), values.raw(other), strict=True))
-
-
 def computed(tensors: dict[str, Expression], values: Values) -> dict[str, torch.Tensor]:
     """Tensors in memory, each rounded once to its own dtype."""
     made = {}
     for name, expression in tensors.items():
         data = np.concatenate([*expression.data(values), np.empty(0, np.uint8)])
-        dtype = next(dtype for dtype, code in CODES.items() if code == expression.dtype(values))
+        dtype = DTYPES[expression.dtype(values)]
         made[name] = torch.from_numpy(data).view(dtype).view(expression.shape(values))
         values.kept.clear()
     return made

@@ -17,21 +17,12 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The shards of a result.
-
-    Args:
-        tensors: all of them, by name.
-        shards: file name -> its tensors, in the order of their bytes.
-        headers: file name -> length and JSON.
-        index: bytes of ``model.safetensors.index.json``; None where there is one file.
-        changed: names of tensors of the source that get other values, where the shards are the source's.
-        added: names of tensors that the source does not have, where the shards are the source's.
-    """
+    """The shards of a result; `changed` and `added` are tensors, where the shards are the source's."""
 
     tensors: dict[str, Expression] = field(repr=False)
-    shards: dict[str, list[StoredTensor]]
-    headers: dict[str, bytes] = field(repr=False)
-    index: bytes | None = field(repr=False)
+    shards: dict[str, list[StoredTensor]]  # file name -> its tensors, in the order of their bytes
+    headers: dict[str, bytes] = field(repr=False)  # file name -> length and JSON
+    index: bytes | None = field(repr=False)  # bytes of its file; None where there is one shard
     changed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
 
@@ -44,10 +35,8 @@ class ShardLayout:
 def as_source(tensors: dict[str, Expression], values: Values, metadata: Mapping[str, str] | None = None) -> ShardLayout:
     """The shards of the source: their names, their order, their headers where nothing in them changes.
 
-    A new tensor follows the one that it is like, so that every tensor stays aligned to its element size.
-
-    Args:
-        metadata: strings to add to the ``__metadata__`` of every shard.
+    A new tensor follows the one that it is like, so that every tensor stays aligned to its element size. `metadata` is
+    added to the ``__metadata__`` of every shard.
     """
     source = values.checkpoint
     added: dict[str, list[str]] = {}
@@ -66,21 +55,14 @@ def as_source(tensors: dict[str, Expression], values: Values, metadata: Mapping[
     return ShardLayout(tensors, shards, headers, index, changed, tuple(sorted(new)))
 
 
-def split(
-    tensors: dict[str, Expression],
-    values: Values,
-    metadata: Mapping[str, str],
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-) -> ShardLayout:
+def split(tensors: dict[str, Expression], values: Values, metadata: dict, max_shard_size: int | str) -> ShardLayout:
     """Shards of a size at most, as `save_pretrained` makes them."""
+    sizes = {name: made.nbytes(values) for name, made in tensors.items()}
     parts = split_state_dict_into_shards_factory(
-        {name: made.nbytes(values) for name, made in tensors.items()},
-        get_storage_size=lambda size: size,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     ).filename_to_tensors
     shards = {file: _in_order(names, tensors, values) for file, names in parts.items()}
-    headers = {file: make_header(held, dict(metadata)) for file, held in shards.items()}
+    headers = {file: make_header(held, metadata) for file, held in shards.items()}
     return ShardLayout(tensors, shards, headers, _index(shards) if len(shards) > 1 else None)
 
 

@@ -5,13 +5,13 @@ A file that `torch.save` wrote is read without running the code that a pickle ma
 
 import errno
 import json
-import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES = {dtype: code for code, dtype in FLOATS.items()} | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class ConversionError(Exception):
@@ -69,45 +62,24 @@ class StoredTensor:
         return self.stop - self.start
 
 
-Read = Callable[[StoredTensor, int, int], np.ndarray]
-
-
 @dataclass(frozen=True)
 class SafetensorsShard:
-    """One file of the checkpoint.
-
-    Args:
-        name: of the shard that is written from it.
-        header: length and JSON as stored, so that an unchanged header stays the same to the byte.
-        metadata: ``__metadata__``, None where there is none.
-        tensors: in the order of their bytes, without a gap.
-    """
+    """One file of the checkpoint."""
 
     path: Path
-    name: str
-    header: bytes
+    name: str  # of the shard that is written from it
+    header: bytes  # length and JSON as stored, so that an unchanged header stays the same to the byte
     metadata: dict[str, str] | None
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor]  # in the order of their bytes, without a gap
 
-    @contextmanager
-    def reading(self) -> Iterator[Read]:
-        """A function that reads bytes [first, last) of a tensor, as a vector of uint8."""
-        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-
-        def read(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
-            data = np.empty(last - first, np.uint8)
-            view, at = memoryview(data), len(self.header) + tensor.start + first
-            while view:
-                count = os.preadv(fd, [view], at)
-                if count == 0:
-                    raise changed(self.path)
-                view, at = view[count:], at + count
-            return data
-
-        try:
-            yield read
-        finally:
-            os.close(fd)
+    def read(self, tensor: StoredTensor, first: int, last: int) -> np.ndarray:
+        """Bytes [first, last) of a tensor, as a vector of uint8."""
+        data = np.empty(last - first, np.uint8)
+        with open(self.path, "rb") as file:
+            file.seek(len(self.header) + tensor.start + first)
+            if file.readinto(data) < len(data):
+                raise changed(self.path)
+        return data
 
 
 def changed(path: Path) -> ConversionError:
@@ -117,7 +89,7 @@ def changed(path: Path) -> ConversionError:
 
 def fingerprint(path: Path) -> list[int]:
     """Size and mtime_ns of a file."""
-    status = os.stat(path)
+    status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
@@ -133,10 +105,7 @@ def open_safetensors(path: Path) -> SafetensorsShard:
         header = prefix + file.read(struct.unpack("<Q", prefix)[0])
     entries = json.loads(header[8:])
     metadata = entries.pop("__metadata__", None)  # in the order of the file; the library gives another in each process
-    tensors = [
-        StoredTensor(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-        for name, entry in entries.items()
-    ]
+    tensors = [StoredTensor(k, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for k, e in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     return SafetensorsShard(path, path.name, header, metadata, {tensor.name: tensor for tensor in tensors})
 
@@ -145,18 +114,19 @@ def open_safetensors(path: Path) -> SafetensorsShard:
 class PickledShard(SafetensorsShard):
     """A pickled file, laid out as the safetensors shard that is written from it; its `header` is empty."""
 
-    @contextmanager
-    def reading(self) -> Iterator[Read]:
-        tensors = _load(self.path)
-        latest = None
+    def read(self, tensor, first, last):
+        return _contiguous(self.path, tensor.name)[first:last]
 
-        def read(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
-            nonlocal latest  # one contiguous copy at a time, where the file holds a transposed or sliced view
-            if latest is None or latest[0] != tensor.name:
-                latest = (tensor.name, tensors[tensor.name].contiguous().reshape(-1).view(torch.uint8).numpy())
-            return latest[1][first:last]
 
-        yield read
+@lru_cache(maxsize=1)  # one copy at a time, where the file holds a transposed or sliced view
+def _contiguous(path: Path, name: str) -> np.ndarray:
+    return _load(path)[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def forget_pickles() -> None:
+    """Close the pickled files that were read, and free what is in memory of them."""
+    _contiguous.cache_clear()
+    _load.cache_clear()
 
 
 def open_pickled(path: Path) -> PickledShard:
@@ -171,6 +141,7 @@ def open_pickled(path: Path) -> PickledShard:
     return PickledShard(path, name, b"", {"format": "pt"}, tensors)  # Transformers asks for the format
 
 
+@lru_cache(maxsize=4)
 def _load(path: Path) -> dict[str, torch.Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -24,49 +24,24 @@ NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder, opened.
-
-    Args:
-        shards: in the order of their names.
-        tensors: name to (shard, tensor), over all shards.
-        index: the parsed index; None for a checkpoint in one file.
-        index_name: its file name in the folder.
-        config: parsed config.json, or the file that `config_name` names.
-        others: relative paths of the files to copy.
-        not_copied: relative paths of this model's weights in other formats, or from earlier in its training.
-        fingerprints: size and mtime_ns of every file that is read, by relative path.
-    """
+    """A checkpoint folder, opened; paths are relative to it."""
 
     folder: Path
-    shards: tuple[SafetensorsShard, ...]
-    index: dict | None
+    shards: tuple[SafetensorsShard, ...]  # in the order of their names
+    tensors: dict[str, tuple[SafetensorsShard, StoredTensor]]
+    index: dict | None  # the parsed file `index_name`; None for a checkpoint in one file
     index_name: str
-    config: dict
-    others: tuple[str, ...]
-    not_copied: tuple[str, ...]
-    fingerprints: dict[str, list[int]]
-    config_name: str = "config.json"
-    tensors: dict[str, tuple[SafetensorsShard, StoredTensor]] = field(init=False)
-
-    def __post_init__(self):
-        tensors = {}
-        for shard in self.shards:
-            for name, tensor in shard.tensors.items():
-                if name in tensors:
-                    where = f"{tensors[name][0].path.name} and {shard.path.name}"
-                    raise ConversionError(f"{self.folder}: {name} is in two shards, {where}: remove the stale one")
-                tensors[name] = (shard, tensor)
-        object.__setattr__(self, "tensors", tensors)
+    config: dict  # the parsed file `config_name`
+    config_name: str
+    others: tuple[str, ...]  # files to copy
+    not_copied: tuple[str, ...]  # this model's weights in other formats, or from earlier in its training
+    fingerprints: dict[str, list[int]]  # size and mtime_ns of every file that is read
 
     def check_unchanged(self) -> None:
         """Raise ConversionError where a file is no longer as it was when the folder was opened."""
-        for name, before in self.fingerprints.items():
-            try:
-                now = fingerprint(self.folder / name)
-            except FileNotFoundError:
-                now = None
-            if now != before:
-                raise changed(self.folder / name)
+        for path, before in ((self.folder / name, before) for name, before in self.fingerprints.items()):
+            if not path.exists() or fingerprint(path) != before:
+                raise changed(path)
 
 
 def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False) -> Checkpoint:
@@ -76,10 +51,6 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
         folder: holds config.json and ``model.safetensors``, or the shards that its index names.
         allow_pickle: without them, read ``pytorch_model.bin`` or its shards.
         adapter: it is the folder of a PEFT adapter, with adapter_config.json and ``adapter_model.safetensors``.
-
-    Raises:
-        ConversionError: not such a folder; a shard that is truncated, corrupt or missing; an index that names what
-            is not there; a tensor in two shards; a quantised model; a pickle that was not allowed.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -117,7 +88,13 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
     not_copied = tuple(name for name in files if name not in read and _is_old_model(folder, name, config))
     others = tuple(name for name in files if name not in read and name not in not_copied)
     fingerprints = {name: fingerprints[name] for name in sorted({*read, *others})}
-    return Checkpoint(folder, shards, index, index_name, config, others, not_copied, fingerprints, config_name)
+    tensors: dict[str, tuple[SafetensorsShard, StoredTensor]] = {}
+    for shard in shards:
+        if both := [name for name in shard.tensors if name in tensors]:
+            where = f"{tensors[both[0]][0].path.name} and {shard.path.name}"
+            raise ConversionError(f"{folder}: {both[0]} is in two shards, {where}: remove the stale one")
+        tensors |= {name: (shard, tensor) for name, tensor in shard.tensors.items()}
+    return Checkpoint(folder, shards, tensors, index, index_name, config, config_name, others, not_copied, fingerprints)
 
 
 def _files(folder: Path) -> list[str]:
@@ -144,9 +121,8 @@ def _is_config_of(folder: Path, config: dict) -> bool:
     if not (folder / "config.json").is_file():
         return False
     other, wanted = read_json(folder / "config.json"), config.get("architectures")
-    return "model_type" in other and other["model_type"] == config.get("model_type") and (
-        other.get("architectures", wanted) == wanted
-    )  # fmt: skip
+    same_type = "model_type" in other and other["model_type"] == config.get("model_type")
+    return same_type and other.get("architectures", wanted) == wanted
 
 
 def read_json(path: Path) -> dict:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .shard import ConversionError
 
-LOCK, JOURNAL, MODEL, REPORT = "lock", "journal.json", "model", "report.txt"
+LOCK, JOURNAL, REPORT = "lock", "journal.json", "report.txt"
 PARTIAL = ".partial"
 
 
@@ -61,16 +61,11 @@ def durable_file(target: Path, partial: Path | None = None) -> Iterator[int]:
 
 
 class Staging:
-    """The staging folder of one DST, while this process holds its lock.
-
-    Attributes:
-        model: the folder that becomes DST.
-        journal: ``{"identity": ..., "shards": {name: ...}, "publishing": bool}``.
-    """
+    """The staging folder of one DST, while this process holds its lock."""
 
     def __init__(self, dst: Path, identity: dict):
         self.dst, self.folder = dst, dst.with_name(f"{dst.name}.converting")
-        self.model = self.folder / MODEL
+        self.model = self.folder / "model"  # which becomes DST
         self.journal = {"identity": identity, "shards": {}, "publishing": False}
 
     @property
@@ -115,12 +110,7 @@ def _remove(path: Path) -> None:
 
 
 def destination(src: str | os.PathLike, dst: str | os.PathLike) -> Path:
-    """DST as an absolute path.
-
-    Raises:
-        ConversionError: it lies inside of the source, cannot be made, or exists and is not what a killed run left to
-            be cleaned up.
-    """
+    """DST as an absolute path; refused inside of the source, and where it exists or cannot be made."""
     dst, inside = Path(os.path.abspath(dst)), os.path.realpath(src)
     if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
         raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
@@ -144,11 +134,7 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
     Args:
         dst: absolute path.
         identity: ``{"plan": hash, "source": fingerprints}``, as JSON would give it back.
-        restart: begin anew where the folder is of another identity.
-
-    Raises:
-        ConversionError: DST exists; another process converts into it; the folder is of another plan or source, or
-            not of this package.
+        restart: begin anew where the folder is of another identity, which is refused otherwise.
     """
     staging = Staging(dst, identity)
     if os.path.lexists(dst) and not (staging.folder / JOURNAL).exists():
@@ -156,23 +142,22 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
     if os.path.lexists(staging.folder):
         present = os.listdir(staging.folder) if staging.folder.is_dir() else [staging.folder.name]
         if present and not {LOCK, JOURNAL} & {*present}:
-            raise ConversionError(
-                f"{staging.folder}: in the way, and of another program: move it, or choose another DST"
-            )
+            what = "in the way, and of another program: move it, or choose another DST"
+            raise ConversionError(f"{staging.folder}: {what}")
     with _locked(staging.folder):
         found = _read_journal(staging.folder / JOURNAL)
-        if found is not None and found["identity"] == identity:
-            staging.journal = found
+        same = found is not None and found["identity"] == identity
+        staging.journal = found if same else staging.journal
         if os.path.lexists(dst) and not staging.published:
             if found is None:  # made above, just after another process published DST
                 staging.clean_up()
             raise already_exists(dst)
-        if found is not None and found["identity"] != identity and not restart:
+        if found is not None and not same and not restart:
             what = "by another plan" if found["identity"].get("plan") != identity["plan"] else "of another source"
             cure = "finish that one, or drop it by restart=True"
             raise ConversionError(f"{staging.folder}: an unfinished conversion {what}, or of before it changed: {cure}")
         if not staging.published:
-            if found is None or found["identity"] != identity:
+            if not same:
                 _remove(staging.model)
             staging.journal["publishing"] = False
             for path in staging.folder.iterdir():
@@ -186,11 +171,12 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
 def _read_journal(path: Path) -> dict | None:
     try:
         journal = json.loads(path.read_bytes())
-        return journal if {"identity", "shards", "publishing"} <= set(journal) else {"identity": {}}
     except FileNotFoundError:
         return None
     except ValueError:
-        return {"identity": {}}  # of no known plan: refused unless the user asks for a restart
+        journal = {}
+    # Else of no known plan: refused unless the user asks for a restart.
+    return journal if {"identity", "shards", "publishing"} <= set(journal) else {"identity": {}}
 
 
 @contextmanager

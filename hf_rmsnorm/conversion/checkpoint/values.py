@@ -1,18 +1,17 @@
 """The tensors that others are computed from: those of an open checkpoint, or in memory."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .shard import CODES, FLOATS, ConversionError, Read, SafetensorsShard, StoredTensor, clear_errors
+from .shard import CODES, FLOATS, ConversionError, StoredTensor, clear_errors, forget_pickles
 from .source import Checkpoint, open_checkpoint
 
 COPIED = 1 << 20  # bytes of an unchanged tensor that are in memory at a time
-OPEN = 4  # files at a time
 
 
 class Values:
@@ -20,22 +19,14 @@ class Values:
 
     Args:
         given: those in memory; they come before those of the checkpoint.
-        checkpoint: an open one, whose files are opened when they are read.
         aliases: other names that tensors may have.
-
-    Attributes:
-        kept: what is worked out once for one tensor, by whom; whoever has made that tensor clears it.
     """
 
     def __init__(
-        self,
-        given: Mapping[str, torch.Tensor] | None = None,
-        checkpoint: Checkpoint | None = None,
-        aliases: Mapping[str, str] | None = None,
+        self, given: Mapping[str, torch.Tensor] = {}, checkpoint: Checkpoint | None = None, aliases: Mapping = {}
     ):
-        self.given, self.aliases, self.checkpoint = dict(given or {}), dict(aliases or {}), checkpoint
-        self.kept: dict[Any, torch.Tensor] = {}
-        self._open: dict[Path, tuple[ExitStack, Read]] = {}
+        self.given, self.aliases, self.checkpoint = dict(given), dict(aliases), checkpoint
+        self.kept: dict[Any, torch.Tensor] = {}  # by `once`; whoever has made the tensor clears it
 
     def names(self) -> Collection[str]:
         """Of the checkpoint's tensors, or where there is none, of those in memory."""
@@ -46,13 +37,10 @@ class Values:
         return key if key in self.given or key in self.names() else self.aliases.get(key, key)
 
     def stored(self, key: str, purpose: str | None = None) -> StoredTensor:
-        """Shape and dtype of a tensor.
+        """Shape and dtype of a tensor; refused where there is none, or where it is quantised and has a purpose.
 
         Args:
             purpose: that it is to be computed with, and for what; None for a tensor of any dtype.
-
-        Raises:
-            ConversionError: there is none of this name, or it is quantised and was to be computed with.
         """
         name = self.called(key)
         if name in self.given:
@@ -67,13 +55,19 @@ class Values:
             raise ConversionError(f"{shard.path}: {what}; convert the unquantised model, then quantise that")
         return tensor
 
+    def once(self, owner: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` gives, worked out once for the tensor that is being made."""
+        if owner not in self.kept:
+            self.kept[owner] = make()
+        return self.kept[owner]
+
     def elements(self, key: str, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) in float64, shape (last - first,), in memory of their own."""
         if (name := self.called(key)) in self.given:
             return self.given[name].detach().reshape(-1)[first:last].to(torch.float64, copy=True)
         tensor = self.stored(key, "")
         dtype = FLOATS[tensor.dtype]
-        raw = self._reader(key)(tensor, first * dtype.itemsize, last * dtype.itemsize)
+        raw = self._read(key, tensor, first * dtype.itemsize, last * dtype.itemsize)
         return torch.from_numpy(raw).view(dtype).to(torch.float64, copy=True)
 
     def raw(self, key: str) -> Iterator[np.ndarray]:
@@ -83,35 +77,18 @@ class Values:
             return
         tensor = self.stored(key)
         for first in range(0, tensor.nbytes, COPIED):
-            yield self._reader(key)(tensor, first, min(tensor.nbytes, first + COPIED))
+            yield self._read(key, tensor, first, min(tensor.nbytes, first + COPIED))
 
-    def close(self) -> None:
-        """Close the files."""
-        for stack, _ in self._open.values():
-            stack.close()
-        self._open.clear()
-
-    def _reader(self, key: str) -> Read:
-        shard: SafetensorsShard = self.checkpoint.tensors[self.called(key)][0]
-        if shard.path not in self._open:
-            if len(self._open) == OPEN:
-                oldest = next(iter(self._open))
-                self._open.pop(oldest)[0].close()
-            stack = ExitStack()
-            self._open[shard.path] = stack, stack.enter_context(shard.reading())
-        return self._open[shard.path][1]
+    def _read(self, key: str, tensor: StoredTensor, first: int, last: int) -> np.ndarray:
+        return self.checkpoint.tensors[self.called(key)][0].read(tensor, first, last)
 
 
 @contextmanager
 def open_values(src, *, allow_pickle: bool = False, adapter: bool = False) -> Iterator[Values]:
-    """The tensors of a checkpoint folder, as `open_checkpoint` opens it.
-
-    Raises:
-        ConversionError: as `open_checkpoint`, or the system refused a file.
-    """
-    with clear_errors(Path(src)):
-        values = Values(checkpoint=open_checkpoint(src, allow_pickle=allow_pickle, adapter=adapter))
+    """The tensors of a checkpoint folder, as `open_checkpoint` opens it."""
     try:
+        with clear_errors(Path(src)):
+            values = Values(checkpoint=open_checkpoint(src, allow_pickle=allow_pickle, adapter=adapter))
         yield values
     finally:
-        values.close()
+        forget_pickles()

@@ -26,26 +26,17 @@ FORMAT = 2  # of the bytes that expressions give: a staging folder of another on
 
 @dataclass(frozen=True)
 class Written:
-    """What `write_checkpoint` wrote.
-
-    Args:
-        shards: for each file name, its SHA-256.
-        tensors, bytes: how many.
-        changed, added: as in `ShardLayout`.
-        unused: tensors of the source that nothing is computed from.
-        not_copied: files of the source with weights in other formats, which would be the old model.
-        resumed: how many shards a run before this one had written.
-    """
+    """What `write_checkpoint` wrote."""
 
     dst: Path
-    shards: dict[str, str]
+    shards: dict[str, str]  # for each file name, its SHA-256
     tensors: int
     bytes: int
-    changed: tuple[str, ...]
+    changed: tuple[str, ...]  # as in `ShardLayout`
     added: tuple[str, ...]
-    unused: tuple[str, ...]
-    not_copied: tuple[str, ...]
-    resumed: int
+    unused: tuple[str, ...]  # tensors of the source that nothing is computed from
+    not_copied: tuple[str, ...]  # files of the source with weights in other formats, which would be the old model
+    resumed: int  # how many shards a run before this one had written
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
@@ -54,9 +45,8 @@ class Written:
         return {"dst": str(self.dst), **sizes, **lists}
 
     def __str__(self) -> str:
-        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
-        if self.changed or self.added:
-            lines[0] += f", {len(self.changed)} changed, {len(self.added)} added"
+        changes = f", {len(self.changed)} changed, {len(self.added)} added" if self.changed or self.added else ""
+        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB{changes}"]
         if self.resumed:
             lines.append(f"{self.resumed} of {len(self.shards)} shards were there from a run before this one")
         if self.unused:
@@ -78,23 +68,16 @@ def write_checkpoint(
 ) -> Written:
     """Write the tensors of a layout while those of the source are read, and the source's other files.
 
-    Tensors are computed in float64 and rounded once to their own dtype; those that are `Stored` as they are keep their
-    bytes. Memory does not grow with the checkpoint. Equal layouts and sources give equal bytes.
-
-    Everything is written to ``DST.converting``, and one rename at the end makes DST appear. Killed at any time, or out
-    of disk space, the same call again goes on after the last whole shard.
+    Memory does not grow with the checkpoint. Equal layouts and sources give equal bytes. Everything is written to
+    ``DST.converting``, and one rename at the end makes DST appear. Killed at any time, or out of disk space, the same
+    call again goes on after the last whole shard.
 
     Args:
-        values: of the source, which is only read.
         dst, restart, progress: as in `convert_checkpoint`.
         config: text of config.json; None for the source's own.
         check: called with the folder that is to become DST. Where it raises, DST does not appear, its error is
             raised, and the staging folder is kept with the error's text in ``report.txt``. What it writes into the
             folder becomes a part of DST. It is not called where DST had just appeared.
-
-    Raises:
-        ConversionError: source or destination do not fit, the source changed meanwhile, or the system refused (disk
-            full, no permission): what, where, and the cure.
     """
     source = values.checkpoint
     dst = destination(source.folder, dst)
@@ -135,10 +118,7 @@ def write_checkpoint(
 
 
 def _write_other_files(source: Checkpoint, layout: ShardLayout, config: str | None, folder: Path) -> None:
-    """Put everything but the shards in place, and remove what a run that did not end left there.
-
-    The copies are verbatim; config.json, last, is that text, or the source's own.
-    """
+    """Put everything but the shards in place, config.json last, and remove what a run that did not end left there."""
     expected = {*layout.shards, *source.others, source.config_name, *([INDEX] if layout.index is not None else [])}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -237,17 +217,11 @@ def _sha256_of(path: Path) -> str:
 
 
 def changed_config(config: dict, changes: dict) -> str:
-    """Text of a config with the changes set, as `_merged` does."""
-    return json.dumps(_merged(config, changes), indent=2) + "\n"
+    """Text of a config with the changes set, dictionaries in it merged but for the record of another conversion."""
 
+    def merged(config: dict, changes: dict) -> dict:
+        both = (key for key in changes if key != RECORD_KEY and isinstance(config.get(key), dict))
+        inner = {key: merged(config[key], changes[key]) for key in both if isinstance(changes[key], dict)}
+        return {**config, **changes, **inner}
 
-def _merged(config: dict, changes: dict) -> dict:
-    """The config with the changes set, dictionaries in it merged but for the record of another conversion.
-
-    Keys stay in their order, new ones come last.
-    """
-    result = dict(config)
-    for key, value in changes.items():
-        both = key != RECORD_KEY and isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
-    return result
+    return json.dumps(merged(config, changes), indent=2) + "\n"

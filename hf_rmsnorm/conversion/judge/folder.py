@@ -29,13 +29,7 @@ SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[^/]+)$")  # 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared before publication.
-
-    Args:
-        passed: the verdict.
-        summary: one line for people.
-        runs: figures of each run: as LayerNorm and as RMSNorm.
-    """
+    """What was compared before publication: the verdict, a line for people, and the figures of each run."""
 
     passed: bool
     summary: str
@@ -54,8 +48,10 @@ class Verification:
     def __str__(self) -> str:
         lines = [self.summary]
         for name, run in self.runs.items():
-            lines.append(f"  {name}: " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                                                   for k, v in run.items()))  # fmt: skip
+            figures = (
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in run.items()
+            )
+            lines.append(f"  {name}: {', '.join(figures)}")
         return "\n".join(lines)
 
 
@@ -166,12 +162,7 @@ def provenance(src: str | os.PathLike) -> dict[str, str]:
 
 
 def add_to_card(folder: Path, heading: str, text: str, made: dict[str, str], *proofs: object) -> None:
-    """Put a section at the end of the model card, instead of one of this heading that is there.
-
-    Args:
-        made: what `provenance` says.
-        proofs: what was measured; it is set as it is, below the text.
-    """
+    """Put a section at the end of the model card, instead of one of this heading; the proofs are set below the text."""
     card = folder / "README.md"
     # As bytes and not as text: neither line ends nor what is no UTF-8 changes.
     before = card.read_bytes().decode("utf-8", "surrogateescape") if card.exists() else ""

@@ -46,31 +46,22 @@ class Running:
 
 @dataclass
 class ModelPair:
-    """Two models and their inputs.
-
-    Args:
-        source, result: in eval mode.
-        inputs: keyword arguments of the forward, a batch each.
-        streamed: the weights are read from the shards as they are needed.
-        missing: parameters that the result's checkpoint does not have or that have another shape there.
-    """
+    """Two models in eval mode, and keyword arguments of their forward, a batch each."""
 
     source: torch.nn.Module
     result: torch.nn.Module
     inputs: list[dict]
-    streamed: bool
-    missing: list[str]
+    streamed: bool  # the weights are read from the shards as they are needed
+    missing: list[str]  # parameters that the result's checkpoint does not have, or in another shape
 
     def judge(self) -> tuple[dict, NoiseFloor]:
         """(figures for people, noise floor) of the result, by the source's own error against float64."""
         source, result, extra = self.source, self.result, {}
         generates = source.can_generate() and not source.config.is_encoder_decoder and not self.streamed
         if generates and all("input_ids" in inputs for inputs in self.inputs):
-            report = verify_equivalence(
-                source, result, self.inputs, norms=False, max_new_tokens=GREEDY_TOKENS, backend="reference"
-            )
-            difference, floor, passed = report.logits, report.noise_floor, report.passed
-            greedy = report.greedy
+            how = {"norms": False, "max_new_tokens": GREEDY_TOKENS, "backend": "reference"}
+            report = verify_equivalence(source, result, self.inputs, **how)
+            difference, floor, passed, greedy = report.logits, report.noise_floor, report.passed, report.greedy
             extra = {"greedy": greedy.reason or ("equal" if greedy.equal else "tie" if greedy.passed else "different")}
         else:
             own, other = self.outputs(source), self.outputs(result)
@@ -86,20 +77,15 @@ class ModelPair:
             "allowed": floor.allowed_max,
             "RMS error": floor.candidate_rms,
             "KL": difference.kl_mean,
-            **extra,
-            **({"reason": floor.reason} if floor.reason else {}),
         }
-        return figures, floor
+        return {**figures, **extra, **({"reason": floor.reason} if floor.reason else {})}, floor
 
     def judge_as_rms(self) -> tuple[dict, NoiseFloor]:
         """As `judge`, with the result's norms as its config records them."""
         with patched(self.result) as report:
             count = sum(record.converted for record in report.swapped)
             figures, floor = self.judge()
-        figures["norms"] = f"{count} as RMSNorm"
-        if not count:
-            figures["verdict"] = "FAIL"
-        return figures, floor
+        return {**figures, "norms": f"{count} as RMSNorm", **({} if count else {"verdict": "FAIL"})}, floor
 
     def judge_both(self) -> dict[str, dict]:
         """Figures of the result as it loads, and as RMSNorm."""

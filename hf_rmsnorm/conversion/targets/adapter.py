@@ -31,16 +31,11 @@ OF_THE_BASE = ("pissa", "corda", "olora", "loftq")
 
 @dataclass(frozen=True)
 class PlannedAdapter(PlannedSteps):
-    """What is done to the tensors of an adapter.
-
-    Args:
-        base, converted: folders of the model that it was trained on, and of what was made of that.
-        factors: the layer scales of the base that B takes in.
-    """
+    """What is done to the tensors of an adapter."""
 
     base: Path
     converted: Path
-    factors: dict[str, torch.Tensor] = field(repr=False)
+    factors: dict[str, torch.Tensor] = field(repr=False)  # the layer scales of the base that B takes in
 
     def __str__(self) -> str:
         return f"{len(self.centring.centre)} tensors centred, as those of the base that they change were."

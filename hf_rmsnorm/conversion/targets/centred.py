@@ -49,9 +49,6 @@ class PlannedConversion(ABC):
 
         Args:
             max_shard_size: where the shards are not those of the source; None for what suits.
-
-        Raises:
-            ConversionError: the checkpoint is not the one that was planned for.
         """
 
     @abstractmethod
@@ -98,20 +95,17 @@ class PlannedCentring(PlannedSteps):
 
     def __str__(self) -> str:
         plan = self.centring
-        lines = [str(self.proof), f"tensors centred ({len(plan.centre)}):"]
         groups: dict[str, list[str]] = {}
         for c in plan.centre:
             blocks = "" if c.blocks is None else f", blocks {', '.join(map(str, c.blocks))}"
             groups.setdefault(f"  along dimension {c.axis} in blocks of {c.block}{blocks}:", []).append(c.key)
-        lines += _grouped(groups)
-        for scale in plan.scale:
-            lines.append(f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones")
+        lines = [str(self.proof), f"tensors centred ({len(plan.centre)}):", *_grouped(groups)]
+        lines += [f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones" for scale in plan.scale]
         lines += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
         becoming = [norm.path for norm in plan.norms if norm.becomes_rms]
         groups = {f"norms that become RMSNorm ({len(becoming)}):": becoming}
-        for norm in plan.norms:
-            if not norm.becomes_rms:
-                groups.setdefault(f"norms that stay LayerNorm: {norm.reason}", []).append(norm.path)
+        for norm in (norm for norm in plan.norms if not norm.becomes_rms):
+            groups.setdefault(f"norms that stay LayerNorm: {norm.reason}", []).append(norm.path)
         if plan.undetermined:
             groups["tensors that nothing depends on, copied as they are:"] = [*plan.undetermined]
         return "\n".join([*lines, *_grouped(groups), *plan.notes])

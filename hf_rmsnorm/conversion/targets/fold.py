@@ -10,8 +10,7 @@ In the same way the bias of a reader is told by dL/dbias_j = sum_r W_rj dL/db_r.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,33 +34,22 @@ TOLERANCE = 1e-8  # of the left side, for what the readers add up to
 
 @dataclass(frozen=True)
 class Fold:
-    """A norm whose weight becomes ones and whose bias zeros, in keys of the checkpoint.
-
-    Args:
-        path: of the norm's module.
-        weight, bias: of the norm; None where it has none.
-        scales: which tensors read the norm, and along which axis.
-        biases: bias of a reader, its weight, and whether that lies as (in, out).
-    """
+    """A norm whose weight becomes ones and whose bias zeros, in keys of the checkpoint."""
 
     path: str
     weight: str | None
     bias: str | None
-    scales: tuple[Scale, ...]
-    biases: tuple[tuple[str, str, bool], ...]
+    scales: tuple[Scale, ...]  # which tensors read the norm, and along which axis
+    biases: tuple[tuple[str, str, bool], ...]  # bias of a reader, its weight, and whether that lies as (in, out)
 
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """What is folded, which norms stay as they are and why, and the difference in float64 of a small random model.
-
-    Args:
-        difference: max |difference| of its outputs, over their scale.
-    """
+    """What is folded, which norms stay as they are and why, and the difference in float64 of a small random model."""
 
     folds: tuple[Fold, ...]
-    kept: dict[str, str] = field(default_factory=dict)
-    difference: float = float("inf")
+    kept: dict[str, str]
+    difference: float  # the largest of its outputs, over their scale
 
     @property
     def passed(self) -> bool:
@@ -166,9 +154,7 @@ def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
     for p in parameters.values():
         p.requires_grad_(True)
     keys = KeyMap(model)
-    folds: list[Fold] = []
-    kept: dict[str, str] = {}
-    taken: set[str] = set()
+    folds, kept, taken = [], {}, set()
     with torch.enable_grad():
         outputs = run(model, inputs)
     for width in sorted({norm.hidden_size for norm in norms.values()}):
@@ -178,8 +164,10 @@ def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
         if not columns:  # q and k of a head: what reads them is no linear
             kept |= dict.fromkeys(paths, "something else than linears reads it")
             continue
-        probes, rows = [], []
-        for g in _probes(outputs, parameters, 2 + 3 * len(columns) // width):
+        probes, rows, generator = [], [], torch.Generator().manual_seed(2)
+        for _ in range(2 + 3 * len(columns) // width):  # random losses
+            found = gradients(outputs, parameters, generator)
+            g = {name: torch.zeros_like(parameters[name]) if t is None else t for name, t in found.items()}
             products = [(parameters[n] * g[n]).detach().movedim(a, 0).flatten(1).sum(1) for n, a in columns]
             rows.append(torch.stack(products, 1))
             probes.append({name: t for name, t in g.items() if t.ndim == 1})  # the rest is large
@@ -212,14 +200,6 @@ class _Stays(Exception):
     """Why a norm is not folded."""
 
 
-def _probes(outputs, parameters, count: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Gradients of `count` random losses; zeros where nothing depends on a parameter."""
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(count):
-        found = gradients(outputs, parameters, generator)
-        yield {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in found.items()}
-
-
 def _own(model, path: str, norm, parameters) -> dict[str, str]:
     """ "weight" and "bias": the norm's parameters that are its gain and its bias as they stand."""
     names = {id(p): name for name, p in parameters.items()}
@@ -240,12 +220,11 @@ def _own(model, path: str, norm, parameters) -> dict[str, str]:
 
 
 def _fold(path, own, readers, parameters, probes, keys: KeyMap) -> Fold:
-    scales: list[Scale] = []
     stored = {role: keys.of(name) for role, name in own.items()}
     if any(len(found) != 1 for found in stored.values()):
         raise _Stays("it is spread over several tensors of the checkpoint")
-    for name, axis in readers:
-        scales += keys.scale(name, axis, own["weight"]) if "weight" in own else []
+    scaled = readers if "weight" in own else ()
+    scales = [scale for name, axis in scaled for scale in keys.scale(name, axis, own["weight"])]
     biases: list[tuple[str, str, bool]] = []
     if "bias" in own:
         total = [torch.zeros_like(g[own["bias"]]) for g in probes]
@@ -257,16 +236,13 @@ def _fold(path, own, readers, parameters, probes, keys: KeyMap) -> Fold:
             if len(siblings) != 1:
                 raise _Stays(f"{name}, which reads it, has no bias to take the norm's")
             bias = siblings[0]
-            saved = [keys.of(n) for n in (bias, name)]
-            if any(len(k) != 1 or keys.saved[k[0]].shape != keys.shapes[n]
-                   for k, n in zip(saved, (bias, name), strict=True)):  # fmt: skip
+            if any(len(keys.of(n)) != 1 or keys.saved[keys.of(n)[0]].shape != keys.shapes[n] for n in (bias, name)):
                 raise _Stays(f"{bias} is stored in another shape")
             rows = weight.detach() if axis == 1 else weight.detach().T
             total = [t + g[bias] @ rows for t, g in zip(total, probes, strict=True)]
-            biases.append((saved[0][0], saved[1][0], axis == 0))
+            biases.append((keys.of(bias)[0], keys.of(name)[0], axis == 0))
         left = torch.cat([g[own["bias"]] for g in probes])
         if float((torch.cat(total) - left).norm()) > TOLERANCE * float(left.norm()):
             raise _Stays("the biases of what reads it do not add up to the norm's")
-    return Fold(
-        path, *(stored[r][0] if r in stored else None for r in ("weight", "bias")), tuple(scales), tuple(biases)
-    )
+    weight, bias = (stored[role][0] if role in stored else None for role in ("weight", "bias"))
+    return Fold(path, weight, bias, tuple(scales), tuple(biases))

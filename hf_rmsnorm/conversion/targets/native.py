@@ -26,15 +26,11 @@ CARD_HEADING = "## Converted to an RMSNorm architecture"
 
 @dataclass(frozen=True)
 class NativeProof:
-    """The target of a small random model of the same classes, loaded by the target's class and run in float64.
-
-    Args:
-        difference: max |difference| of the logits, over the largest.
-    """
+    """The target of a small random model of the same classes, loaded by the target's class and run in float64."""
 
     source_class: str
     target_class: str
-    difference: float
+    difference: float  # the largest |difference| of the logits, over the largest of them
 
     @property
     def passed(self) -> bool:
@@ -88,29 +84,24 @@ class PlannedNative(PlannedConversion):
 
 
 def native_target(config: PretrainedConfig, values: Values | None = None, *, fold_affine: bool = False) -> NativeTarget:
-    """The RMSNorm architecture that computes what a LayerNorm one does, and how its tensors are computed.
+    """The RMSNorm architecture that computes what a LayerNorm one does, as by `native_targets`; refused without one.
 
     Args:
-        config, fold_affine: as in `native_targets`.
         values: the source's tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without
             `values` that is taken for granted, and is said by the target's `zero` and `clips`.
-
-    Raises:
-        ConversionRefused: no such architecture; the message names the condition that fails.
     """
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or classes[:1] not in ([], [cls]):
         name = (config.architectures or [type(config).__name__])[0]
         raise ConversionRefused(f"{name} has no native target: only causal language models have; {WITHOUT}")
-    names = shapes_of(cls, config)
-    failed = None
-    for target in native_targets(config, names.__contains__, fold_affine):
-        reason = _reason_against(target, values) if values is not None else None
-        if reason is None:
+    targets = native_targets(config, shapes_of(cls, config).__contains__, fold_affine)
+    reasons = []
+    for target in targets:
+        reasons.append(_reason_against(target, values) if values is not None else None)
+        if reasons[-1] is None:
             return target
-        failed = failed or refused(target.source_type, target.model_type, reason)
-    raise failed
+    raise refused(config.model_type, targets[0].model_type, reasons[0])
 
 
 def _reason_against(target: NativeTarget, values: Values) -> str | None:
@@ -118,8 +109,7 @@ def _reason_against(target: NativeTarget, values: Values) -> str | None:
         if any(bool(piece.any()) for piece in Stored(key).pieces(values)):
             return f"{key}, the final norm's bias, is not 0 and the head of {target.model_type} has no bias to take it"
     for clip in target.clips:
-        reached = largest_output(clip.weight, clip.gain, clip.bias, values)
-        if reached > clip.limit:
+        if (reached := largest_output(*clip[:3], values)) > clip.limit:
             clips = f"{target.source_type} clips queries, keys and values at {clip.limit:g} (clip_qkv)"
             return f"{clips}, and with {clip.weight.like} they may reach {reached:.3g}"
     return None
@@ -148,13 +138,9 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
 
     Args:
         target_type: which target, where there are several; the first by default.
-
-    Raises:
-        ConversionRefused: it has no such target, or the target's class does not load its tensors.
     """
     cls = type(twin.model)
-    names = shapes_of(cls, twin.config)
-    targets = native_targets(twin.config, names.__contains__, fold_affine)
+    targets = native_targets(twin.config, shapes_of(cls, twin.config).__contains__, fold_affine)
     target = next(t for t in targets if target_type in (None, t.model_type))
     with in_double():  # frequencies of rotation too
         source = new_model(cls, twin.config)
@@ -163,7 +149,7 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
     for name in target.zero:
         parameters[name].zero_()
     for clip in target.clips:  # as in the source, which `native_target` asks
-        reached = largest_output(clip.weight, clip.gain, clip.bias, Values(parameters))
+        reached = largest_output(*clip[:3], Values(parameters))
         for made in filter(None, (clip.weight, clip.bias)):
             parameters[made.like].mul_(min(1.0, clip.limit / reached))
     tensors = computed(target.tensors, Values(saved_tensors(source), aliases=target.aliases))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
@@ -15,8 +15,7 @@ from .native_rules import PAIRS, NativePair
 WITHOUT = 'convert it without target="native"'
 
 
-@dataclass(frozen=True)
-class Clip:
+class Clip(NamedTuple):
     """Query, key and value of a layer, and the number that the source clips them to."""
 
     weight: Expression
@@ -27,26 +26,16 @@ class Clip:
 
 @dataclass(frozen=True)
 class NativeTarget:
-    """A checkpoint of an RMSNorm architecture that computes what a LayerNorm one does.
-
-    Args:
-        config: of the target.
-        tensors: each tensor of the target, computed from those of the source.
-        zero: tensors of the source that have to be 0, as the target has nowhere to put them.
-        clips: what must never reach the number that it is clipped to.
-        aliases: other names of tensors of the source.
-        fold_affine: the norms' weights are folded into what reads them.
-        centred: what writes to the residual stream; that of a model trained as RMSNorm is not.
-    """
+    """A checkpoint of an RMSNorm architecture that computes what a LayerNorm one does."""
 
     source_type: str
-    config: PretrainedConfig
-    tensors: dict[str, Expression] = field(repr=False)
-    zero: tuple[str, ...] = ()
-    clips: tuple[Clip, ...] = field(default=(), repr=False)
-    aliases: dict[str, str] = field(default_factory=dict)
-    fold_affine: bool = False
-    centred: bool = True
+    config: PretrainedConfig  # of the target
+    tensors: dict[str, Expression] = field(repr=False)  # of the target, computed from those of the source
+    zero: tuple[str, ...]  # tensors of the source that have to be 0, as the target has nowhere to put them
+    clips: tuple[Clip, ...] = field(repr=False)  # what must never reach the number that it is clipped to
+    aliases: dict[str, str]  # other names of tensors of the source
+    fold_affine: bool  # the norms' weights are folded into what reads them
+    centred: bool  # what writes to the residual stream; that of a model trained as RMSNorm is not
 
     @property
     def model_type(self) -> str:
@@ -61,23 +50,18 @@ class NativeTarget:
 def native_targets(
     config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool = False
 ) -> list[NativeTarget]:
-    """The targets of a config, the first one that fits is best.
+    """The targets of a source's config, the first one that fits is best; refused where there is none.
 
     Args:
-        config: of the source.
         present: whether the source has a tensor of this name.
         fold_affine: fold the norms' weights too into the linears that read them, so that they are ones.
-
-    Raises:
-        ConversionRefused: there is none; the message says why.
     """
     if config.model_type not in PAIRS:
         none = f"no RMSNorm architecture is known that computes what {config.model_type} does"
         raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {', '.join(sorted(PAIRS))}")
-    for pair in PAIRS[config.model_type]:
-        for reason, holds in pair.refusals:
-            if holds(config):
-                raise refused(config.model_type, pair.target, reason)
+    for target, reason, holds in ((p.target, *refusal) for p in PAIRS[config.model_type] for refusal in p.refusals):
+        if holds(config):
+            raise refused(config.model_type, target, reason)
     return [_Builder(config, pair, present, fold_affine).target() for pair in PAIRS[config.model_type]]
 
 
@@ -89,8 +73,7 @@ class _Builder:
     """Makes one target; `present` tells which biases the source has."""
 
     def __init__(self, config, pair: NativePair, present: Callable[[str], bool], fold_affine: bool):
-        self.config, self.pair, self.layout, self.present = config, pair, pair.layout, present
-        self.fold_affine = fold_affine
+        self.config, self.pair, self.present, self.fold_affine = config, pair, present, fold_affine
         # What was trained as RMSNorm is one with the weights that it has.
         self.centred = not trained_as_rms(getattr(config, RECORD_KEY, None))
         self.tensors: dict[str, Expression] = {}
@@ -101,31 +84,29 @@ class _Builder:
         self.rope, self.moved = self._rotary()
 
     def target(self) -> NativeTarget:
-        config, layout, pair = self.config, self.layout, self.pair
-        linears = (*layout.projections, layout.output, *(old for _, old, _ in layout.mlp(config, 0)))
-        biases = [f"{layout.layer.format(0)}{name}.bias" for name in (layout.attention_norm, *linears)]
+        config, pair = self.config, self.pair
+        linears = (*pair.projections, pair.output, *(old for _, old, _ in pair.mlp(config, 0)))
+        biases = [f"{pair.layer.format(0)}{name}.bias" for name in (pair.attention_norm, *linears)]
         self.biased = bool(pair.biases) and any(map(self.present, biases))
         tied = bool(config.tie_word_embeddings)
         # Centring a table that is also the head changes the logits, unless the final norm has no weight: then what
         # the head reads sums to 0.
-        keeps_tie = tied and not self.present(f"{layout.final_norm}.weight")
-        embedding = Stored(f"{layout.embedding}.weight")
+        keeps_tie = tied and not self.present(f"{pair.final_norm}.weight")
+        embedding = Stored(f"{pair.embedding}.weight")
         self.tensors["model.embed_tokens.weight"] = Centred(embedding, 1) if self.centred else embedding
         for number in range(config.num_hidden_layers):
-            self._layer(f"model.layers.{number}.", layout.layer.format(number), number)
-        gain, final_bias = self._norm("model.norm", layout.final_norm)
-        head = embedding if tied else Stored(f"{layout.head[0]}.weight")
+            self._layer(f"model.layers.{number}.", pair.layer.format(number), number)
+        gain, final_bias = self._norm("model.norm", pair.final_norm)
+        head = embedding if tied else Stored(f"{pair.head[0]}.weight")
         if not keeps_tie:
             self.tensors["lm_head.weight"] = self._scaled(head, gain)
-        zero: tuple[str, ...] = ()
         if pair.head_bias:
             self.tensors["lm_head.bias"] = FoldedBias(head, final_bias) if final_bias else Filled(head, 0.0)
-        elif final_bias is not None:
-            zero = (final_bias.like,)
+        zero = (final_bias.like,) if final_bias and not pair.head_bias else ()
         made = CONFIG_MAPPING[pair.target](**self._settings(keeps_tie))
         made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
         made.dtype = config.dtype
-        aliases = {f"{layout.head[0]}.weight": f"{name}.weight" for name in layout.head[1:]}
+        aliases = {f"{pair.head[0]}.weight": f"{name}.weight" for name in pair.head[1:]}
         return NativeTarget(
             config.model_type, made, self.tensors, zero, tuple(self.clips), aliases, self.fold_affine, self.centred
         )
@@ -135,14 +116,13 @@ class _Builder:
         config, pair = self.config, self.pair
         known = {f.name for f in fields(CONFIG_MAPPING[pair.target])} - {"architectures", "dtype"}
         own = sorted(name for name in known if name not in vars(PretrainedConfig) and hasattr(config, name))
-        eps = self.layout.eps
         return {
             **{name: getattr(config, name) for name in own},
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "rope_parameters": self.rope,
-            "rms_norm_eps": getattr(config, eps) if isinstance(eps, str) else eps,
+            "rms_norm_eps": getattr(config, pair.eps) if isinstance(pair.eps, str) else pair.eps,
             "tie_word_embeddings": keeps_tie,
             **dict.fromkeys(pair.biases, self.biased),
             **pair.settings(config),
@@ -151,12 +131,10 @@ class _Builder:
     def _norm(self, new: str, old: str) -> tuple[Expression | None, Expression | None]:
         """Make the weight of a norm; the source's weight and bias are returned, for what reads it."""
         gain: Expression | None = self._stored(f"{old}.weight")
-        if gain is not None and self.layout.weight_offset:
-            gain = Plus(gain, self.layout.weight_offset)
-        if gain is None or self.fold_affine:
-            self.tensors[f"{new}.weight"] = Filled(Stored(f"{self.layout.embedding}.weight"), 1.0, 1)
-        else:
-            self.tensors[f"{new}.weight"] = gain
+        if gain is not None and self.pair.weight_offset:
+            gain = Plus(gain, self.pair.weight_offset)
+        ones = Filled(Stored(f"{self.pair.embedding}.weight"), 1.0, 1)
+        self.tensors[f"{new}.weight"] = ones if gain is None or self.fold_affine else gain
         return gain, self._stored(f"{old}.bias")
 
     def _stored(self, name: str) -> Stored | None:
@@ -181,35 +159,31 @@ class _Builder:
             self.tensors[f"{new}.bias"] = bias or Filled(weight, 0.0)
 
     def _layer(self, new: str, old: str, number: int) -> None:
-        layout = self.layout
-        reads = self._norm(f"{new}input_layernorm", old + layout.attention_norm)
+        pair = self.pair
+        reads = self._norm(f"{new}input_layernorm", old + pair.attention_norm)
         for part, (name, index) in enumerate(self._projections()):
             self._linear(f"{new}self_attn.{'qkv'[part]}_proj", old + name, index, reads)
-        limit = self.pair.clip(self.config)
-        if limit is not None:
-            for name in layout.projections:
-                weight = Stored(f"{old}{name}.weight")
-                self.clips.append(Clip(weight, reads[0], self._stored(f"{old}{name}.bias"), limit))
-        self._linear(f"{new}self_attn.o_proj", old + layout.output, writes=True)
-        if layout.mlp_norm is not None:
-            reads = self._norm(f"{new}post_attention_layernorm", old + layout.mlp_norm)
+        limit = pair.clip(self.config)
+        for name in pair.projections if limit is not None else ():
+            weight, bias = Stored(f"{old}{name}.weight"), self._stored(f"{old}{name}.bias")
+            self.clips.append(Clip(weight, reads[0], bias, limit))
+        self._linear(f"{new}self_attn.o_proj", old + pair.output, writes=True)
+        if pair.mlp_norm is not None:
+            reads = self._norm(f"{new}post_attention_layernorm", old + pair.mlp_norm)
         biased = self.biased
-        self.biased = biased and self.pair.biases[-1] != "attention_bias"  # else its MLP has none
-        for made, name, writes in layout.mlp(self.config, number):
+        self.biased = biased and pair.biases[-1] != "attention_bias"  # else its MLP has none
+        for made, name, writes in pair.mlp(self.config, number):
             self._linear(new + made, old + name, reads=(None, None) if writes else reads, writes=writes)
         self.biased = biased
-        if layout.experts:
-            for name, (tensor, writes) in layout.experts(self.config, old).items():
-                self.tensors[new + name] = tensor if writes else self._scaled(tensor, reads[0])
+        for name, (tensor, writes) in pair.experts(self.config, old).items():
+            self.tensors[new + name] = tensor if writes else self._scaled(tensor, reads[0])
 
     def _projections(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Name and rows of query, key and value."""
-        names = self.layout.projections
-        counts = (self.heads, self.kv_heads, self.kv_heads)
-        start = 0
-        for part, count in enumerate(counts):
+        names, start = self.pair.projections, 0
+        for part, count in enumerate((self.heads, self.kv_heads, self.kv_heads)):
             index = torch.arange(count * self.head_dim).view(count, self.head_dim)
-            if self.layout.fused_by_head:
+            if self.pair.fused_by_head:
                 index = torch.arange(count * 3 * self.head_dim).view(count, 3, self.head_dim)[:, part]
             elif len(names) == 1:
                 index = index + start
@@ -234,11 +208,11 @@ class _Builder:
             if int(factor * channels) != rotated:  # it rounded down, as the model will
                 factor = (rotated + 0.5) / channels
             rope = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": factor}
-        old = _pairs(rotated, self.layout.interleaved)
+        old = _pairs(rotated, self.pair.interleaved[0])
         if rotated < channels:
             old = torch.cat([old, torch.arange(rotated, channels).view(-1, 2)])
         moved = torch.empty(channels, dtype=torch.long)
-        moved[_pairs(channels, self.pair.interleaved)] = old
+        moved[_pairs(channels, self.pair.interleaved[1])] = old
         return rope, None if torch.equal(moved, torch.arange(channels)) else moved
 
 

@@ -1,7 +1,7 @@
 """Which LayerNorm architecture computes the same as which RMSNorm one: the one file that names architectures.
 
-A source is described by where it keeps what (`SourceLayout`), and a pair by its target and by what has to hold. All
-targets use the names of LLaMA; once the writers are centred, the norms' biases fold into the linears that read them.
+All targets use the names of LLaMA; once the writers are centred, the norms' biases fold into the linears that read
+them.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ from ..checkpoint.expressions import Centred, Expression, Rows, Stored, Transpos
 Linears = Iterator[tuple[str, str, bool]]
 
 
-def _gated(config, index: int) -> Linears:
-    yield from (("mlp.gate_proj", "mlp.gate_proj", False), ("mlp.up_proj", "mlp.up_proj", False))
-    yield "mlp.down_proj", "mlp.down_proj", True
+def _gated(config, index: int, block: str = "mlp.") -> Linears:
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        yield block + name, block + name, name == "down_proj"
 
 
 def _plain_mlp(up: str, down: str) -> Callable[[PretrainedConfig, int], Linears]:
@@ -33,12 +33,15 @@ def _gated_or_sparse(config, index: int) -> Linears:
     yield "mlp.gate", "mlp.gate", False
     blocks = [f"mlp.experts.{number}." for number in range(config.num_experts)]
     for block in [*blocks, *(["mlp.shared_experts."] if config.num_shared_experts else [])]:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            yield block + name, block + name, name == "down_proj"
+        yield from _gated(config, index, block)
 
 
 def _router(config, index: int) -> Linears:
     yield "block_sparse_moe.gate", "ffn.router.layer", False
+
+
+def _theta(config) -> float:
+    return config.rope_parameters["rope_theta"]
 
 
 def _stacked_experts(config, layer: str) -> dict[str, tuple[Expression, bool]]:
@@ -56,23 +59,30 @@ def _stacked_experts(config, layer: str) -> dict[str, tuple[Expression, bool]]:
 
 
 @dataclass(frozen=True)
-class SourceLayout:
-    """Where a source architecture keeps its tensors, and what its norms and heads are like.
+class NativePair:
+    """A target, where the source architecture keeps its tensors, and what its norms and heads are like.
 
     Args:
-        attention_norm, mlp_norm: one for each, or None for `mlp_norm` where both read the first.
-        projections: query, key and value; or one name, of a tensor that holds them by head or one after another.
+        target: its model type.
+        eps: of the norms: an attribute of the config, or the number.
         mlp: (name in the target, name in the source, whether it writes to the stream) of each linear of a layer.
         experts: further weights of a layer by name in the target, and whether they write to the stream.
-        weight_offset: what the norms add to their weight.
-        interleaved: neighbouring channels are rotated together, and not the halves of a head.
+        attention_norm, mlp_norm: one for each, or None for `mlp_norm` where both read the first.
+        projections: query, key and value; or one name, of a tensor that holds them by head or one after another.
         head: names that it may have in the checkpoint.
-        eps: of the norms: an attribute of the config, or the number.
+        weight_offset: what the norms add to their weight.
+        interleaved: (source, target): neighbouring channels are rotated together, and not the halves of a head.
+        settings: keys of the target's config beyond what the source's config has under the same name.
+        refusals: reasons against a source of this config.
+        biases: the keys of the target's config that switch on biases of attention and MLP; () where it has none.
+        head_bias: the head has a bias with the others, so that the final norm's has somewhere to go.
+        clip: the number that queries, keys and values are clipped to, or None.
     """
 
+    target: str
     eps: str | float
     mlp: Callable[[PretrainedConfig, int], Linears] = _gated
-    experts: Callable[[PretrainedConfig, str], dict[str, tuple[Expression, bool]]] | None = None
+    experts: Callable[[PretrainedConfig, str], dict[str, tuple[Expression, bool]]] = lambda config, layer: {}
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
     attention_norm: str = "input_layernorm"
@@ -83,30 +93,11 @@ class SourceLayout:
     final_norm: str = "model.norm"
     head: tuple[str, ...] = ("lm_head",)
     weight_offset: float = 0.0
-    interleaved: bool = False
-
-
-@dataclass(frozen=True)
-class NativePair:
-    """A target for a layout.
-
-    Args:
-        target: its model type.
-        settings: keys of its config beyond what the source's config has under the same name.
-        refusals: reasons against a source of this config.
-        biases: the keys of the target's config that switch on biases of attention and MLP; () where it has none.
-        head_bias: the head has a bias with the others, so that the final norm's has somewhere to go.
-        interleaved: as in `SourceLayout`, of the target.
-        clip: the number that queries, keys and values are clipped to, or None.
-    """
-
-    layout: SourceLayout
-    target: str
+    interleaved: tuple[bool, bool] = (False, False)
     settings: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     refusals: tuple[tuple[str, Callable[[PretrainedConfig], Any]], ...] = ()
     biases: tuple[str, ...] = ()
     head_bias: bool = False
-    interleaved: bool = False
     clip: Callable[[PretrainedConfig], float | None] = lambda config: None
 
 
@@ -114,14 +105,15 @@ PARALLEL = (
     "attention and MLP read the stream side by side, and no RMSNorm architecture does that with such an MLP",
     lambda c: c.use_parallel_residual,
 )
+QK_NORMS = "its queries and keys have norms of their own"
 ARCEE = {"target": "arcee", "biases": ("attention_bias", "mlp_bias")}
-COHERE = {"target": "cohere2_moe", "biases": ("attention_bias",), "interleaved": True}
-STABLELM = SourceLayout("layer_norm_eps")
-STABLELM_REFUSALS = (PARALLEL, ("its queries and keys have norms of their own", lambda c: c.qk_layernorm))
+COHERE = {"target": "cohere2_moe", "eps": "layer_norm_eps", "mlp_norm": None, "interleaved": (True, True)}
+COHERE |= {"biases": ("attention_bias",)}
+STABLELM = {"eps": "layer_norm_eps", "refusals": (PARALLEL, (QK_NORMS, lambda c: c.qk_layernorm))}
 
 
-def _dense_cohere(c, rotate_all: bool) -> dict[str, Any]:
-    return {
+def _dense_cohere(rotate_all: bool) -> Callable[[PretrainedConfig], dict[str, Any]]:
+    return lambda c: {
         "head_dim": c.hidden_size // c.num_attention_heads,
         "mlp_layer_types": ["dense"] * c.num_hidden_layers,
         "prefix_dense_intermediate_size": c.intermediate_size,
@@ -132,44 +124,31 @@ def _dense_cohere(c, rotate_all: bool) -> dict[str, Any]:
 
 
 PAIRS: dict[str, tuple[NativePair, ...]] = {
-    "olmo": (NativePair(SourceLayout(1e-5), "llama", biases=("attention_bias",), clip=lambda c: c.clip_qkv),),
+    "olmo": (NativePair("llama", 1e-5, biases=("attention_bias",), clip=lambda c: c.clip_qkv),),
     "cohere": (
-        NativePair(
-            SourceLayout("layer_norm_eps", mlp_norm=None, interleaved=True),
-            settings=lambda c: _dense_cohere(c, rotate_all=True),
-            refusals=(("its queries and keys have norms of their own", lambda c: c.use_qk_norm),),
-            **COHERE,
-        ),
+        NativePair(**COHERE, settings=_dense_cohere(rotate_all=True), refusals=((QK_NORMS, lambda c: c.use_qk_norm),)),
     ),
-    "cohere2": (
-        NativePair(
-            SourceLayout("layer_norm_eps", mlp_norm=None, interleaved=True),
-            settings=lambda c: _dense_cohere(c, rotate_all=False),
-            **COHERE,
-        ),
-    ),
+    "cohere2": (NativePair(**COHERE, settings=_dense_cohere(rotate_all=False)),),
     "cohere2_moe": (
         NativePair(
-            SourceLayout("layer_norm_eps", _gated_or_sparse, mlp_norm=None, interleaved=True),
-            refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
             **COHERE,
+            mlp=_gated_or_sparse,
+            refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
         ),
     ),
     "dbrx": (
         NativePair(
-            SourceLayout(
-                1e-5,
-                _router,
-                _stacked_experts,
-                embedding="transformer.wte",
-                layer="transformer.blocks.{}.",
-                attention_norm="norm_attn_norm.norm_1",
-                mlp_norm="norm_attn_norm.norm_2",
-                projections=("norm_attn_norm.attn.Wqkv",),
-                output="norm_attn_norm.attn.out_proj",
-                final_norm="transformer.norm_f",
-            ),
             "mixtral",
+            1e-5,
+            _router,
+            _stacked_experts,
+            embedding="transformer.wte",
+            layer="transformer.blocks.{}.",
+            attention_norm="norm_attn_norm.norm_1",
+            mlp_norm="norm_attn_norm.norm_2",
+            projections=("norm_attn_norm.attn.Wqkv",),
+            output="norm_attn_norm.attn.out_proj",
+            final_norm="transformer.norm_f",
             settings=lambda c: {
                 "intermediate_size": c.ffn_config.ffn_hidden_size,
                 "num_local_experts": c.ffn_config.moe_num_experts,
@@ -187,10 +166,7 @@ PAIRS: dict[str, tuple[NativePair, ...]] = {
                 (
                     "attn_config names a rope_theta that Transformers does not run it with: set rope_parameters in "
                     "config.json to the one that it was trained with",
-                    lambda c: (
-                        getattr(c.attn_config, "rope_theta", c.rope_parameters["rope_theta"])
-                        != c.rope_parameters["rope_theta"]
-                    ),
+                    lambda c: getattr(c.attn_config, "rope_theta", _theta(c)) != _theta(c),
                 ),
             ),
             clip=lambda c: c.attn_config.clip_qkv,
@@ -198,47 +174,45 @@ PAIRS: dict[str, tuple[NativePair, ...]] = {
     ),
     "starcoder2": (
         NativePair(
-            SourceLayout("norm_epsilon", _plain_mlp("mlp.c_fc", "mlp.c_proj")),
+            **ARCEE,
+            eps="norm_epsilon",
+            mlp=_plain_mlp("mlp.c_fc", "mlp.c_proj"),
             refusals=(
                 (
                     "its attention has a window shorter than its context (sliding_window)",
                     lambda c: c.sliding_window is not None and c.sliding_window < c.max_position_embeddings,
                 ),
             ),
-            **ARCEE,
         ),
     ),
-    "jais2": (NativePair(SourceLayout("layer_norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj")), **ARCEE),),
+    "jais2": (NativePair(**ARCEE, eps="layer_norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj")),),
     "nemotron": (
-        NativePair(SourceLayout("norm_eps", _plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0), **ARCEE),
+        NativePair(**ARCEE, eps="norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0),
     ),
     "stablelm": (
-        NativePair(STABLELM, "llama", refusals=STABLELM_REFUSALS, biases=("attention_bias", "mlp_bias")),
+        NativePair("llama", **STABLELM, biases=("attention_bias", "mlp_bias")),
         NativePair(
-            STABLELM,
             "ernie4_5_moe",
+            **STABLELM,
             settings=lambda c: {"moe_layer_start_index": c.num_hidden_layers},  # dense throughout
-            refusals=STABLELM_REFUSALS,
             biases=("use_bias",),
             head_bias=True,
-            interleaved=True,
+            interleaved=(False, True),
         ),
     ),
     "gpt_neox": (
         NativePair(
-            SourceLayout(
-                "layer_norm_eps",
-                _plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-                embedding="gpt_neox.embed_in",
-                layer="gpt_neox.layers.{}.",
-                projections=("attention.query_key_value",),
-                fused_by_head=True,
-                output="attention.dense",
-                final_norm="gpt_neox.final_layer_norm",
-                head=("lm_head", "embed_out"),
-            ),
-            refusals=(PARALLEL,),
             **ARCEE,
+            eps="layer_norm_eps",
+            mlp=_plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            embedding="gpt_neox.embed_in",
+            layer="gpt_neox.layers.{}.",
+            projections=("attention.query_key_value",),
+            fused_by_head=True,
+            output="attention.dense",
+            final_norm="gpt_neox.final_layer_norm",
+            head=("lm_head", "embed_out"),
+            refusals=(PARALLEL,),
         ),
     ),
 }

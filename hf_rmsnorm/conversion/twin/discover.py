@@ -1,7 +1,6 @@
 """From a config to a conversion plan: which tensors to centre, which norms become RMSNorms, which stay and why."""
 
 import copy
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,13 +13,12 @@ from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
 from .gauge import Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, input_means
 from .keys import Hit, KeyMap, named_as_stored, stored_names
 from .layer_norms import TwinNorm, find_layer_norms
-from .run import and_more, hooked, one_line, run
+from .run import alike, and_more, hooked, is_float, one_line, run
 from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
-_NUMBER = re.compile(r"\d+")
 
 NOTES = (
     "Hidden states lose their mean: what reads them before the final norm (output_hidden_states) sees other numbers.",
@@ -31,12 +29,7 @@ NOTES = (
 def discover(source, **how) -> CentringPlan:
     """What converting a checkpoint would do, found on a small random model of the same classes; no weights are read.
 
-    Args:
-        source: the folder of a model, a `PretrainedConfig`, or a `Twin` made before.
-        how: keyword arguments of `make_twin`, where `source` is none.
-
-    Raises:
-        ConversionRefused: the model cannot be converted; the message is one line with the reason.
+    `source` is a `Twin` made before, or with `how` what `make_twin` takes.
     """
     twin = source if isinstance(source, Twin) else make_twin(source, **how)
     norms, silent = find_layer_norms(twin.model, twin.inputs)
@@ -58,8 +51,7 @@ def discover(source, **how) -> CentringPlan:
     scales = {by for parameter, _, by in folds if parameter in used}
     folds = [fold for fold in folds if fold[2] in scales]
     centre(work, hits)
-    means = input_means(work, twin.inputs, norms)
-    bad = [path for path in norms if means[path] > ZERO_MEAN]
+    bad = [path for path, mean in input_means(work, twin.inputs, norms).items() if mean > ZERO_MEAN]
     causes = _causes(work, twin, norms, bad, gauge, unsaved) if bad else {}
     if any(not cause.source for cause in causes.values()) and _returns_stream(work, twin, norms):
         raw = "the model returns rows of the stream that no LayerNorm has read: their mean is part of its output"
@@ -75,11 +67,9 @@ def discover(source, **how) -> CentringPlan:
     names = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}
     shared = Counter(names.values())  # where no writer is tied, nothing has to be untied
     copies = keys.untie(KeyMap(tied)) if any(shared[names.get(hit.parameter)] > 1 for hit in hits) else ()
-    records = []
-    for path, norm in norms.items():
-        size = twin.widths.get(norm.hidden_size, norm.hidden_size * twin.factor)
-        reason = causes[path].reason if path in causes else ""
-        records.append(NormRecord(path, size, norm.spec.eps, path not in causes, reason))
+    reasons = {path: cause.reason for path, cause in causes.items()}
+    sizes = {path: twin.widths.get(n.hidden_size, n.hidden_size * twin.factor) for path, n in norms.items()}
+    records = [NormRecord(p, sizes[p], n.spec.eps, p not in causes, reasons.get(p, "")) for p, n in norms.items()]
     notes = list(NOTES)
     if getattr(twin.config, RECORD_KEY, None) is not None:
         notes.append("It was converted before, as config.json says: what training has not moved since stays as it is.")
@@ -100,15 +90,9 @@ def discover(source, **how) -> CentringPlan:
     config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     if copies or headless:
         config["tie_word_embeddings"] = False
+    scale = tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by))
     plan = CentringPlan(
-        centre=tuple(centred),
-        scale=tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by)),
-        copy=copies,
-        norms=tuple(records),
-        config=config,
-        undetermined=undetermined,
-        margins=gauge.margins,
-        notes=tuple(notes),
+        tuple(centred), scale, copies, tuple(records), config, undetermined, gauge.margins, tuple(notes)
     )
     stored = stored_names(twin.folder) if twin.folder else ()
     return named_as_stored(plan, stored, twin.model.base_model_prefix)
@@ -141,22 +125,21 @@ def _confirmed(gauge: Gauge, twin: Twin, norms, folds) -> Gauge:
     give_weights(other, seed=5, lean=0.0)
     fold_layer_scales(other, folds)
     second = gauge_test(other, twin.inputs, norms)
-    known = {(hit.parameter, hit.axis, hit.block): hit.blocks for hit in second.hits}
+    known = {(h.parameter, h.axis, h.block, block) for h in second.hits for block in h.blocks}
     hits = []
-    for hit in gauge.hits:
-        also = known.get((hit.parameter, hit.axis, hit.block), ())
-        blocks = [block for block in hit.blocks if block in also or hit.parameter in second.undetermined]
-        if blocks:
-            hits.append(replace(hit, blocks=tuple(blocks)))
+    for h in gauge.hits:
+        unknown = h.parameter in second.undetermined
+        blocks = tuple(b for b in h.blocks if unknown or (h.parameter, h.axis, h.block, b) in known)
+        hits += [replace(h, blocks=blocks)] if blocks else []
     dropped = {hit.parameter for hit in gauge.hits} - {hit.parameter for hit in hits}
-    picks = {"gauge_max": max, "nongauge_min": min}
-    margins = {name: pick(gauge.margins[name], second.margins[name]) for name, pick in picks.items()}
+    picks = (("gauge_max", max), ("nongauge_min", min))
+    margins = {name: pick(gauge.margins[name], second.margins[name]) for name, pick in picks}
     return replace(gauge, hits=hits, bound=gauge.bound | dropped, margins=margins)
 
 
 def _unreached(gauge: Gauge) -> list[str]:
-    writers = {_NUMBER.sub("*", hit.parameter) for hit in gauge.hits}
-    return [name for name in gauge.undetermined if _NUMBER.sub("*", name) in writers]
+    writers = {alike(hit.parameter) for hit in gauge.hits}
+    return [name for name in gauge.undetermined if alike(name) in writers]
 
 
 class Cause(NamedTuple):
@@ -180,7 +163,7 @@ def _causes(work, twin: Twin, norms: dict[str, TwinNorm], bad: list[str], gauge:
             source = next((p for p, mean in outputs if p != path and _same_mean(mean, args[0])), "")
             causes[path] = _explain(source, modules.get(source), norms, gauge, unsaved)
         first = output[0] if isinstance(output, tuple) and output else output
-        if torch.is_tensor(first) and first.is_floating_point() and first.ndim and first.shape[-1] in widths:
+        if is_float(first) and first.ndim and first.shape[-1] in widths:
             outputs.append((path, first.mean(-1)))
 
     with hooked(work, [path for path in modules if path], note):
@@ -200,9 +183,8 @@ def _returns_stream(work, twin: Twin, norms: dict[str, TwinNorm]) -> bool:
 
 def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
     wanted, size = x.mean(-1), x.square().mean(-1).sqrt().max()
-    if mean.ndim > wanted.ndim or any(
-        a not in (1, b) for a, b in zip(mean.shape[::-1], wanted.shape[::-1], strict=False)
-    ):
+    pairs = zip(mean.shape[::-1], wanted.shape[::-1], strict=False)
+    if mean.ndim > wanted.ndim or any(a not in (1, b) for a, b in pairs):
         return False
     return bool(((mean - wanted).abs() <= ZERO_MEAN * size).all())
 
@@ -212,8 +194,9 @@ def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cau
         return Cause("", False, "its input has a mean that is the work of several modules or of an activation")
     what = f"{source} ({type(module).__name__})"
     if source in norms:
-        carries = f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
-        return Cause(source, True, carries)
+        return Cause(
+            source, True, f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
+        )
     own = {f"{source}.{name}" for name, _ in module.named_parameters()}
     if own & unsaved:
         why = "whose table is not in the checkpoint"

@@ -5,6 +5,7 @@ and moves the mean that those norms remove. Both are read off one backward pass 
 float64 the sums that vanish do so to 1e-15 of their terms; in float32 they would not stand out.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -21,27 +22,20 @@ WRITES = 1e-9  # of the largest derivative of a norm's mean
 
 @dataclass
 class Gauge:
-    """What the test found.
-
-    Args:
-        hits: blocks to centre.
-        bound: parameters that write to the stream, but whose mean the outputs depend on.
-        undetermined: parameters that no output depends on.
-        margins: ``gauge_max``, the largest ratio of a hit, and ``nongauge_min``, the smallest of the rest.
-    """
+    """What the test found; its margins are the largest ratio of a hit, and the smallest of the rest."""
 
     hits: list[Hit] = field(default_factory=list)
-    bound: set[str] = field(default_factory=set)
-    undetermined: list[str] = field(default_factory=list)
+    bound: set[str] = field(default_factory=set)  # parameters that write, but whose mean the outputs depend on
+    undetermined: list[str] = field(default_factory=list)  # parameters that no output depends on
     margins: dict = field(default_factory=lambda: {"gauge_max": 0.0, "nongauge_min": 1.0})
 
 
 def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) -> Gauge:
     """Try every axis of every parameter of a float64 model; the model is not changed."""
-    entered: dict[int, list[torch.Tensor]] = {}
+    entered: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def note(path, args, output):
-        entered.setdefault(norms[path].hidden_size, []).append(args[0])
+        entered[norms[path].hidden_size].append(args[0])
 
     parameters = dict(model.named_parameters())
     for p in parameters.values():
@@ -51,16 +45,15 @@ def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm])
     generator = torch.Generator().manual_seed(1)
     of_outputs = gradients(outputs, parameters, generator)
     of_means = {n: gradients([x.mean(-1) for x in xs], parameters, generator) for n, xs in sorted(entered.items())}
-    largest = {
-        n: max((float(m.abs().max()) for m in ms.values() if m is not None), default=0.0) for n, ms in of_means.items()
-    }
+    sizes = {n: [float(m.abs().max()) for m in ms.values() if m is not None] for n, ms in of_means.items()}
+    least = {n: WRITES * max(found, default=0.0) for n, found in sizes.items()}
     result = Gauge()
     for name, gradient in of_outputs.items():
         if gradient is None or not bool(gradient.any()):
             result.undetermined.append(name)
             continue
         for n, means in of_means.items():
-            if means[name] is not None and _try(result, name, n, gradient, means[name], WRITES * largest[n]):
+            if means[name] is not None and _try(result, name, n, gradient, means[name], least[n]):
                 break
     return result
 
@@ -82,15 +75,14 @@ def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.
         total, size = rows.sum(-1).abs().amax(0), rows.abs().sum(-1).amax(0)
         ratio = total / size.clamp_min(1e-300)
         writes = _rows(means, axis, n).sum(-1).abs().amax(0) > least
-        free = (ratio < GAUGE) & (size > 0)
-        margins = result.margins
-        if bool((writes & free).any()):
-            margins["gauge_max"] = max(margins["gauge_max"], float(ratio[writes & free].max()))
-        if bool((writes & ~free).any()):
-            margins["nongauge_min"] = min(margins["nongauge_min"], float(ratio[writes & ~free].min()))
+        free = writes & (ratio < GAUGE) & (size > 0)
+        margins, bound = result.margins, writes & ~free
+        if bool(bound.any()):
+            margins["nongauge_min"] = min(margins["nongauge_min"], float(ratio[bound].min()))
             result.bound.add(name)
-        if bool((writes & free).any()):
-            result.hits.append(Hit(name, axis, n, tuple((writes & free).nonzero().flatten().tolist())))
+        if bool(free.any()):
+            margins["gauge_max"] = max(margins["gauge_max"], float(ratio[free].max()))
+            result.hits.append(Hit(name, axis, n, tuple(free.nonzero().flatten().tolist())))
             return True
     return False
 
@@ -158,8 +150,7 @@ def find_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, i
     for path, by in dict.fromkeys(products.found):
         module = model.get_submodule(path)
         found.append((f"{path}.weight", weight_axis(module), by))
-        if module.bias is not None:
-            found.append((f"{path}.bias", 0, by))
+        found += [(f"{path}.bias", 0, by)] if module.bias is not None else []
     return found
 
 

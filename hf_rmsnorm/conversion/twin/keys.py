@@ -41,30 +41,18 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 class KeyMap:
-    """Where each element of each parameter of a model is saved.
-
-    Args:
-        model: every parameter is found in the checkpoint that it saves; it is not changed.
-
-    Raises:
-        ConversionRefused: the model saves numbers that are none of its parameters' own.
-    """
+    """Where each element of each parameter of a model is saved; refused where it saves numbers of no parameter."""
 
     def __init__(self, model: PreTrainedModel):
+        numbered, first, self.total = copy.deepcopy(model), {}, 0
+        named = list(numbered.named_parameters(remove_duplicate=False))
+        self.aliases: dict[str, str] = {name: first.setdefault(id(p), name) for name, p in named}
         self.shapes: dict[str, torch.Size] = {}
         self.offsets: dict[str, int] = {}
-        self.aliases: dict[str, str] = {}
-        self.total = 0
-        numbered = copy.deepcopy(model)
-        first: dict[int, str] = {}
-        for name, p in numbered.named_parameters(remove_duplicate=False):
-            self.aliases[name] = first.setdefault(id(p), name)
-            if self.aliases[name] != name:
-                continue
+        for name, p in numbered.named_parameters():
             self.shapes[name], self.offsets[name] = p.shape, self.total
-            numbers = torch.arange(self.total, self.total + p.numel(), dtype=torch.float64)
-            p.data = numbers.reshape(p.shape)
             self.total += p.numel()
+            p.data = torch.arange(self.offsets[name], self.total, dtype=torch.float64).reshape(p.shape)
         buffers = {name for name, _ in numbered.named_buffers()}
         self.saved: dict[str, torch.Tensor] = {}
         for key, tensor in saved_tensors(numbered).items():
@@ -91,9 +79,8 @@ class KeyMap:
         present = torch.zeros(self.total, dtype=torch.bool)
         for index in self.saved.values():
             present[index.flatten()] = True
-        return {
-            name for name, start in self.offsets.items() if not present[start : start + self.shapes[name].numel()].all()
-        }
+        parts = present.split([shape.numel() for shape in self.shapes.values()])
+        return {name for name, part in zip(self.shapes, parts, strict=True) if not part.all()}
 
     def centre(self, hits: list[Hit]) -> tuple[Centre, ...]:
         """The hits as blocks of checkpoint tensors, as long as here; refused where a block is no row of one tensor."""
@@ -101,16 +88,15 @@ class KeyMap:
         size = torch.zeros(self.total, dtype=torch.long)
         count = 0
         for hit in hits:
-            start, shape = self.offsets[hit.parameter], self.shapes[hit.parameter]
-            marks = torch.full(shape, -1, dtype=torch.long).movedim(hit.axis, -1)
-            rows = marks.reshape(-1, shape[hit.axis] // hit.block, hit.block)
-            chosen = torch.tensor(hit.blocks)
-            numbers = torch.arange(count, count + rows.shape[0] * len(chosen)).reshape(rows.shape[0], -1, 1)
-            rows[:, chosen] = numbers
-            count += numbers.numel()
-            marks = rows.reshape(marks.shape).movedim(-1, hit.axis)
-            group[start : start + shape.numel()] = marks.flatten()
-            size[start : start + shape.numel()] = hit.block
+            shape = self.shapes[hit.parameter]
+            here = slice(self.offsets[hit.parameter], self.offsets[hit.parameter] + shape.numel())
+            group[here] = -1
+            rows = group[here].view(shape).movedim(hit.axis, -1).unflatten(-1, (-1, hit.block)).movedim(-2, 0)
+            for block in hit.blocks:  # each row of it gets a number
+                numbers = torch.arange(count, count + rows[block, ..., 0].numel())
+                rows[block] = numbers.view(rows.shape[1:-1])[..., None]
+                count += len(numbers)
+            size[here] = hit.block
         done, covered = [], 0
         for key, index in sorted(self.saved.items()):
             marks = group[index]
@@ -122,9 +108,8 @@ class KeyMap:
             if found is None:
                 raise ConversionRefused(f"{key!r} of the checkpoint holds rows of the stream in an order unknown")
             axis, blocks = found
-            count_here = marks.shape[axis] // length
-            covered += int((marks >= 0).sum())
-            done.append(Centre(key, axis, length, None if len(blocks) == count_here else blocks))
+            covered += len(lengths)
+            done.append(Centre(key, axis, length, None if len(blocks) == marks.shape[axis] // length else blocks))
         if covered != int((group >= 0).sum()):
             raise ConversionRefused("a parameter that writes to the residual stream is only partly in the checkpoint")
         return tuple(done)
@@ -141,11 +126,8 @@ class KeyMap:
         if not more and torch.equal(self.saved[by_key].flatten(), wanted):
             for key in self.of(parameter):
                 here = place[self.saved[key] - self.offsets[parameter]]
-                axes = [
-                    a
-                    for a in range(here.ndim)
-                    if here.shape[a] == len(wanted) and bool((here.movedim(a, -1) == torch.arange(here.shape[a])).all())
-                ]
+                axes = (a for a in range(here.ndim) if here.shape[a] == len(wanted))
+                axes = [a for a in axes if bool((here.movedim(a, -1) == torch.arange(len(wanted))).all())]
                 done += [Scale(key, a, by_key) for a in axes[:1]]
             if len(done) == len(self.of(parameter)):
                 return done
@@ -198,7 +180,6 @@ def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) 
 
     Args:
         names: every tensor of the checkpoint; none where they are not known, and then each keeps its name.
-        prefix: ``base_model_prefix`` of the class.
         optional: what keeps its name where it is not there; any other tensor is refused.
     """
 

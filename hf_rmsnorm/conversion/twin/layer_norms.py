@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 import torch
 
 from ...formula import NormSpec
 from ...reference import reference_norm
-from .run import MISFITS, hooked, in_double, leaves, run, weight_axis
+from .run import MISFITS, hooked, in_double, is_float, leaves, run, weight_axis
 
 TOLERANCE = 1e-9  # of the largest output; a wrong formula or eps is off by 1e-6 and more
 USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute may have in its code
@@ -17,17 +18,11 @@ USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute
 
 @dataclass(frozen=True)
 class TwinNorm:
-    """A LayerNorm of a float64 model, over the last dimension.
-
-    Args:
-        spec: what it computes.
-        hidden_size: length of its rows.
-        weight, bias: float64, as they are stored; they broadcast to its input from the right.
-    """
+    """A LayerNorm of a float64 model, over the last dimension, whose length is `hidden_size`."""
 
     spec: NormSpec
     hidden_size: int
-    weight: torch.Tensor | None
+    weight: torch.Tensor | None  # float64, as it is stored; it broadcasts to the input from the right
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,8 +35,11 @@ class TwinNorm:
         return replace(self, spec=replace(self.spec, centered=False))
 
 
+Norms = dict[str, TwinNorm]  # by path
+
+
 @torch.no_grad()
-def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[dict[str, TwinNorm], list[str]]:
+def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[str]]:
     """(path -> norm, in the order they run; paths of norms that were not called).
 
     Every module without children whose output has the shape of its input is given new rows of several sizes and means
@@ -51,17 +49,13 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[dict[str, Tw
     seen: dict[str, tuple] = {}
 
     def note(path, args, output):
-        x = args[0] if args else None
-        if torch.is_tensor(x) and torch.is_tensor(output) and x.shape == output.shape and x.is_floating_point():
+        if args and is_float(args[0]) and torch.is_tensor(output) and args[0].shape == output.shape:
             seen[path] = args
 
     with hooked(model, paths, note):
         run(model, inputs)
-    found: dict[str, TwinNorm] = {}
-    for path, args in seen.items():
-        norm = _recognise(model.get_submodule(path), args)
-        if norm is not None:
-            found[path] = norm
+    found = {path: _recognise(model.get_submodule(path), args) for path, args in seen.items()}
+    found = {path: norm for path, norm in found.items() if norm is not None}
     silent = [path for path in paths if path not in seen and _is_layer_norm(model.get_submodule(path))]
     return found, silent
 
@@ -99,11 +93,9 @@ def _recognise(module: torch.nn.Module, args: tuple) -> TwinNorm | None:
     numbers = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
     bound = TOLERANCE * y.abs().max().clamp_min(1e-30)
     weights = [(None, 0.0), *((p, offset) for offset in (0.0, 1.0) for p in own)]
-    for eps in dict.fromkeys((*numbers, *USUAL_EPS)):
-        for weight, offset in weights:
-            for bias in (None, *own):
-                spec = NormSpec(True, eps, weight is not None, bias is not None, weight_offset=offset)
-                norm = TwinNorm(spec, x.shape[-1], weight, bias)
-                if bool(((norm(rows) - y).abs() <= bound).all()):
-                    return norm
+    for eps, (weight, offset), bias in product(dict.fromkeys((*numbers, *USUAL_EPS)), weights, (None, *own)):
+        spec = NormSpec(True, eps, weight is not None, bias is not None, weight_offset=offset)
+        norm = TwinNorm(spec, x.shape[-1], weight, bias)
+        if bool(((norm(rows) - y).abs() <= bound).all()):
+            return norm
     return None

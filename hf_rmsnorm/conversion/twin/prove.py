@@ -20,20 +20,13 @@ BOUND = 1e-12
 
 @dataclass(frozen=True)
 class ProofReport:
-    """How far a converted twin is from the original, everything in float64.
-
-    Args:
-        stock: max |difference| of the outputs with the model's own LayerNorms, over the largest.
-        rms: the same with RMSNorms wherever the plan says so.
-        norms: how many norms became RMSNorms, and how many there are.
-        means: path -> largest |mean| / RMS of a row that enters the norm there, after the conversion.
-    """
+    """How far a converted twin is from the original, everything in float64."""
 
     model_class: str
-    stock: float
-    rms: float
-    norms: tuple[int, int]
-    means: dict[str, float] = field(repr=False)
+    stock: float  # max |difference| of the outputs with the model's own LayerNorms, over the largest
+    rms: float  # the same with RMSNorms wherever the plan says so
+    norms: tuple[int, int]  # how many became RMSNorms, and how many there are
+    means: dict[str, float] = field(repr=False)  # path -> largest |mean| / RMS of a row that enters the norm there
 
     @property
     def passed(self) -> bool:
@@ -54,11 +47,7 @@ class ProofReport:
 
 @torch.no_grad()
 def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
-    """Carry out what `discover` found on a checkpoint of the twin, load it with the stock class, compare the outputs.
-
-    Raises:
-        ConversionRefused: the plan does not fit the checkpoint, or the result does not load.
-    """
+    """Carry out what `discover` found on a checkpoint of the twin, load it with the stock class, compare outputs."""
     cls = type(twin.model)
     original = new_model(cls, twin.config)
     give_weights(original, seed=3)
@@ -77,7 +66,6 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     chosen = {n.path for n in plan.norms if n.becomes_rms}
     if lost := sorted(chosen - norms.keys()):
         raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
-
     rms = difference(expected, run_as_rms(converted, twin.inputs, norms, chosen))
     return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means)
 

@@ -1,5 +1,6 @@
 """Run a model of Transformers in float64, look at what its modules take and give, and take its outputs apart."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -18,12 +19,11 @@ MISFITS = (
     AttributeError,
     ImportError,
     LookupError,
-    NotImplementedError,
     RuntimeError,
-    StrictDataclassError,
     TypeError,
     ValueError,
 )
+MISFITS += (StrictDataclassError,)
 
 
 @contextmanager
@@ -39,11 +39,7 @@ def in_double():
 
 
 def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
-    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
-
-    Raises:
-        ValueError: there is none, or one is not finite.
-    """
+    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients."""
     with in_double(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # some models mask at random in eval mode too
         outputs = list(output_tensors(model(**inputs)))
@@ -54,10 +50,14 @@ def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
 
 
+def is_float(value) -> bool:
+    """Whether it is a tensor of floats."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def output_tensors(output) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output
+    if is_float(output):
+        yield output
     elif isinstance(output, dict):
         for key, value in output.items():
             if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
@@ -89,6 +89,11 @@ def loaded(cls, folder, *, wrong=("missing_keys", "mismatched_keys"), **how) -> 
 def and_more(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def alike(name: str) -> str:
+    """A name with its numbers taken out: equal for parameters that differ in layer or expert alone."""
+    return re.sub(r"\d+", "*", name)
 
 
 def one_line(error: BaseException) -> str:

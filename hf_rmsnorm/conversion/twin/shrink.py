@@ -25,7 +25,7 @@ _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim")
 
 
 def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
-    """(what its widths were divided by, a narrower copy) in several styles, the likeliest first; `config` stays.
+    """(what its widths were divided by, a narrower copy) in several styles, the likeliest first.
 
     Which attribute is a width is read from its name and its value. Whether a copy is a model at all, and one of the
     same structure, is for the caller to find out.
@@ -42,15 +42,12 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
     found = []
     for part in _parts(config):
         values = vars(part)  # under their own names; a config may refuse to give some as attributes
-        heads = next((v for n in _HEADS if isinstance(v := values.get(n), int) and v), None)
-        hidden = next((v for n in _HIDDEN if isinstance(v := values.get(n), int) and v), None)
-        given = values.get("head_dim", values.get("d_head"))
-        if isinstance(given, int) and given:
-            found.append(given)
-        if hidden and heads and hidden % heads == 0:
-            found.append(hidden // heads)
-        elif hidden:
-            found.append(hidden)
+        names = (("head_dim",) if "head_dim" in values else ("d_head",), _HEADS, _HIDDEN)
+        given, heads, hidden = (
+            next((v for n in each if isinstance(v := values.get(n), int) and v), 0) for each in names
+        )
+        own = hidden // heads if heads and hidden % heads == 0 else hidden
+        found += [size for size in (given, own) if size]
     return found or [1]
 
 

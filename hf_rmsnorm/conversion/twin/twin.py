@@ -19,7 +19,7 @@ from ...verification.context import max_positions
 from ..checkpoint.source import read_json
 from ..plan import ConversionRefused
 from .keys import Hit
-from .run import MISFITS, one_line, run
+from .run import MISFITS, is_float, one_line, run
 from .shrink import shrunk
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
@@ -33,25 +33,17 @@ VOCABULARY_IF_UNKNOWN = 64
 class Twin:
     """A small model that stands for a checkpoint.
 
-    Args:
-        model: untied, in eval mode, float64 throughout, with weights as training leaves them: no mean is zero.
-        config: its config as the checkpoint has it: tied where the checkpoint is tied.
-        inputs: keyword arguments of its forward.
-        shapes: parameter of `model` -> its shape in the checkpoint's own size.
-        factor: what most widths were divided by; 1 where the model is its own twin.
-        folder: the model folder it was made of, or None.
-        made_inputs: `inputs` are random ones made here, of which there can be more, and not the caller's.
-        widths: length of the rows of a norm here -> in the checkpoint; filled in by discovery.
+    It is untied, in eval mode, float64 throughout, with weights as training leaves them: no mean is zero.
     """
 
     model: PreTrainedModel
-    config: PretrainedConfig
+    config: PretrainedConfig  # tied where the checkpoint is tied
     inputs: dict
-    shapes: dict[str, torch.Size]
-    factor: int
-    folder: Path | None = None
-    made_inputs: bool = True
-    widths: dict[int, int] = field(default_factory=dict)
+    shapes: dict[str, torch.Size]  # parameter of `model` -> its shape in the checkpoint's own size
+    factor: int  # what most widths were divided by; 1 where the model is its own twin
+    folder: Path | None
+    made_inputs: bool  # `inputs` are random ones made here, of which there can be more, and not the caller's
+    widths: dict[int, int] = field(default_factory=dict)  # of the rows of a norm -> in the checkpoint; by discovery
 
     @property
     def name(self) -> str:
@@ -75,17 +67,10 @@ def make_twin(
     inputs: Callable[[PreTrainedModel], dict] | None = None,
     trained: bool = False,
 ) -> Twin:
-    """The twin of a checkpoint or config.
+    """The twin of a model folder or a `PretrainedConfig`; the options are those of `plan_conversion`.
 
     Args:
-        source: a model folder, or a `PretrainedConfig`.
-        trust_remote_code: run the model code that comes with a folder.
-        model_class: instead of the class that the config names.
-        inputs: makes keyword arguments for the model; without it, random token ids, pixels or audio features.
         trained: also of a model that was trained as RMSNorm; the twin's own norms are LayerNorms all the same.
-
-    Raises:
-        ConversionRefused: no model can be made of it, at no width that fits into memory; the message says why.
     """
     config, cls = config_and_class(source, trust_remote_code, model_class, trained)
     try:
@@ -99,7 +84,7 @@ def make_twin(
                 narrow.validate()
             model = new_model(cls, plain(narrow, tied=False))
             give_weights(model)
-            given = {name: _double(value) for name, value in (inputs or default_inputs)(model).items()}
+            given = {k: v.double() if is_float(v) else v for k, v in (inputs or default_inputs)(model).items()}
             run(model, given)
         except MISFITS as error:
             first = first or one_line(error)
@@ -225,16 +210,11 @@ def new_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTraine
         return cls(config).double().eval()
 
 
-def _double(value):
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 @torch.no_grad()
 def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> None:
     """Weights as training leaves them: gains around what they start from, and no mean that is zero.
 
-    Args:
-        lean: how far the means of matrices are from zero; 0 for what chance alone makes them.
+    `lean` is how far the means of matrices are from zero; 0 for what chance alone makes them.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -277,25 +257,17 @@ def attend_to_encoder(twin: Twin) -> bool:
 
 
 def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
-    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature.
-
-    Raises:
-        ValueError: the main input has a name that nothing is known of.
-    """
+    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature."""
     generator = torch.Generator().manual_seed(seed)
     config, names = model.config, inspect.signature(model.forward).parameters
     tokens = (tokens[0], min(tokens[1], max_positions(config)))
     main = getattr(model, "main_input_name", None) or next(iter(names))
 
     def number(*keys: str, default: int) -> int:
-        for part in (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig))):
-            for key in keys:
-                value = getattr(part, key, None)
-                if isinstance(value, (list, tuple)) and value:
-                    value = value[0]
-                if isinstance(value, int) and value:
-                    return value
-        return default
+        parts = (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig)))
+        values = (getattr(part, key, None) for part in parts for key in keys)
+        values = (v[0] if isinstance(v, (list, tuple)) and v else v for v in values)
+        return next((v for v in values if isinstance(v, int) and v), default)
 
     def ids():
         special = {v for k, v in vars(config).items() if k.endswith("_id") and isinstance(v, int)}
@@ -306,19 +278,18 @@ def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    rows = tokens[0]
     if main == "input_ids":
-        inputs = {main: ids()}
+        shape = None
     elif main == "pixel_values":
-        side = number("image_size", default=64)
-        inputs = {main: normal(rows, number("num_channels", "in_channels", default=3), side, side)}
+        shape = number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]
     elif main == "input_values":
-        inputs = {main: normal(rows, 4000)}
+        shape = (4000,)
     elif main == "input_features":
-        length = 2 * number("max_source_positions", default=50)
-        inputs = {main: normal(rows, number("num_mel_bins", "input_feat_per_channel", default=80), length)}
+        bins = number("num_mel_bins", "input_feat_per_channel", default=80)
+        shape = bins, 2 * number("max_source_positions", default=50)
     else:
         raise ValueError(f"nothing is known of the input {main!r}")
+    inputs = {main: normal(tokens[0], *shape) if shape else ids()}
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = ids()
     if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):

@@ -1,7 +1,6 @@
 """Parameters that the inputs did not reach and that may yet write to the residual stream."""
 
 import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,27 +9,21 @@ import torch
 from ..plan import ConversionRefused
 from .gauge import Gauge, centre, gauge_test, input_means
 from .keys import Hit, KeyMap
-from .layer_norms import TwinNorm
-from .run import MISFITS, and_more, run, weight_axis
+from .layer_norms import Norms
+from .run import MISFITS, alike, and_more, run, weight_axis
 from .twin import Twin, new_model, with_settings
 
-_NUMBER = re.compile(r"\d+")
 
-
-def behind_masks(
-    work, twin: Twin, norms: dict[str, TwinNorm], gauge: Gauge, bound: float
-) -> tuple[list[Hit], set[str]]:
-    """What turns out to write to the stream where some of the inputs are masked; it is centred in `work`.
+def behind_masks(work, twin: Twin, norms: Norms, gauge: Gauge, bound: float) -> tuple[list[Hit], set[str]]:
+    """What is to be centred besides where some of the inputs are masked, and all parameters that were reached so and
+    leave the norms' inputs without mean.
 
     The model inside is run, which may take a mask where the model with its head does not.
 
     Args:
-        work: the twin's model, centred so far.
+        work: the twin's model, centred so far; what is found is centred in it.
         norms: those that are to become RMSNorms.
         bound: largest |mean| / RMS that a norm's input may have.
-
-    Returns:
-        What is to be centred besides, and all parameters that were reached so and leave the norms' inputs without mean.
     """
     left = set(gauge.undetermined)
     base = work.base_model
@@ -65,28 +58,20 @@ def _masked(model, inputs: dict) -> Iterator[dict]:
         yield {**inputs, "mask_time_indices": (torch.arange(count) % 2 == 0).repeat(len(first), 1)}
 
 
-def refuse_if_unreached(
-    work, twin: Twin, norms: dict[str, TwinNorm], gauge: Gauge, reached: set[str], bound: float
-) -> None:
+def refuse_if_unreached(work, twin: Twin, norms: Norms, gauge: Gauge, reached: set[str], bound: float) -> None:
     """Refuse where a parameter that no input reached is as wide as the stream; the arguments are `behind_masks`'s."""
     lengths = {norm.hidden_size for norm in norms.values()}
     left = [name for name in gauge.undetermined if name not in reached and _may_write(twin, name, lengths)]
     if not left:
         return
-    kin = {_NUMBER.sub("*", name) for name in twin.shapes.keys() - set(gauge.undetermined)}
+    kin = set(map(alike, twin.shapes.keys() - set(gauge.undetermined)))  # which give no norm's input a mean
     # With tied embeddings a head's bias may have a second name, which is used only there.
     tied = with_settings(twin.config, {"tie_word_embeddings": True})
     mentioned, aliases = _mentioned(twin.model), KeyMap(new_model(type(twin.model), tied)).aliases
     used = {alias for name, alias in aliases.items() if name not in gauge.undetermined}
-    left = [
-        name
-        for name in left
-        if _NUMBER.sub("*", name) not in kin  # its like in another layer gives no norm's input a mean
-        and all(part.isdecimal() or part in mentioned for part in name.split("."))
-        and aliases.get(name) not in used
-        and not _only_chooses(work, twin, norms, name, bound)
-    ]
-    if left:
+    left = [name for name in left if alike(name) not in kin and aliases.get(name) not in used]
+    left = [name for name in left if all(part.isdecimal() or part in mentioned for part in name.split("."))]
+    if left := [name for name in left if not _only_chooses(work, twin, norms, name, bound)]:
         what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
         raise ConversionRefused(f"{twin.name}: {what}: pass inputs that use it (the argument inputs)")
 

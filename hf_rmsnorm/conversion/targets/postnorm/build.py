@@ -17,7 +17,6 @@ from ...twin.twin import Twin, make_twin, new_model, plain, with_settings
 from .trace import FFN, Sum, find_ffns, find_sums, grow_config
 
 NEURONS = 2
-REMAINS = 'post_norm="fit" remains'
 
 
 @dataclass
@@ -62,15 +61,6 @@ def hits_of(twin: Twin, norms: dict[str, TwinNorm]) -> tuple[list[Hit], set[str]
     return [h for h in gauge.hits if h.parameter not in unsaved], set(gauge.undetermined)
 
 
-def refuse_without_neurons(found: Structure) -> None:
-    if not found.ffns:
-        why = found.unfit[0] if found.unfit else "no linear, activation, linear is added to its own input before a norm"
-        raise ConversionRefused(f"{found.twin.name} has no FFN that two neurons serve: {why}; {REMAINS}")
-    if found.grown is None:
-        what = f"no config key widens {found.ffns[0].first} by {NEURONS} and leaves all else its shape"
-        raise ConversionRefused(f"{found.twin.name}: {what}; {REMAINS}")
-
-
 def as_double(model: PreTrainedModel) -> PreTrainedModel:
     result = new_model(type(model), plain(model.config))
     result.load_state_dict(model.state_dict())
@@ -83,11 +73,8 @@ def tie_changes(model: PreTrainedModel, hits: list[Hit], undetermined: set[str])
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), set()).add(name)
     ways = {h.parameter: (h.axis, h.blocks) for h in hits}
-    for names in groups.values():
-        found = {ways.get(name) for name in names - undetermined} if len(names) > 1 else set()
-        if len(found) > 1:
-            return {"tie_word_embeddings": False}
-    return {"tie_word_embeddings": False} if would_tie_a_head(model, model.config, hits) else {}
+    unlike = any(len({ways.get(name) for name in names - undetermined}) > 1 for names in groups.values())
+    return {"tie_word_embeddings": False} if unlike or would_tie_a_head(model, model.config, hits) else {}
 
 
 @torch.no_grad()
@@ -99,10 +86,7 @@ def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: 
     for key, tensor in state.items():
         if key not in old:
             raise ConversionRefused(f"{type(model).__name__}: {key!r} of the converted model is not in the original")
-        if tensor.shape == old[key].shape:
-            tensor.copy_(old[key])
-        else:
-            tensor.zero_()[tuple(slice(n) for n in old[key].shape)] = old[key].to(tensor.dtype)
+        tensor.zero_()[tuple(slice(n) for n in old[key].shape)] = old[key].to(tensor.dtype)
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
     for name, how in found.twin.writers(hits).items():

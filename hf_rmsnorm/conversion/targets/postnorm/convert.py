@@ -37,19 +37,11 @@ from ...twin.prove import BOUND, difference, run_as_rms
 from ...twin.run import loaded, run
 from ...twin.twin import config_and_class, default_inputs
 from ..centred import PlannedConversion
-from .build import (
-    NEURONS,
-    Structure,
-    as_double,
-    converted,
-    hits_of,
-    look,
-    put_neurons,
-    refuse_without_neurons,
-    tie_changes,
-)
+from .build import NEURONS, Structure, as_double, converted, hits_of, look, put_neurons, tie_changes
 from .fit import fit_means, measure, subtract
 
+REMAINS = 'post_norm="fit" remains'
+ANOTHERS = "another norm's output, whose mean no weight removes"
 OTHER = "its input is the work of several modules or of an activation"
 HELD_OUT = 5  # every fifth batch is measured, not fitted
 SENTENCES = 256
@@ -69,24 +61,18 @@ class PostNormReport:
     """What a post-norm conversion did, and how far the result is from the original.
 
     Args:
-        level: ``exact`` or ``fit``.
-        norms: every LayerNorm; `reason` says why one stays.
-        neurons: FFNs that got two neurons.
-        stock: max |difference| of the outputs with the model's own LayerNorms, over the largest; float64.
-        rms: the same with RMSNorms; for ``fit`` on the first batch that was held out.
-        rounded: `rms`, once the tensors are rounded to the checkpoint's dtype.
         measured: for ``fit``: over held-out batches, the loss of the result (``fit``), of swapping every norm of the
             model as it is (``naive``), and of the choice that was not taken (``other``, where there was one).
     """
 
-    level: str
+    level: str  # ``exact`` or ``fit``
     model_class: str
     norms: tuple[NormRecord, ...]
-    neurons: int
-    stock: float
-    rms: float
-    rounded: float
-    measured: dict = field(default_factory=dict)
+    neurons: int  # FFNs that got two
+    stock: float  # max |difference| of the outputs with the model's own LayerNorms, over the largest; float64
+    rms: float  # the same with RMSNorms; for ``fit`` on the first batch that was held out
+    rounded: float  # `rms`, once the tensors are rounded to the checkpoint's dtype
+    measured: dict
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
@@ -108,13 +94,7 @@ class PostNormReport:
 
 @dataclass(frozen=True)
 class PostNormConversion:
-    """A converted post-norm model, as a checkpoint.
-
-    Args:
-        tensors: the whole checkpoint by key, in the model's dtypes.
-        config: keys of config.json to set: the FFN width, untied embeddings, and the record of this package.
-        report: what was done and measured.
-    """
+    """A converted post-norm model, as a checkpoint: all its tensors in the model's dtypes, and config keys to set."""
 
     tensors: dict[str, torch.Tensor] = field(repr=False)
     config: dict
@@ -124,18 +104,19 @@ class PostNormConversion:
 def exact_post_norm(model: PreTrainedModel, inputs: dict | None = None) -> PostNormConversion:
     """Two neurons for every FFN: embedding and FFN norms become RMSNorms with equal outputs, attention norms stay.
 
+    A plain Transformers loads the result, with an FFN width grown by 2, to the original's outputs.
+
     Args:
         model: a loaded model of any dtype, on the CPU; it is not changed.
         inputs: keyword arguments of its forward for the proof; random ones without it.
-
-    Returns:
-        The checkpoint; a plain Transformers loads it, with an FFN width grown by 2, to the original's outputs.
-
-    Raises:
-        ConversionRefused: there is no FFN of that form, no config key for its width, or the outputs are not equal.
     """
     found = look(model)
-    refuse_without_neurons(found)
+    if not found.ffns:
+        why = found.unfit[0] if found.unfit else "no linear, activation, linear is added to its own input before a norm"
+        raise ConversionRefused(f"{found.twin.name} has no FFN that two neurons serve: {why}; {REMAINS}")
+    if found.grown is None:
+        what = f"no config key widens {found.ffns[0].first} by {NEURONS} and leaves all else its shape"
+        raise ConversionRefused(f"{found.twin.name}: {what}; {REMAINS}")
     chosen = found.zero | {f.norm for f in found.ffns}
     hits = hits_of(found.twin, {path: found.norms[path] for path in chosen})[0]
     inputs = inputs or default_inputs(model)
@@ -158,10 +139,6 @@ def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormCo
     Args:
         model: a loaded model of any dtype, on the CPU; it is not changed.
         batches: keyword arguments of its forward, of text like that it will see; every fifth is measured, not fitted.
-
-    Raises:
-        ConversionRefused: no norm can be fitted.
-        ValueError: there are too few batches.
     """
     held_out = batches[HELD_OUT - 1 :: HELD_OUT]
     if not held_out:
@@ -186,9 +163,7 @@ def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormCo
         loss = measure(work, held_out, expected, {path: norms[path] for path in chosen})
         tried.append((work, chosen, norms, loss, found.grown if with_neurons else {}))
     (work, chosen, norms, loss, grown), *others = sorted(tried, key=lambda each: each[3]["relative_rms"])
-    measured = {"fit": loss, "naive": naive}
-    if others:
-        measured["other"] = others[0][3]
+    measured = {"fit": loss, "naive": naive} | ({"other": others[0][3]} if others else {})
     return _finish(model, found, work, found.hits, chosen, norms, held_out[0], grown, measured)
 
 
@@ -203,29 +178,21 @@ def _finish(
     if stock > BOUND or (measured is None and rms > BOUND):
         off = f"in float64 its outputs differ by {max(stock, rms):.1e} of their scale, which is more than {BOUND:g}"
         raise ConversionRefused(f"{type(model).__name__} converted is not equal: {off}")
-    of_model = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    dtypes = {name: t.dtype for name, t in itertools.chain(*of_model)}
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    dtypes = {name: t.dtype for name, t in itertools.chain(*named)}
     for name, t in itertools.chain(work.named_parameters(), work.named_buffers()):
         t.data = t.data.to(dtypes[name])
     put = put_neurons(work, found.ffns) if grown else {}
     tensors = saved_tensors(work)
     work.double()
     norms = find_layer_norms(work, inputs)[0]
-    as_rms = {path: norms[path] for path in norms if path in chosen}
-    rounded = difference(expected, run_as_rms(work, inputs, as_rms, as_rms))
-    neurons = len(found.ffns) if grown else 0
-    reasons = {
-        s.norm: f"it reads {s.writer} plus another norm's output, whose mean no weight removes" for s in found.sums
-    }
-    reasons |= dict.fromkeys(chosen, "")
-    records = [
-        NormRecord(path, n.hidden_size, n.spec.eps, path in chosen, reasons.get(path, OTHER))
-        for path, n in norms.items()
-    ]
+    rounded = difference(expected, run_as_rms(work, inputs, norms, norms.keys() & chosen))
+    reasons = {s.norm: f"it reads {s.writer} plus {ANOTHERS}" for s in found.sums} | dict.fromkeys(chosen, "")
+    reason = {path: reasons.get(path, OTHER) for path in norms}
+    records = [NormRecord(p, n.hidden_size, n.spec.eps, p in chosen, reason[p]) for p, n in norms.items()]
     records += [NormRecord(path, 0, 0.0, False, "no input reached it: nothing is known of it") for path in found.silent]
-    level = "exact" if measured is None else "fit"
     # What was fitted is not centred, and is not checked.
-    writers = found.twin.writers(hits) if measured is None else {}
+    level, writers = ("exact", found.twin.writers(hits)) if measured is None else ("fit", {})
     for name, how in writers.items():
         if put.get(name, how)["axis"] != how["axis"]:
             how["but"] = {key: put[name][key] for key in ("axis", "first")}
@@ -236,26 +203,18 @@ def _finish(
         record |= {"computes": "rms_norm", "approximate": True, "measured": measured}
     record = {"converted_by": f"hf-rmsnorm {__version__}", "post_norm": level, **record}
     config = {**grown, **tie_changes(model, hits, found.undetermined), RECORD_KEY: record}
-    name = type(model).__name__
+    neurons, name = len(found.ffns) if grown else 0, type(model).__name__
     report = PostNormReport(level, name, tuple(records), neurons, stock, rms, rounded, measured or {})
     return PostNormConversion(tensors, config, report)
 
 
 @dataclass(frozen=True)
 class PlannedPostNorm(PlannedConversion):
-    """A converted model in memory.
-
-    Args:
-        fingerprints: of the files that it was made of.
-    """
+    """A converted model in memory, and the fingerprints of the files that it was made of."""
 
     conversion: PostNormConversion
     fingerprints: dict
-
-    @property
-    def report(self) -> PostNormReport:
-        """What was done and measured."""
-        return self.conversion.report
+    report = property(lambda self: self.conversion.report)
 
     def to_dict(self) -> dict:
         return {"report": self.report.to_dict()}
@@ -297,12 +256,7 @@ class PlannedPostNorm(PlannedConversion):
 def plan_post_norm(
     src, level: str, *, trust_remote_code: bool, model_class, texts: list[str] | None, allow_pickle: bool
 ) -> PlannedPostNorm:
-    """Convert a post-norm model in memory; `level` is the `post_norm` of `convert_checkpoint`, as are the rest.
-
-    Raises:
-        ConversionRefused: the model has not the form that the level needs; the message says what is missing.
-        ConversionError: this is no whole checkpoint folder.
-    """
+    """Convert a post-norm model in memory; `level` is the `post_norm` of `convert_checkpoint`, as are the rest."""
     with open_values(src, allow_pickle=allow_pickle) as values:
         fingerprints = values.checkpoint.fingerprints
     config, cls = config_and_class(src, trust_remote_code, model_class)

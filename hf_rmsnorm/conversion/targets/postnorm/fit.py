@@ -26,12 +26,8 @@ def _masked(x: torch.Tensor, inputs: dict) -> torch.Tensor:
 def fit_means(model, batches: Iterable[dict], sums: list[Sum], norms) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Norm -> (w, a) with mean(input of the norm) = w . (input of its writer) + a, as near as may be.
 
-    Rows count by the inverse of their variance: that is how the norm scales what is left of the mean.
-
-    Args:
-        model: in float64, its writers centred.
-        batches: keyword arguments of its forward; rows that an attention mask excludes do not count.
-        sums: which writer each norm reads.
+    Rows count by the inverse of their variance: that is how the norm scales what is left of the mean; those that an
+    attention mask excludes do not count. The model is in float64, its writers centred.
     """
     by_path = {s.norm: s for s in sums}
     last: dict[str, torch.Tensor] = {}
@@ -46,8 +42,7 @@ def fit_means(model, batches: Iterable[dict], sums: list[Sum], norms) -> dict[st
         h = last[by_path[path].writer].reshape(*x.shape[:-1], -1)
         rows = torch.cat([h, torch.ones_like(x[..., :1]), x.mean(-1, keepdim=True)], -1)
         rows = _masked(rows * (x.var(-1, unbiased=False, keepdim=True) + norms[path].spec.eps).rsqrt(), inputs)
-        gram = rows.T @ rows
-        grams[path] = grams[path] + gram if path in grams else gram
+        grams[path] = grams.get(path, 0.0) + rows.T @ rows
 
     with hooked(model, [*by_path, *{s.writer for s in sums}], note):
         for inputs in batches:
@@ -74,13 +69,9 @@ def subtract(model: torch.nn.Module, fits: dict[Sum, tuple[torch.Tensor, torch.T
 
 
 def measure(model, batches, expected, norms: dict[str, TwinNorm]) -> dict:
-    """How far a model with these norms as RMSNorms is from what was expected, in rows that no attention mask excludes.
-
-    Returns:
-        ``rows``, ``cosine_mean`` and ``cosine_min`` of rows, and ``relative_rms``, the error over the original.
-    """
-    cosines: list[torch.Tensor] = []
-    error = size = 0.0
+    """How far a model with these norms as RMSNorms is from what was expected, in rows that no attention mask excludes:
+    how many ``rows``, ``cosine_mean`` and ``cosine_min`` of them, and ``relative_rms``, the error over the original."""
+    cosines, error, size = [], 0.0, 0.0
     for inputs, outputs in zip(batches, expected, strict=True):
         for e, o in zip(outputs, run_as_rms(model, inputs, norms, norms), strict=True):
             if e.ndim < 2 or not e.numel():

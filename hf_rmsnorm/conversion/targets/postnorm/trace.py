@@ -20,12 +20,7 @@ RECENT = 64  # linear calls before a norm that are looked at
 
 @dataclass(frozen=True)
 class Sum:
-    """The input of a norm is the output of a linear module plus a skip that other linear modules read.
-
-    Args:
-        norm, writer: module paths.
-        readers: paths of linear modules whose input is the skip.
-    """
+    """The input of a norm is the output of a linear module plus a skip that linear modules, its readers, read too."""
 
     norm: str
     writer: str
@@ -38,8 +33,7 @@ class FFN:
 
     Args:
         norm, first, second: module paths.
-        first_axis: the axis of the first linear module's weight that its neurons run along.
-        second_axis: the axis of the second's weight that the neurons it reads run along.
+        first_axis, second_axis: of the linear modules' weights, which the neurons run along.
     """
 
     norm: str
@@ -60,10 +54,7 @@ def find_sums(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) 
             calls.append((path, args[0], output))
         elif path not in found:
             recent = calls[-RECENT:]
-            for place in range(len(recent) - 1, -1, -1):
-                writer, _, y = recent[place]
-                if not _alike(args[0], y):
-                    continue
+            for writer, _, y in (call for call in reversed(recent) if _alike(args[0], call[2])):
                 skip = args[0].flatten(0, -2) - y.flatten(0, -2)  # some models flatten rows on the way
                 equal = (r for r, x, _ in recent if _alike(x, skip) and _near(x.flatten(0, -2), skip))
                 if readers := tuple(dict.fromkeys(equal)):
@@ -91,22 +82,18 @@ def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[li
     Three runs: the first linear module of each candidate gives numbers of ours instead of its own, and the second
     module tells what became of them: of z, of -z, and of z with its neurons exchanged and half of it replaced.
     """
-    candidates = [
-        (s, reader)
-        for s in sums
-        for reader in s.readers
-        if reader != s.writer and _neurons(model, reader)[0] == _neurons(model, s.writer, reads=True)[0]
-    ]
+    pairs = [(s, reader) for s in sums for reader in s.readers if reader != s.writer]
+    candidates = [(s, r) for s, r in pairs if _neurons(model, r)[0] == _neurons(model, s.writer, reads=True)[0]]
     generator = torch.Generator().manual_seed(0)
     numbers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    paths = {p for s, reader in candidates for p in (reader, s.writer)}
+    firsts = {reader for _, reader in candidates}
 
     def probe(which: int) -> dict[str, torch.Tensor]:
         arrived = {}
 
         def swap(path, args, output):
             arrived[path] = args[0]
-            if path not in {reader for _, reader in candidates}:
+            if path not in firsts:
                 return None
             if path not in numbers or numbers[path][0].shape != output.shape:
                 z, other = (3 * torch.randn(2, *output.shape, generator=generator, dtype=torch.float64)).unbind()
@@ -114,7 +101,7 @@ def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[li
             z, other, kept = numbers[path]
             return (z, -z, torch.where(kept, z.roll(1, -1), other))[which].to(output.dtype)
 
-        with hooked(model, paths, swap):
+        with hooked(model, firsts | {s.writer for s, _ in candidates}, swap):
             run(model, inputs)
         return arrived
 
@@ -143,14 +130,11 @@ def _neurons(model: torch.nn.Module, path: str, reads: bool = False) -> tuple[in
 
 
 def grow_config(cls, config: PretrainedConfig, ffns: list[FFN], by: int) -> dict[str, int] | None:
-    """What to set in the config so that each of the FFNs has `by` neurons more, and all else its shape.
+    """What to set in the config so that each of the FFNs has `by` neurons more, and all else its shape, if anything.
 
-    Returns:
-        Keys and new values, or None where no keys do just that. A key is known by its value and by what the model made
-        with another one looks like.
+    A key is known by its value and by what the model made with another one looks like.
     """
-    shapes = shapes_of(cls, config)
-    wanted, widths = {k: list(v) for k, v in shapes.items()}, set()
+    wanted, widths = {k: list(v) for k, v in shapes_of(cls, config).items()}, set()
     for first, axis, second, reads in {(f.first, f.first_axis, f.second, f.second_axis) for f in ffns}:
         widths.add(wanted[f"{first}.weight"][axis])
         wanted[f"{first}.weight"][axis] += by
@@ -159,15 +143,15 @@ def grow_config(cls, config: PretrainedConfig, ffns: list[FFN], by: int) -> dict
             wanted[f"{first}.bias"][0] += by
     values = {k: getattr(config, k, None) for k in config.to_dict()}
     keys = [k for k, v in values.items() if type(v) is int and v in widths]
-    for count in range(1, len(keys) + 1):
-        for chosen in itertools.combinations(keys, count):
-            grown = type(config).from_dict(config.to_dict())
-            for key in chosen:
-                setattr(grown, key, values[key] + by)
-            try:
-                got = shapes_of(cls, grown)
-            except MISFITS:  # a width that something else has to divide
-                continue
-            if {k: list(v) for k, v in got.items()} == wanted:
-                return {key: values[key] + by for key in chosen}
+    for chosen in (some for count in range(1, len(keys) + 1) for some in itertools.combinations(keys, count)):
+        changes = {key: values[key] + by for key in chosen}
+        grown = type(config).from_dict(config.to_dict())
+        for key, value in changes.items():
+            setattr(grown, key, value)
+        try:
+            got = shapes_of(cls, grown)
+        except MISFITS:  # a width that something else has to divide
+            continue
+        if {k: list(v) for k, v in got.items()} == wanted:
+            return changes
     return None
