@@ -113,23 +113,18 @@ def _judge(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, Cen
     last = pair.last_of([norm.path for norm in plan.norms if norm.becomes_rms])
     if floor.candidate_rms <= bound or last is None:
         return runs, plan
-    kept = _without(plan, last)
-    setattr(pair.result.config, RECORD_KEY, kept.config[RECORD_KEY])
+    norms = tuple(replace(n, becomes_rms=False, reason=LEAK) if n.path == last else n for n in plan.norms)
+    record = {**plan.config[RECORD_KEY], "rms_norms": shorten(rms_norms(norms), [n.path for n in norms])}
+    kept = replace(plan, norms=norms, config={**plan.config, RECORD_KEY: record})
+    setattr(pair.result.config, RECORD_KEY, record)
     cured, cured_floor = pair.judge_as_rms()
     if cured_floor.candidate_rms > bound:
         rms["more than as LayerNorm"] = "rounding moves the stream's mean, and keeping the last norm does not cure it"
         return runs, plan
-    config = read_json(folder / "config.json")
-    config[RECORD_KEY] = kept.config[RECORD_KEY]
+    config = {**read_json(folder / "config.json"), RECORD_KEY: record}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     cured[f"{last} as RMSNorm too"] = f"RMS error {floor.candidate_rms:.4g}, so it stays LayerNorm"
     return {"as LayerNorm": stock, "as RMSNorm": cured}, kept
-
-
-def _without(plan: CentringPlan, path: str) -> CentringPlan:
-    norms = tuple(replace(n, becomes_rms=False, reason=LEAK) if n.path == path else n for n in plan.norms)
-    record = {**plan.config[RECORD_KEY], "rms_norms": shorten(rms_norms(norms), [n.path for n in norms])}
-    return replace(plan, norms=norms, config={**plan.config, RECORD_KEY: record})
 
 
 def not_centred(folder: Path, plan: CentringPlan) -> str:

@@ -63,41 +63,34 @@ class NativePair:
     """A target, where the source architecture keeps its tensors, and what its norms and heads are like.
 
     Args:
-        target: its model type.
-        eps: of the norms: an attribute of the config, or the number.
         mlp: (name in the target, name in the source, whether it writes to the stream) of each linear of a layer.
         experts: further weights of a layer by name in the target, and whether they write to the stream.
-        attention_norm, mlp_norm: one for each, or None for `mlp_norm` where both read the first.
         projections: query, key and value; or one name, of a tensor that holds them by head or one after another.
-        head: names that it may have in the checkpoint.
-        weight_offset: what the norms add to their weight.
         interleaved: (source, target): neighbouring channels are rotated together, and not the halves of a head.
         settings: keys of the target's config beyond what the source's config has under the same name.
         refusals: reasons against a source of this config.
-        biases: the keys of the target's config that switch on biases of attention and MLP; () where it has none.
-        head_bias: the head has a bias with the others, so that the final norm's has somewhere to go.
         clip: the number that queries, keys and values are clipped to, or None.
     """
 
-    target: str
-    eps: str | float
+    target: str  # its model type
+    eps: str | float  # of the norms: an attribute of the config, or the number
     mlp: Callable[[PretrainedConfig, int], Linears] = _gated
     experts: Callable[[PretrainedConfig, str], dict[str, tuple[Expression, bool]]] = lambda config, layer: {}
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
     attention_norm: str = "input_layernorm"
-    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"  # None where both read the first
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     fused_by_head: bool = False
     output: str = "self_attn.o_proj"
     final_norm: str = "model.norm"
-    head: tuple[str, ...] = ("lm_head",)
-    weight_offset: float = 0.0
+    head: tuple[str, ...] = ("lm_head",)  # names that it may have in the checkpoint
+    weight_offset: float = 0.0  # what the norms add to their weight
     interleaved: tuple[bool, bool] = (False, False)
     settings: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     refusals: tuple[tuple[str, Callable[[PretrainedConfig], Any]], ...] = ()
-    biases: tuple[str, ...] = ()
-    head_bias: bool = False
+    biases: tuple[str, ...] = ()  # keys of the target's config that switch on those of attention and MLP
+    head_bias: bool = False  # the head has one with the others, so that the final norm's has somewhere to go
     clip: Callable[[PretrainedConfig], float | None] = lambda config: None
 
 

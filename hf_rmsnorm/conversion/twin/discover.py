@@ -10,14 +10,13 @@ import torch
 from ... import __version__
 from ...record import RECORD_KEY, make_record
 from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
-from .gauge import Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, input_means
+from .gauge import ZERO_MEAN, Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, input_means
 from .keys import Hit, KeyMap, named_as_stored, stored_names
 from .layer_norms import TwinNorm, find_layer_norms
 from .run import alike, and_more, hooked, is_float, one_line, run
 from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
-ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
 
 NOTES = (
@@ -58,10 +57,10 @@ def discover(source, **how) -> CentringPlan:
         causes = {path: cause if cause.source else cause._replace(reason=raw) for path, cause in causes.items()}
     _refuse_if_hopeless(twin, norms, bad, causes)
     becoming = {path: norm for path, norm in norms.items() if path not in bad}
-    more, reached = behind_masks(work, twin, becoming, gauge, ZERO_MEAN)
+    more, reached = behind_masks(work, twin, becoming, gauge)
     hits += [hit for hit in more if hit.parameter not in unsaved]
     twin.widths = _widths(twin, hits)
-    refuse_if_unreached(work, twin, becoming, gauge, reached, ZERO_MEAN)
+    refuse_if_unreached(work, twin, becoming, gauge, reached)
     centred = [replace(c, block=twin.widths[c.block]) for c in keys.centre(hits)]
     tied = new_model(type(twin.model), twin.config)
     names = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}

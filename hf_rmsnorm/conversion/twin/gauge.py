@@ -18,6 +18,7 @@ from .run import hooked, linear_paths, run, weight_axis
 
 GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
 WRITES = 1e-9  # of the largest derivative of a norm's mean
+ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 
 
 @dataclass
@@ -113,6 +114,11 @@ def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]
     with hooked(model, norms, note):
         run(model, inputs)
     return largest
+
+
+def all_centred(model: torch.nn.Module, inputs: dict, norms) -> bool:
+    """Whether no row that enters one of the norms has a mean."""
+    return max(input_means(model, inputs, norms).values(), default=0.0) <= ZERO_MEAN
 
 
 class _Products(TorchFunctionMode):

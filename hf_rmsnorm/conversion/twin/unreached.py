@@ -7,23 +7,19 @@ from dataclasses import replace
 import torch
 
 from ..plan import ConversionRefused
-from .gauge import Gauge, centre, gauge_test, input_means
+from .gauge import Gauge, all_centred, centre, gauge_test
 from .keys import Hit, KeyMap
 from .layer_norms import Norms
 from .run import MISFITS, alike, and_more, run, weight_axis
 from .twin import Twin, new_model, with_settings
 
 
-def behind_masks(work, twin: Twin, norms: Norms, gauge: Gauge, bound: float) -> tuple[list[Hit], set[str]]:
+def behind_masks(work, twin: Twin, norms: Norms, gauge: Gauge) -> tuple[list[Hit], set[str]]:
     """What is to be centred besides where some of the inputs are masked, and all parameters that were reached so and
-    leave the norms' inputs without mean.
+    leave the inputs of the norms, which are to become RMSNorms, without mean.
 
-    The model inside is run, which may take a mask where the model with its head does not.
-
-    Args:
-        work: the twin's model, centred so far; what is found is centred in it.
-        norms: those that are to become RMSNorms.
-        bound: largest |mean| / RMS that a norm's input may have.
+    The model inside is run, which may take a mask where the model with its head does not. `work` is the twin's model,
+    centred so far; what is found is centred in it.
     """
     left = set(gauge.undetermined)
     base = work.base_model
@@ -39,7 +35,7 @@ def behind_masks(work, twin: Twin, norms: Norms, gauge: Gauge, bound: float) -> 
         hits = [replace(hit, parameter=prefix + hit.parameter) for hit in masked.hits]
         hits = [hit for hit in hits if hit.parameter in left]
         centre(work, hits)
-        if max(input_means(base, inputs, inside).values(), default=0.0) <= bound:
+        if all_centred(base, inputs, inside):
             found += hits
             reached |= {name for name in left if name.removeprefix(prefix) not in masked.undetermined}
     return found, reached
@@ -58,7 +54,7 @@ def _masked(model, inputs: dict) -> Iterator[dict]:
         yield {**inputs, "mask_time_indices": (torch.arange(count) % 2 == 0).repeat(len(first), 1)}
 
 
-def refuse_if_unreached(work, twin: Twin, norms: Norms, gauge: Gauge, reached: set[str], bound: float) -> None:
+def refuse_if_unreached(work, twin: Twin, norms: Norms, gauge: Gauge, reached: set[str]) -> None:
     """Refuse where a parameter that no input reached is as wide as the stream; the arguments are `behind_masks`'s."""
     lengths = {norm.hidden_size for norm in norms.values()}
     left = [name for name in gauge.undetermined if name not in reached and _may_write(twin, name, lengths)]
@@ -71,13 +67,13 @@ def refuse_if_unreached(work, twin: Twin, norms: Norms, gauge: Gauge, reached: s
     used = {alias for name, alias in aliases.items() if name not in gauge.undetermined}
     left = [name for name in left if alike(name) not in kin and aliases.get(name) not in used]
     left = [name for name in left if all(part.isdecimal() or part in mentioned for part in name.split("."))]
-    if left := [name for name in left if not _only_chooses(work, twin, norms, name, bound)]:
+    if left := [name for name in left if not _only_chooses(work, twin, norms, name)]:
         what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
         raise ConversionRefused(f"{twin.name}: {what}: pass inputs that use it (the argument inputs)")
 
 
 @torch.no_grad()
-def _only_chooses(work, twin: Twin, norms, name: str, bound: float) -> bool:
+def _only_chooses(work, twin: Twin, norms, name: str) -> bool:
     """Whether other values of a parameter without gradient change the outputs, and give no norm's input a mean.
 
     So do those of a router or of a codebook: they choose what writes to the stream.
@@ -87,7 +83,7 @@ def _only_chooses(work, twin: Twin, norms, name: str, bound: float) -> bool:
     parameter.copy_(10 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4), dtype=before.dtype))
     try:
         changed = any(not torch.equal(a, b) for a, b in zip(outputs, run(work, twin.inputs), strict=True))
-        return changed and max(input_means(work, twin.inputs, norms).values(), default=0.0) <= bound
+        return changed and all_centred(work, twin.inputs, norms)
     finally:
         parameter.copy_(before)
 
