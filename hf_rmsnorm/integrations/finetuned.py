@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from collections.abc import Callable
 
 import torch
 
@@ -69,13 +68,13 @@ class Recentre:
         self._model = model
         if not any(is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
             if moved(tensors, found.record):
-                self._run(lambda parameter: True)
+                self._run(frozen=True)
             if doubt := moved(tensors, found.record):
                 raise ValueError(f"this model cannot be kept centred: {doubt}")
 
     def __call__(self) -> None:
         """Centre the parameters that are trained; raises ValueError where one is no longer here whole."""
-        self._run(lambda parameter: parameter.requires_grad)
+        self._run(frozen=False)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError where an optimizer updates copies of the parameters: DeepSpeed's would undo the centring."""
@@ -90,7 +89,7 @@ class Recentre:
             )
 
     @torch.no_grad()
-    def _run(self, wanted: Callable[[torch.nn.Parameter], bool]) -> None:
+    def _run(self, frozen: bool) -> None:
         for name, module, key, how in self._steps:
             parameter = module._parameters[key]
             if parameter.shape != self._shapes[name] or parameter.is_meta:
@@ -98,7 +97,7 @@ class Recentre:
                     f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: build Recentre after that, "
                     "under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
                 )
-            if not wanted(parameter):
+            if not (frozen or parameter.requires_grad):
                 continue
             sharded = is_dtensor(parameter)
             across = sharded and any(place.is_shard(how["axis"]) for place in parameter.placements)

@@ -41,11 +41,10 @@ def report_on(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchRepo
         name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
         memory = "" if fused is None else fused.memory_note(entry.module)
         notes = "; ".join(filter(None, (recipe.notes() if recipe else "", memory, entry.note)))
-        for path in entry.paths:
-            if recipe is not None:
-                swapped.append(Swapped(path, name, recipe.spec, notes, recipe.as_rms))
-            else:
-                skipped.append(Skipped(path, name, entry.reason, entry.cure))
+        if recipe is not None:
+            swapped += [Swapped(path, name, recipe.spec, notes, recipe.as_rms) for path in entry.paths]
+        else:
+            skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]
     return PatchReport(tuple(swapped), tuple(skipped), layers)
 
 

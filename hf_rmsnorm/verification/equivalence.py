@@ -215,17 +215,14 @@ def _batches(inputs, vocabulary: int | None, device: torch.device) -> list[dict]
 @contextmanager
 def _unpatched(model: nn.Module):
     """Inside, the model runs its original forwards. Gives the patched norms' paths, and a context in which they are."""
-    kept = ("forward", "_old_forward")  # bound methods on the instance, which unpatching exchanges
-    before = [
-        (path, module, type(module), {name: vars(module)[name] for name in kept if name in vars(module)})
-        for path, module in model.named_modules()
-    ]
+    before = [(path, module, type(module), dict(vars(module))) for path, module in model.named_modules()]
 
     def put_back():
         for _, module, cls, attributes in before:
             if type(module) is not cls:
                 module.__class__ = cls
-                vars(module).update(attributes)
+                kept = attributes.keys() & {"forward", "_old_forward"}  # bound methods, which unpatching exchanges
+                vars(module).update({name: attributes[name] for name in kept})
 
     @contextmanager
     def present():

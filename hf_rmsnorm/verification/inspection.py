@@ -97,11 +97,9 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
                 difference, _ = compare_logits([rows], [others], [rows.double()])
                 naive = NaiveSwap(difference.kl_mean, difference.top1_agreement, _perplexity(swapped, ids))
     norms = []
-    for path, found in ratios.items():
-        if found:
-            each, name = torch.cat(found), type(model.get_submodule(path)).__name__
-            over_rows = (len(each), each.median().item(), each.max().item())
-            norms.append(NormInput(path, name, path in layer_norms, *over_rows))
+    for path, each in ((path, torch.cat(found)) for path, found in ratios.items() if found):
+        name, over_rows = type(model.get_submodule(path)).__name__, (len(each), each.median().item(), each.max().item())
+        norms.append(NormInput(path, name, path in layer_norms, *over_rows))
     return Inspection(tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive)
 
 
@@ -109,8 +107,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
 def _logits(model: nn.Module, given: dict, hooks: dict[str, Callable]) -> torch.Tensor | None:
     with ExitStack() as stack:
         for path, hook in hooks.items():
-            handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.callback(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True).remove)
         return getattr(model(**given), "logits", None)
 
 

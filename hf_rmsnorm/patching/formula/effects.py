@@ -94,24 +94,22 @@ class Code:
         held = [members.get(name) for members in self._members for name in self.names]
         for function in self.functions:
             held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_reached(function)]
-        return list({id(v): v for v in held if _of_itertools(v) or (isinstance(v, _CONTAINERS) and _short(v))}.values())
+        held = [v for v in held if _of_itertools(v) or (isinstance(v, _CONTAINERS) and len(v) <= MAX_ITEMS)]
+        return list({id(value): value for value in held}.values())
 
 
 def contents(value, depth: int = 3):
     """A value to compare later: of lists, tables, sets and iterators what they hold, of anything else which it is."""
-    if depth and isinstance(value, (list, tuple)) and _short(value):
+    short = depth and isinstance(value, (list, tuple, dict)) and len(value) <= MAX_ITEMS
+    if short and not isinstance(value, dict):
         return [contents(v, depth - 1) for v in value]
-    if depth and isinstance(value, dict) and _short(value):
+    if short:
         return [(k if isinstance(k, str) else id(k), contents(v, depth - 1)) for k, v in value.items()]
     if isinstance(value, (set, frozenset, bytearray, list, dict)):
         return len(value)
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
     return repr(value) if isinstance(value, PLAIN_TYPES) or _of_itertools(value) else id(value)
-
-
-def _short(value) -> bool:
-    return len(value) <= MAX_ITEMS
 
 
 def _of_itertools(value) -> bool:

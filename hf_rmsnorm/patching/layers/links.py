@@ -99,13 +99,9 @@ def _heads(attention: nn.Module) -> set[str]:
 
     Not `F.rms_norm`, whose output is contiguous: put off to behind a transpose, it would lie otherwise in memory.
     """
-
-    def is_plain(norm: nn.Module) -> bool:
-        spec = recipe_of(norm).spec
-        short = all(p.dim() == 1 and len(p) <= MAX_HEAD_DIM for p in norm.parameters(recurse=False))
-        return short and not spec.has_bias and not spec.functional
-
-    return {name for name, norm in norms_of(attention).items() if is_plain(norm)}
+    found = ((name, recipe_of(norm).spec, norm.parameters(recurse=False)) for name, norm in norms_of(attention).items())
+    plain = ((name, weights) for name, spec, weights in found if not spec.has_bias and not spec.functional)
+    return {name for name, weights in plain if all(p.dim() == 1 and len(p) <= MAX_HEAD_DIM for p in weights)}
 
 
 def _behind_each(rows, sums: dict[nn.Module, Fusion]) -> dict[nn.Module, tuple[str, nn.Module]]:
