@@ -15,8 +15,8 @@ from ..plan import Centre, CentringPlan, Scale
 from .shard import DTYPES, FLOATS, ConversionError, StoredTensor
 from .values import Values
 
-PIECE = 1 << 17
-"""Elements that are in float64 at a time, where the grain is shorter: 1 MiB, which allocators use again."""
+PIECE = 1 << 19
+"""Elements that are in float64 at a time, where the grain is shorter: 4 MiB, which allocators use again."""
 AGAIN = "make the plan again for this checkpoint"
 
 

@@ -21,7 +21,7 @@ from .values import COPIED, Values
 
 WAITING = 8
 FLUSHED = 32 << 20  # bytes that are flushed to the disk while the next are computed: little is left for the end
-FORMAT = 2  # of the bytes that expressions give: a staging folder of another one is not taken up
+FORMAT = 3  # of the bytes that expressions give: a staging folder of another one is not taken up
 
 
 @dataclass(frozen=True)
