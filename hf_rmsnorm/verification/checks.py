@@ -22,7 +22,7 @@ NOT_REACHED = "not reached by these inputs"
 NOT_COMPARED = "not compared: it does not map a tensor to one of the same shape"
 _MAX_AMPLIFIED = 0.05  # of elements in rows nearly constant; a wrong rounding order changes five times as many
 _DIFFERENTIABLE = 2  # operands at most: the tables of a rotary embedding come behind q and k
-_ORDERS = 4  # in which eager's sums over rows are taken: which adds up best is luck
+_ALIKE = 4  # inputs on which eager's error is taken: on a single one luck decides how near it is
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ class NormCheck:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """One gradient of a piece against float64: each error at most 1.5 times eager's own, and an ulp of the largest."""
+    """One gradient of a piece against float64: each error at most 1.5 times eager's own, and an ulp of the largest.
+
+    Eager's own is its largest on that input and on three like it.
+    """
 
     path: str
     gradient: str  # of what: an operand by its number, or a parameter by its name
@@ -162,13 +165,18 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
     except Exception as error:  # whatever a broken backward raises is the verdict on it
         yield GradientCheck(piece.path, "all", reason=f"raises {_told(error)}")
         return
-    eager = [_grads(piece.original, piece.norms, piece.operands, cotangents)]
-    if piece.rows is not None:
-        eager += [_reordered(piece, cotangents, seed) for seed in range(1, _ORDERS)]
-    twins = [_double(norm) for norm in piece.norms]
-    with Float64Mode():  # the unpatched modules, their own casts to float32 included
-        doubles = ([t.double() for t in tensors] for tensors in (piece.operands, cotangents))
-        exact = _grads(partial(piece.original, norms=twins), twins, *doubles)
+    theirs: list[list[Sizes | None]] = []
+    exact: list = []
+    for number in range(_ALIKE):
+        operands, given = _alike(piece, cotangents, number)
+        eager = _grads(piece.original, piece.norms, operands, given)
+        twins = [_double(norm) for norm in piece.norms]
+        with Float64Mode():  # the unpatched modules, their own casts to float32 included
+            doubles = ([t.double() for t in tensors] for tensors in (operands, given))
+            found = _grads(partial(piece.original, norms=twins), twins, *doubles)
+        exact = exact or found
+        both = zip(eager, found, strict=True)
+        theirs.append([None if a is None or b is None else Sizes(a.double() - b) for a, b in both])
     names = [f"operand {at}" for at, _ in enumerate(piece.operands[:_DIFFERENTIABLE])]
     names += [name if len(piece.norms) == 1 else f"{at}: {name}" for at, name, _ in _parameters(piece.norms)]
     for at, (name, grad, right) in enumerate(zip(names, ours, exact, strict=True)):
@@ -176,9 +184,8 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
             if grad is not right:
                 yield GradientCheck(piece.path, name, reason="is missing on one side")
             continue
-        error = Sizes(grad.double() - right)
-        theirs = [Sizes(grads[at].double() - right) for grads in eager if grads[at] is not None]
-        largest, rms = max(each.max for each in theirs), max(each.rms for each in theirs)
+        error, eager = Sizes(grad.double() - right), [each[at] for each in theirs if each[at] is not None]
+        largest, rms = max(each.max for each in eager), max(each.rms for each in eager)
         dtype, step = str(grad.dtype).removeprefix("torch."), ulp(right.abs().max(), grad.dtype).item()
         yield GradientCheck(piece.path, name, dtype, error.max, error.rms, largest, rms, step)
 
@@ -201,18 +208,17 @@ def _grads(function: Callable, norms: Iterable[nn.Module], operands, cotangents:
             p.requires_grad_(False)
 
 
-def _reordered(piece: Piece, cotangents: list, seed: int) -> list:
-    """Eager's gradients with the rows in another order, those of the operands put back in theirs."""
-    ins, outs = piece.rows
-    order = torch.randperm(piece.operands[0].shape[ins[0]], generator=torch.Generator().manual_seed(seed))
-
-    def moved(tensors, dims, order):
-        pairs = zip(tensors, dims, strict=True)
-        return [t if t is None else t.index_select(dim, order.to(t.device)) for t, dim in pairs]
-
-    grads = _grads(piece.original, piece.norms, moved(piece.operands, ins, order), moved(cotangents, outs, order))
-    count = min(_DIFFERENTIABLE, len(piece.operands))
-    return moved(grads[:count], ins[:count], order.argsort()) + grads[count:]
+def _alike(piece: Piece, cotangents: list, number: int) -> tuple[list, ...]:
+    """Operands and cotangents like those of a piece: a little larger, rows in another order; 0: as they are."""
+    operands = [t.detach() * (1 + number / 16) if at < _DIFFERENTIABLE else t for at, t in enumerate(piece.operands)]
+    if piece.rows is None:
+        return operands, cotangents
+    count = operands[0].shape[piece.rows[0][0]]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(number)) if number else torch.arange(count)
+    return tuple(
+        [t if t is None else t.index_select(dim, order.to(t.device)) for t, dim in zip(tensors, dims, strict=True)]
+        for tensors, dims in zip((operands, cotangents), piece.rows, strict=True)
+    )
 
 
 def _double(norm: nn.Module) -> nn.Module:

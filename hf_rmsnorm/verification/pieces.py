@@ -139,7 +139,10 @@ def _norm_expects(norm: Callable, x: torch.Tensor, y: torch.Tensor, dtype: torch
 
 @contextmanager
 def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
-    """Record each fused piece that this thread runs: ``rows`` XX"""
+    """Record each fused piece that this thread runs: about ``rows`` rows of its first call of one row, and of several.
+
+    What it yields is filled while the model, which is patched, runs.
+    """
     paths = {module: path for path, module in model.named_modules()}
     seen: set[tuple] = set()
     pieces: list[Piece] = []
