@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -75,11 +75,11 @@ class SafetensorsShard:
     def read(self, tensor: StoredTensor, first: int, last: int) -> np.ndarray:
         """Bytes [first, last) of a tensor, as a vector of uint8."""
         data = np.empty(last - first, np.uint8)
-        with open(self.path, "rb") as file:
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
             file.seek(len(self.header) + tensor.start + first)
-            if file.readinto(data) < len(data):
-                raise changed(self.path)
-        return data
+            if file.readinto(data) == len(data):
+                return data
+        raise changed(self.path)
 
 
 def changed(path: Path) -> ConversionError:
