@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="find the lines of the full tests too")
     parser.add_argument("--lines", type=Path, help="which tests run which lines: read there, or made and kept there")
     parser.add_argument("--again", type=Path, help="run the survivors of this table again, and write what they are now")
-    parser.add_argument("--out", type=Path, help="write the table there, as JSON")
+    parser.add_argument("--out", type=Path, help="write the table there, as JSON, and run none that it has already")
     args = parser.parse_args()
     every = sorted(str(p.relative_to(ROOT)) for room in ROOMS for p in (ROOT / "hf_rmsnorm" / room).glob("*.py"))
     places = [place.partition(":") for place in args.places or every]
@@ -168,6 +168,10 @@ def main() -> int:
         args.out = args.again
     if args.sample is not None and args.sample < len(chosen):
         chosen = random.Random(args.seed).sample(chosen, args.sample)
+    if args.out and not args.again and args.out.exists():
+        results = json.loads(args.out.read_text(encoding="utf-8"))
+        done = {(row["path"], row["line"], row["code"], row["before"], row["after"]) for row in results}
+        chosen = [(m, text) for m, text in chosen if (m.path, m.line, m.code, m.before, m.after) not in done]
     load_what_all_need()
     if args.lines is not None and args.lines.exists():
         lines = json.loads(args.lines.read_text(encoding="utf-8"))

@@ -97,10 +97,11 @@ def find_lines(target: Path, full: bool, jobs: int) -> dict:
 
 
 def covering(mutant: Mutant, lines: dict, most: int) -> list[str]:
-    """The tests that run a mutant's line, the quickest first, and those that differ most from one another.
+    """The tests that run a mutant's line: those of its file first, of these the quickest, one of each function first.
 
     Where none does, as of a line that runs when its file is imported, those that run any line of the file.
     """
+    own = "tests/unit/" + mutant.path.removeprefix("hf_rmsnorm/").replace("/", "/test_")
     found = lines["tests"].get(f"{mutant.path}:{mutant.line}", ())
     found = found or {t for at, tests in lines["tests"].items() if at.startswith(f"{mutant.path}:") for t in tests}
     tests = sorted(found, key=lambda t: (lines["seconds"][t], t))
@@ -108,6 +109,6 @@ def covering(mutant: Mutant, lines: dict, most: int) -> list[str]:
     order = []
     for test in tests:  # one of each test function, then the second of each, and so on
         name = test.split("[")[0]
-        order.append((seen[name], lines["seconds"][test], test))
+        order.append((not test.startswith(own), seen[name], lines["seconds"][test], test))
         seen[name] += 1
     return [test for *_, test in sorted(order)][:most] + [*ELSEWHERE.get(mutant.path, ())]
