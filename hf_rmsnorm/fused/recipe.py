@@ -24,6 +24,8 @@ class Recipe:
         eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
         hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
         settings: attributes of the module, as (name, value), without which it may compute something else.
+        reads: names in the code of the module's forward that its formula does not know. Setting one on a patched module
+            makes that a setting, with what it held before.
         absent: parameters that the module has a place for and does not hold; with one of them it computes another norm.
         gate: name of the forward's argument that is the gate.
         gate_optional: without a gate, the module computes the same formula ungated.
@@ -53,6 +55,7 @@ class Recipe:
     eps_value: Any = None
     hidden_size: int | None = None
     settings: tuple[tuple[str, Any], ...] = ()
+    reads: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     gate: str | None = None
     gate_optional: bool = False
@@ -85,7 +88,7 @@ class Recipe:
         changed = []
         for name, value in self.settings:  # asked by every call
             now = getattr(module, name, None)
-            if now is not value and now != value:
+            if now is not value and (type(now) is not type(value) or now != value):
                 changed.append(f"{name} is now {now}")
         for name in self.absent:
             if module._parameters.get(name) is not None:

@@ -40,3 +40,13 @@ def marked(cls: type, mark: str) -> type | None:
         if mark in ancestor.__dict__:
             return ancestor
     return None
+
+
+def exchanged(cls: type, part: type, other: type) -> type:
+    """cls with `part` replaced by `other` among its ancestors; made anew only if someone subclassed `part`."""
+    if cls is part:
+        return other
+    if part not in cls.__mro__:
+        return cls
+    namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, tuple(exchanged(b, part, other) for b in cls.__bases__), namespace)

@@ -10,6 +10,7 @@ import torch
 from ..fused.layer import fused_layer_class, layer_part
 from ..fused.norm import fused_class, fused_part, recipe_of
 from ..fused.recipe import Recipe
+from ..fused.subclass import exchanged
 
 # Instance attributes that can hold a forward: one set on the module, and the one an accelerate hook calls.
 _FORWARD_ATTRIBUTES = ("forward", "_old_forward")
@@ -42,7 +43,7 @@ def restore(module: torch.nn.Module) -> bool:
     fused = fused_part(type(module))
     if fused is not None:
         base = fused._hf_rmsnorm_base
-        _change_class(module, _without(type(module), fused, base), fused.forward, base.forward)
+        _change_class(module, exchanged(type(module), fused, base), fused.forward, base.forward)
     return fused is not None
 
 
@@ -75,7 +76,7 @@ def fuse(layer: torch.nn.Module, fusion):
 def unfused(cls: type) -> type:
     """A layer's class as it is without a fusion."""
     part = layer_part(cls)
-    return cls if part is None else _without(cls, part, part._hf_rmsnorm_layer_base)
+    return cls if part is None else exchanged(cls, part, part._hf_rmsnorm_layer_base)
 
 
 def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
@@ -109,13 +110,3 @@ def _own_cells(stored, module: torch.nn.Module, function) -> list[types.CellType
 
 def _is_own(stored, module: torch.nn.Module, function) -> bool:
     return isinstance(stored, types.MethodType) and stored.__self__ is module and stored.__func__ is function
-
-
-def _without(cls: type, fused: type, base: type) -> type:
-    """cls with `fused` replaced by `base` among its ancestors; made anew only if someone subclassed `fused`."""
-    if cls is fused:
-        return base
-    if fused not in cls.__mro__:
-        return cls
-    namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, tuple(_without(b, fused, base) for b in cls.__bases__), namespace)

@@ -51,6 +51,7 @@ class Code:
         self._add(forward)
         self._add_members(["__getattr__", "__getattribute__"])
         self.names = set().union(*map(_names, self.functions))
+        self.words = self.names.union(*map(_strings, self.functions))  # what `getattr` may be given, too
 
     def _add(self, function, wherever: bool = True) -> None:
         if not isinstance(function, _FUNCTIONS):
@@ -159,6 +160,11 @@ def _cells(function: types.FunctionType) -> Iterator[object]:
 
 def _names(function: types.FunctionType) -> list[str]:
     return list(dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names))
+
+
+def _strings(function: types.FunctionType) -> Iterator[str]:
+    constants = (constant for code in _codes(function.__code__) for constant in code.co_consts)
+    return (constant for constant in constants if isinstance(constant, str) and constant.isidentifier())
 
 
 def _reached(function: types.FunctionType) -> Iterator[object]:

@@ -259,8 +259,7 @@ class Fit(Trial):
         settings, fixed = [], recipe.hidden_size
         own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
         for name, value in plain_attributes(self.probe.module).items():
-            of_shape = isinstance(value, tuple) and (not value or value[-1] in (self.size, self.probe.head_dim))
-            if name in (recipe.eps, "training") or of_shape:
+            if name in (recipe.eps, "training") or self._is_shape(value):
                 continue
             other = "another " + value if isinstance(value, str) else otherwise(value)
             if isinstance(value, float) or type(value) is int:
@@ -272,7 +271,13 @@ class Fit(Trial):
                 settings.append((name, value))
             if matters and type(value) is int:  # the length of the rows, perhaps, or how many groups they have
                 fixed = self.size
-        return replace(recipe, settings=tuple(settings), hidden_size=fixed)
+        known = {"forward", "training", recipe.weight, recipe.bias, recipe.eps, *recipe.absent, *dict(settings)}
+        known |= {name for name, value in plain_attributes(self.probe.module).items() if self._is_shape(value)}
+        reads = tuple(sorted(self.probe.code.words - known))
+        return replace(recipe, settings=tuple(settings), reads=reads, hidden_size=fixed)
+
+    def _is_shape(self, value) -> bool:
+        return isinstance(value, tuple) and (not value or value[-1] in (self.size, self.probe.head_dim))
 
     def _matters(self, name: str, value, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
         """Whether another value of an attribute changes the result y of x, in any mode."""

@@ -8,11 +8,12 @@ import pytest
 import torch
 from crafted import equal
 from crafted_branches import BRANCHES, SERVED
+from crafted_held import CHANGED
 from crafted_impostors import IMPOSTORS, Backward
 from crafted_norms import NORMS
 from reports import report_on
 
-from hf_rmsnorm import use_backend
+from hf_rmsnorm import unpatch_model, use_backend
 from tests.unit.patching.formula.test_families import FAMILIES
 
 
@@ -54,6 +55,36 @@ def test_what_is_patched_in_part_gives_its_own_results(case):
     module = case.make()
     ours, _ = patched(module)
     assert equal(run(case, ours), run(case, module))
+
+
+@by_name(CHANGED)
+def test_what_its_forward_reads_and_is_set_later_is_seen(case):
+    norm, report = patched(case.make())
+    assert report.swapped, report
+    assert equal(run(case, norm), run(case, case.make()))
+    fused = type(norm)
+    case.change(norm)
+    assert report_on(norm).skipped[0].reason.startswith("it runs its own forward")
+    assert type(copy.deepcopy(norm)) is type(norm) is not fused
+    assert unpatch_model(norm) == 1 and type(norm) is fused._hf_rmsnorm_base
+
+
+def test_a_name_that_its_forward_does_not_read_changes_nothing():
+    norm, _ = patched(CHANGED[0].make())
+    fused = type(norm)
+    for name in ("_hf_hook", "_is_fsdp_managed_module", "other", "weight", "eps", "training"):
+        setattr(norm, name, getattr(norm, name, None))
+    norm.register_buffer("seen", torch.zeros(()))
+    norm.weight = torch.nn.Parameter(2 * norm.weight.detach())
+    assert type(norm) is fused and not report_on(norm).skipped
+
+
+def test_an_attribute_that_is_set_back_is_fused_again():
+    norm, _ = patched(next(case for case in CHANGED if case.name == "a private name").make())
+    norm._gain = 2.0
+    assert report_on(norm).skipped[0].reason == "it runs its own forward: _gain is now 2.0"
+    norm._gain = None
+    assert report_on(norm).swapped
 
 
 @by_name(NORMS)
