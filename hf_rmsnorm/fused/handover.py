@@ -2,7 +2,7 @@
 
 `add + norm` is one launch, but a model adds in one place and calls the norm in another, as a module with its hooks. So
 the sum's maker hands over what the norm computes, and the norm's forward returns it where the tensor that arrives is
-that sum, unmodified (identity and version counter, of the sum and of the parameters). Else it computes.
+that sum, unmodified (identity and version of the sum and of the parameters, and their address). Else it computes.
 """
 
 import threading
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops.direct import capturing
+from ..ops.direct import DIRECT_TYPES, capturing
 
 
 class _HandedOver(NamedTuple):
@@ -33,8 +33,14 @@ _slot = _Slot()
 given_otherwise: weakref.WeakSet = weakref.WeakSet()
 
 
-def _version(t: torch.Tensor | None) -> int | None:
+def version(t: torch.Tensor | None) -> int | None:
+    """What every write to a tensor moves that is not past autograd; None where it has none."""
     return None if t is None or t.is_inference() else t._version
+
+
+def _state(p: torch.Tensor | None) -> tuple | None:
+    # The address too: `.data = other` leaves the version as it is.
+    return None if p is None else (version(p), p.data_ptr() if type(p) in DIRECT_TYPES else 0)
 
 
 def _reference(t: torch.Tensor | None) -> weakref.ref | None:
@@ -42,7 +48,7 @@ def _reference(t: torch.Tensor | None) -> weakref.ref | None:
 
 
 def _operands(x, weight, bias, spec, backend) -> tuple:
-    versions = _version(x), _version(weight), _version(bias)
+    versions = version(x), _state(weight), _state(bias)
     return versions, torch.is_grad_enabled(), capturing(x), backend, spec
 
 

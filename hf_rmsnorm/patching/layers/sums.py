@@ -21,7 +21,7 @@ from ...fused.recipe import operands
 from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
 from ..formula.probe import is_plain
 from ..swap import restore, unfused
-from .values import is_seen
+from .values import is_seen, past_versions
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
@@ -95,9 +95,11 @@ def _learn(layer: nn.Module) -> Fusion | str:
         except Exception:  # a stub returns what this forward does not expect, which any error can say
             output = None
         if output is not None and output.shape == x.shape and torch.equal(output, expected):
-            sites, itself = _sites(totals, given, output), definition.args.args[0].arg
+            nodes, itself = sums(definition), definition.args.args[0].arg
+            past = past_versions(definition, itself)
+            sites = tuple(site for site in _sites(totals, given, output) if nodes[site[0]] not in past)
             entry = next((name for name, read, _ in given if read is x), "")
-            seen = [at for at, name in sites if name and is_seen(definition, sums(definition)[at], itself, norms)]
+            seen = [at for at, name in sites if name and is_seen(definition, nodes[at], itself, norms)]
             return _proven(base, stand_in, norms, Fusion(sites, entry, tuple(seen)), expected, x)
         totals.clear()
         given.clear()

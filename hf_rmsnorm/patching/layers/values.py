@@ -17,6 +17,8 @@ from ...fused.source import CannotRewrite, forward_source
 from ..swap import unfused
 
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel"}  # asked without getting hold of the tensor
+_VIEWS = {"chunk", "flatten", "movedim", "permute", "reshape", "select", "split", "squeeze", "transpose", "unbind"}
+_PAST = {"data", "numpy", "__array__", "__dlpack__", "untyped_storage"}  # what writes go by without moving a version
 _Values = frozenset  # of what an expression may be: the nodes that made it, and parameters by name
 
 
@@ -28,6 +30,20 @@ def is_seen(definition: ast.FunctionDef, total: ast.BinOp, itself: str, norms: I
     flow = _Flow(definition, itself)
     read = (values for name, _, given in flow.calls if name not in norms or len(given) > 1 for _, values in given)
     return total in flow.shown or total in flow.written or any(total in values for values in read)
+
+
+def past_versions(definition: ast.FunctionDef, itself: str) -> set:
+    """The nodes whose values a forward sets attributes of, or takes the ``.data`` of: no version tells what it does."""
+    return _Flow(definition, itself).past
+
+
+def children_given(definition: ast.FunctionDef, body: list[ast.stmt], itself: str, norms: tuple[str, str]) -> tuple:
+    """((name, what it is given) of each other child that is called from the first of two norms on; what these read)."""
+    flow = _Flow(ast.FunctionDef(definition.name, definition.args, body, []), itself)
+    given = [(name, frozenset().union(*(values for _, values in given))) for name, _, given in flow.calls]
+    first = [name for name, _ in given].index(norms[0])
+    rows = frozenset().union(*(values for name, values in given if name in norms))
+    return [each for each in given[first:] if each[0] not in norms], rows
 
 
 def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
@@ -79,7 +95,10 @@ class _Flow:
         self.calls: list[tuple[str, int, list]] = []  # of children: (name, time, [(position or keyword, values)])
         self.written: dict[object, int] = {}  # value -> time of the last write to it, in place or by a view
         self.shown: set = set()  # what somebody gets hold of otherwise: functions, the caller, closures
+        self.past: set = set()  # what is written to, or may be, past its version
         self.rows: dict[str, str] = {}  # loop variable -> the child whose modules it takes
+        nodes = ast.walk(definition)
+        self.outer = {name for n in nodes if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
         arguments = definition.args
         names = (a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
         bound = {name: frozenset([name]) for name in names if name != itself}
@@ -105,7 +124,9 @@ class _Flow:
             case ast.AnnAssign(target, _, value) if value is not None:
                 self.bind(target, self.values(value, bound), bound)
             case ast.AugAssign(target, _, value):
-                self.values(value, bound)
+                values = self.values(value, bound)
+                if any(isinstance(each, (ast.Tuple, ast.List, ast.Dict, ast.Set)) for each in values):
+                    self.shown |= values  # of the list that it adds to
                 self.write(self.values(target, bound))
             case ast.For(target, iterable, body, orelse):
                 for each in ast.walk(iterable):  # `layers` of ``enumerate(self.layers[1:])``
@@ -137,6 +158,7 @@ class _Flow:
         match target:
             case ast.Name(name):
                 bound[name] = values
+                self.shown |= values if name in self.outer else set()
             case ast.Tuple(targets) | ast.List(targets):
                 for each in targets:
                     self.bind(each, values, bound)
@@ -146,6 +168,8 @@ class _Flow:
                 self.shown |= values
                 if isinstance(target, ast.Subscript):
                     self.write(self.values(target.value, bound))
+                elif isinstance(target, ast.Attribute):
+                    self.past |= self.values(target.value, bound)
 
     def write(self, values: _Values) -> None:
         self.time += 1
@@ -163,14 +187,15 @@ class _Flow:
                 values = self.values(value, bound)
                 self.bind(target, values, bound)
                 return values
-            case ast.Tuple() | ast.List() | ast.Dict() | ast.Starred():
+            case ast.Tuple() | ast.List() | ast.Set() | ast.Dict() | ast.Starred():
                 parts = (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
-                return frozenset().union(*(self.values(part, bound) for part in parts))
+                return frozenset([node]).union(*(self.values(part, bound) for part in parts))
             case ast.Subscript(value, index):
                 self.values(index, bound)
                 return self.values(value, bound)
             case ast.Attribute(value, name):
                 values = self.values(value, bound)
+                self.past |= values if name in _PAST else set()
                 return frozenset([node]) if name in _FACTS else values | {node}
             case ast.Call(function, arguments, keywords):
                 return self.call(node, function, arguments, keywords, bound)
@@ -200,7 +225,10 @@ class _Flow:
             return frozenset([node])
         self.shown = self.shown.union(*(values for _, values in given))
         receiver, method = self.values(function, bound), getattr(function, "attr", "")
-        if method.endswith("_") and not method.endswith("__"):
+        if method in _VIEWS and isinstance(function.value, ast.Name) and function.value.id == "torch":
+            receiver = receiver.union(*(values for _, values in given))
+        dunder = method.startswith(("__i", "__setitem__"))  # `h.__iadd__(y)` is ``h += y``
+        if dunder if method.endswith("__") else method.endswith("_"):
             self.write(receiver)
         return frozenset([node]) if method in _FACTS else receiver | {node}  # a method's result may be a view
 

@@ -65,6 +65,14 @@ def hook_that_exchanges_the_next_weight(model):
     layers_of(model)[0].register_forward_hook(change)
 
 
+def hook_that_gives_the_next_weight_other_data(model):
+    def change(module, args, output):
+        weight = layers_of(model)[1].input_layernorm.weight
+        weight.data = weight.detach() * 1.5
+
+    layers_of(model)[0].self_attn.register_forward_hook(change)
+
+
 def weight_that_is_no_parameter(model):
     norm = layers_of(model)[1].input_layernorm
     weight = norm.weight.detach() * 2
@@ -146,7 +154,8 @@ CHANGES = [
     forward_of_the_class, forward_of_the_norms_class, eps_changed_between, noisy_weight, replaced_forward,
     changed_in_place, changed_behind_the_version, hook_before_the_next_norm,
     hook_that_changes_the_input_in_place, hook_behind_the_next_norm, hook_that_changes_the_next_weight,
-    hook_that_exchanges_the_next_weight, weight_that_is_no_parameter, parametrized_weight, other_eps, sliced,
+    hook_that_exchanges_the_next_weight, hook_that_gives_the_next_weight_other_data, weight_that_is_no_parameter,
+    parametrized_weight, other_eps, sliced,
     reversed_order, twice, shared_norm, another_norm, other_device_management,
 ]  # fmt: skip
 

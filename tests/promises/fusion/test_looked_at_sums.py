@@ -56,6 +56,37 @@ class ShowsItOnABranch(Block):
         return h + self.b(self.n2(h))
 
 
+LAST = KEPT = None
+
+
+class LeavesItInAGlobal(Block):
+    def forward(self, x):
+        global LAST
+        LAST = x + self.a(self.n1(x))
+        return LAST + self.b(self.n2(LAST))
+
+
+class AddsItToAList(Block):
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        kept = KEPT
+        kept += [h]
+        return h + self.b(self.n2(h))
+
+
+@pytest.mark.parametrize("layer", [LeavesItInAGlobal, AddsItToAList])
+def test_the_gradient_of_a_sum_that_is_left_somewhere(layer, monkeypatch):
+    model, found = row(layer(), layer()), []
+    for fuse_residual in (False, True):
+        monkeypatch.setitem(globals(), "KEPT", [])
+        patch_model(model, fuse_residual=fuse_residual)
+        monkeypatch.setitem(globals(), "KEPT", [])
+        with use_backend("triton"):
+            loss = model(X).square().sum()
+            found.append(torch.autograd.grad(loss, LAST if layer is LeavesItInAGlobal else KEPT[-1])[0])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+
+
 def by_forward_hook(model, kept):
     model[1].b.register_forward_hook(lambda module, args, output: kept.append(args[1]))
 
@@ -167,8 +198,55 @@ class SteersAView(Block):
         return h + self.b(self.n2(h))
 
 
+class SteersByTheOperatorsMethod(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        if steer is not None:
+            h.__iadd__(steer)
+        return h + self.b(self.n2(h))
+
+
+class SteersByTheIndexsMethod(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        if steer is not None:
+            h.__setitem__(..., h + steer)
+        return h + self.b(self.n2(h))
+
+
+class GivesItOtherData(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        if steer is not None:
+            h.data = h.data + steer
+        return h + self.b(self.n2(h))
+
+
+class SteersItsData(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        if steer is not None:
+            h.data.add_(steer)
+        return h + self.b(self.n2(h))
+
+
+class SteersWhatItReturns(Block):
+    def forward(self, x, steer=None):
+        h = x + self.a(self.n1(x))
+        h = h + self.b(self.n2(h))
+        if steer is not None:
+            h.data.add_(steer)
+        return h
+
+
+STEERED = [
+    SteersInPlace, SteersByAFunction, SteersAView, SteersByTheOperatorsMethod, SteersByTheIndexsMethod,
+    GivesItOtherData, SteersItsData, SteersWhatItReturns,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("layer", [SteersInPlace, SteersByAFunction, SteersAView])
+@pytest.mark.parametrize("layer", STEERED)
 def test_a_sum_that_is_written_to_on_an_untried_branch_is_normalised_as_it_is_then(layer, mode):
     model = row(layer(), layer())
     for each in list(model)[:2]:

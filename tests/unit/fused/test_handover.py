@@ -105,6 +105,15 @@ def test_the_bias_is_watched_too(given):
     assert handed_over(*given) is None
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_other_data_of_a_parameter_is_seen_though_its_version_stays(name):
+    norm, total = nn.LayerNorm(4), torch.ones(2, 4)
+    given = norm, total, norm.weight, norm.bias, SPEC, "triton"
+    keep(*given)
+    getattr(norm, name).data = torch.full((4,), 3.0)
+    assert handed_over(*given) is None
+
+
 def test_a_later_sum_replaces_what_nobody_took(given):
     norm, total, *rest = given
     keep(*given)

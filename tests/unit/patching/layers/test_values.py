@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from hf_rmsnorm.fused.source import sums
-from hf_rmsnorm.patching.layers.values import is_seen
+from hf_rmsnorm.patching.layers.values import is_seen, past_versions
 
 LLAMA = """
     residual = x
@@ -67,14 +67,48 @@ SEEN = {
     return self.n2(h)""",
     "one of two": "    h = x + self.a(x) if steer is None else x\n    return self.mlp(self.n2(h), h)",
     "given to a norm with more": "    h = x + self.a(x)\n    return self.n2(h, h)",
+    "written to by the operator's method": "    h = x + self.a(x)\n    h.__iadd__(steer)\n    return self.n2(h)",
+    "written to by the index's method": "    h = x + self.a(x)\n    h.__setitem__(0, steer)\n    return self.n2(h)",
+    "in a global": "    global kept\n    kept = x + self.a(x)\n    return self.n2(kept)",
+    "in a global on the way": "    global kept\n    h = kept = x + self.a(x)\n    return self.n2(h)",
+    "added to a list": "    h = x + self.a(x)\n    kept = steer\n    kept += [h]\n    return self.n2(h)",
+    "added to a list by name": "    h = x + self.a(x)\n    y = (h,)\n    steer += y\n    return self.n2(h)",
+    "added to a set": "    h = x + self.a(x)\n    steer |= {h}\n    return self.n2(h)",
     "unpacked": "    h, y = x + self.a(x), x\n    return self.mlp(self.n2(h), h)",
 }
 
 
-def seen(body):
+PAST = {
+    "other data": "    h = x + self.a(x)\n    h.data = steer\n    return self.n2(h)",
+    "by its data": "    h = x + self.a(x)\n    h.data.mul_(2)\n    return self.n2(h)",
+    "by a view's data": "    h = x + self.a(x)\n    h.view(-1).data[0] = 1\n    return self.n2(h)",
+    "by NumPy": "    h = x + self.a(x)\n    h.detach().numpy()[0] = 1\n    return self.n2(h)",
+}
+
+
+def parsed(body):
     source = f"def forward(self, x, steer=None):\n{textwrap.indent(textwrap.dedent(body), '    ')}"
-    definition = ast.parse(source).body[0]
+    return ast.parse(source).body[0]
+
+
+def seen(body):
+    definition = parsed(body)
     return is_seen(definition, sums(definition)[0], "self", ["n1", "n2"])
+
+
+def past_its_version(body):
+    definition = parsed(body)
+    return sums(definition)[0] in past_versions(definition, "self")
+
+
+@pytest.mark.parametrize("body", PAST.values(), ids=PAST)
+def test_a_sum_that_is_written_to_past_its_version(body):
+    assert past_its_version(body)
+
+
+@pytest.mark.parametrize("body", [*OWN.values(), *SEEN.values()], ids=[*OWN, *SEEN])
+def test_a_sum_whose_writes_move_its_version(body):
+    assert not past_its_version(body)
 
 
 @pytest.mark.parametrize("body", OWN.values(), ids=OWN)
