@@ -15,9 +15,11 @@ from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
 from ..ops.direct import launch_key
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
+from .handover import version
 from .layer import observers, operands_ahead, tell
 
 _is_compiling = torch.compiler.is_compiling
+_CALL = torch.nn.Module.__call__
 # A rotary function that was proven -> the functions that it calls with their code, and all that they name, which are to
 # be the same whenever it is not run; and whether it promotes as plain arithmetic does where dtypes differ.
 proven_rotary: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -28,7 +30,8 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     norm = attention._modules.get(name)
     if norm is None:
         return getattr(attention, name)(x)
-    found = None if _is_compiling() or type(x) is not torch.Tensor else operands_ahead(norm)
+    called = _is_compiling() or type(x) is not torch.Tensor or type(norm).__call__ is not _CALL
+    found = None if called else operands_ahead(norm)
     if found is None or (found[0] is not None and found[0].dim() != 1):
         return norm(x)
     weight, bias, spec = found
@@ -39,24 +42,29 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
             return norm(x)
         if key is not None:
             plans.keep(key, backend, plan_of, x, weight, bias, spec)
-    held[name] = found
+    held[name] = *found, (version(x), version(weight))
     return x
 
 
 def norm_and_rotate(
     attention: torch.nn.Module, held: dict, names: tuple[str, str], rotate: Callable | None, q, k, *tables
 ):
-    """(q, k) with the norms that were put off, and rotated.
+    """(q, k) with the norms that were put off, and rotated; a RuntimeError where what they read was written to since.
 
     Args:
         rotate: ``rotate(q, k, *tables)`` as the forward calls it; None where it does not.
         tables: cos and sin.
     """
     found = [held.get(name) for name in names]
+    for f, name, x in zip(found, names, (q, k), strict=True):
+        if f is not None and f[3] != (version(x), version(f[0])):
+            raise RuntimeError(
+                f"what {name} is yet to read was written to: call patch_model(model, fuse_residual=False)"
+            )
     if None not in found and found[0][2] == found[1][2] and found[0][1] is None and found[1][1] is None:
         if observers:
             tell(attention, "q/k", (names, rotate), (q, k, *tables))
-        (q_weight, _, spec), (k_weight, _, _) = found
+        (q_weight, _, spec, _), (k_weight, *_) = found
         if rotate is None or is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0])):
             plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
             key = qk_launch_key(q, k, q_weight, k_weight, spec, *tables)

@@ -14,7 +14,7 @@ from ...ops.backend import MAX_HEAD_DIM
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
-from .qk import QKFusion, find_qk
+from .qk import QKFusion, QKRefusal, find_qk
 from .sums import NO_SUM, find_fusion, norms_of
 
 
@@ -43,7 +43,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
                 reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
         if inside and not reason:
             told[path] = ", ".join(inside), ""
-        elif module in in_rows:
+        elif module in in_rows or isinstance(found, QKRefusal):
             reads = "no patched norm is known to read the sum that it returns" if sums[module].sites else NO_SUM
             told[path] = "", reason or reads
     further_in = _with_norms_further_in(model, in_rows, set(told))
@@ -88,7 +88,7 @@ def _examine(module: nn.Module, in_row: bool) -> Fusion | QKFusion | str:
             found = find_fusion(module) if in_row else Fusion(())
             if isinstance(found, str) or not found.sites:
                 with contextlib.suppress(CannotRewrite):
-                    return find_qk(unfused(type(module)), _heads(module))
+                    return find_qk(unfused(type(module)), _heads(module), module._modules)
             return found
     except Exception as error:  # whatever a user's class does, its norms are swapped
         return f"it could not be examined: {type(error).__name__}: {error}"

@@ -1,10 +1,11 @@
 """Where an attention normalises and rotates q and k, found in the source of its forward."""
 
 import ast
+import builtins
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,11 @@ import torch
 from ...fused.attention import norm_and_rotate, norm_later, proven_rotary
 from ...fused.source import CannotRewrite, call, compiled_again, forward_source
 from ...reference import rotated
+from .values import children_given
 
 _LATER, _ROTATE, _HELD = "_hf_rmsnorm_norm_later", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_held"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
+_HARMLESS = {bool, enumerate, float, int, isinstance, len, list, max, min, range, slice, tuple, zip}
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -57,16 +60,63 @@ class QKFusion:
         return ", ".join(filter(None, (self.q, self.k, self.rotary))) + " in one launch"
 
 
-def find_qk(cls: type, norms: set[str]) -> QKFusion:
-    """Where a forward assigns q and k, each normalised by one of these children; `CannotRewrite` where it does not."""
+class QKRefusal(str):
+    """Why a forward that assigns a normalised q and a normalised k is left alone."""
+
+
+def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] = types.MappingProxyType({})):
+    """Where a forward assigns q and k, each normalised by one of these children; `CannotRewrite` where it does not.
+
+    A `QKRefusal` where a norm is called in a way of its own, or something may write to q or k in between.
+    """
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
-    _, _, rotates, names = _find(definition, itself, norms)
+    q, k, rotates, names = _find(definition, itself, norms)
+    for name in names:
+        if name in children and type(children[name]).__call__ is not torch.nn.Module.__call__:
+            return QKRefusal(f"its {name} has a __call__ of its own")
     rotary = "" if rotates is None else rotates.value.func.id
-    if rotary and not prove_rotary(function.__globals__.get(rotary)):
-        *_, names = _find(definition, itself, norms, rotates=False)
-        rotary = ""
-    return QKFusion(*names, rotary)
+    proven = rotary and prove_rotary(function.__globals__.get(rotary))
+    if proven and not _may_write(function, definition, itself, (q, k, rotates, names), children):
+        return QKFusion(*names, rotary)
+    if rotary:
+        q, k, _, names = _find(definition, itself, norms, rotates=False)
+    if writer := _may_write(function, definition, itself, (q, k, None, names), children):
+        return QKRefusal(f"its forward calls {writer} after q is normalised, which may write to it")
+    return QKFusion(*names, "")
+
+
+def _may_write(function: Callable, definition: ast.FunctionDef, itself: str, found: tuple, children: Mapping) -> str:
+    """What a forward calls, from where q is normalised to what rotates it, that may write to either; "" if nothing."""
+    q, k, rotary, norms = found
+    last = definition.body.index(rotary or k)
+    between = definition.body[definition.body.index(q) + 1 : last + 1]
+    known = [_norm_call(k), None if rotary is None else rotary.value]
+    for node in (node for statement in between for node in ast.walk(statement) if isinstance(node, ast.Call)):
+        inplace = any(isinstance(each, ast.Constant) and each.value is True for each in node.args)  # perhaps
+        if inplace or not (node in known or _is_harmless(node.func, function, itself, children)):
+            return ast.unparse(node.func)
+    read, own = children_given(definition, definition.body[: last + 1], itself, norms)
+    reached = [name for name, values in read if values & own and not isinstance(children.get(name), torch.nn.Linear)]
+    return f"{itself}.{reached[0]}" if reached else ""
+
+
+def _is_harmless(called: ast.expr, function: Callable, itself: str, children: Mapping) -> bool:
+    """Whether this is a child, a method of tensors or a function of torch's, but for those that say that they write."""
+    match called:
+        case ast.Name(name):
+            named = function.__globals__.get(name, getattr(builtins, name, None))
+            return name not in function.__code__.co_varnames and any(named is each for each in _HARMLESS)
+        case ast.Attribute(ast.Name(owner), name) if owner == itself:
+            return name in children
+        case ast.Attribute(ast.Name(module), _) if module not in function.__code__.co_varnames:
+            return any(function.__globals__.get(module) is each for each in (torch, torch.nn.functional))
+        case ast.Attribute(value, name):
+            while isinstance(value, (ast.Attribute, ast.Subscript)):
+                value = value.value
+            known = not isinstance(value, ast.Name) or value.id in set(function.__code__.co_varnames) - {itself}
+            return known and hasattr(torch.Tensor, name) and not name.startswith("_") and name != "numpy"
+    return False
 
 
 def prove_rotary(function: Callable | None) -> bool:

@@ -186,3 +186,193 @@ def test_norms_whose_output_is_contiguous_keep_q_and_k_in_their_order_in_memory(
         with torch.no_grad(), use_backend("triton"):
             model(x)
     assert strides[0] == strides[1]
+
+
+# Attentions of one packed projection, of which q and k are views, that do something between the norms and the rotation.
+
+
+def rescale(rows):
+    rows.mul_(2.0).add_(1.0)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.q_norm, self.k_norm = nn.Linear(32, 96), *(modeling_qwen3.Qwen3RMSNorm(16) for _ in range(2))
+        self.act, self.out = nn.ReLU(inplace=True), nn.Linear(96, 32)
+
+    def grow(self, rows):
+        return rows.mul_(3.0)
+
+    def heads_of(self, x):
+        return self.qkv(x).view(*x.shape[:2], 6, 16)
+
+    def forward(self, x, cos, sin):
+        packed = self.heads_of(x)
+        q, k, v = torch.split(packed, 2, dim=2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        q, k = rotary(q, k, cos, sin)
+        return self.out(torch.cat((q, k, v.transpose(1, 2)), 1).transpose(1, 2).flatten(2))
+
+
+class OnlyLooks(Packed):
+    def forward(self, x, cos, sin):
+        packed = self.qkv(x).view(x.shape[0], x.shape[1], 6, 16)
+        q, k, v = torch.split(packed, 2, dim=2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        v = torch.relu(v).transpose(1, 2)
+        gate = self.qkv(x) if len(packed) > 1 else None
+        q, k = rotary(q, k, cos.to(x.dtype), sin)
+        return self.out(torch.cat((q, k, v), 1).transpose(1, 2).flatten(2)) + gate.sum()
+
+
+class WritesByAFunction(Packed):
+    def forward(self, x, cos, sin):
+        packed = self.qkv(x).view(*x.shape[:2], 6, 16)
+        q, k, v = packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:]
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        rescale(packed)
+        q, k = rotary(q, k, cos, sin)
+        return self.out(torch.cat((q, k, v.transpose(1, 2)), 1).transpose(1, 2).flatten(2))
+
+
+class WritesByAMethod(Packed):
+    def forward(self, x, cos, sin):
+        packed = self.qkv(x).view(*x.shape[:2], 6, 16)
+        q, k, v = packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:]
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        v = self.grow(packed)[:, :, 4:]
+        q, k = rotary(q, k, cos, sin)
+        return self.out(torch.cat((q, k, v.transpose(1, 2)), 1).transpose(1, 2).flatten(2))
+
+
+class WritesByAChild(Packed):
+    def forward(self, x, cos, sin):
+        packed = self.qkv(x).view(*x.shape[:2], 6, 16)
+        q, k, v = torch.split(packed, 2, dim=2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        v = self.act(packed)[:, :, 4:]
+        q, k = rotary(q, k, cos, sin)
+        return self.out(torch.cat((q, k, v.transpose(1, 2)), 1).transpose(1, 2).flatten(2))
+
+
+class WritesByAnArgument(Packed):
+    def forward(self, x, cos, sin):
+        packed = self.qkv(x).view(*x.shape[:2], 6, 16)
+        q, k, v = packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:]
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        nn.functional.relu(packed, True)
+        q, k = rotary(q, k, cos, sin)
+        return self.out(torch.cat((q, k, v.transpose(1, 2)), 1).transpose(1, 2).flatten(2))
+
+
+class WritesToAWeight(Packed):
+    def forward(self, x, cos, sin):
+        packed = self.qkv(x).view(*x.shape[:2], 6, 16)
+        q, k, v = packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:]
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        rescale(self.q_norm.weight.data)
+        q, k = rotary(q, k, cos, sin)
+        return self.out(torch.cat((q, k, v.transpose(1, 2)), 1).transpose(1, 2).flatten(2))
+
+
+class WritesBeforeK(Packed):
+    def forward(self, x, cos, sin):
+        packed = self.qkv(x).view(*x.shape[:2], 6, 16)
+        q, k, v = packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:]
+        q = self.q_norm(q).transpose(1, 2)
+        rescale(packed)
+        k = self.k_norm(k).transpose(1, 2)
+        q, k = rotary(q, k, cos, sin)
+        return self.out(torch.cat((q, k, v.transpose(1, 2)), 1).transpose(1, 2).flatten(2))
+
+
+ALONE, ALL = "q_norm, k_norm in one launch", "q_norm, k_norm, rotary in one launch"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "cls, said",
+    [
+        (Packed, ALL),
+        (OnlyLooks, ALL),
+        (WritesByAFunction, ALONE),
+        (WritesByAMethod, ALONE),
+        (WritesByAChild, ALONE),
+        (WritesByAnArgument, ALONE),
+        (WritesToAWeight, ALONE),
+        (WritesBeforeK, "its forward calls rescale after q is normalised, which may write to it"),
+    ],
+)
+def test_what_a_forward_calls_between_the_norms_and_the_rotation(cls, said, mode):
+    torch.manual_seed(0)
+    model, x, angles, found = cls(), torch.randn(2, 5, 32), torch.rand(1, 5, 16), []
+    for fuse_residual in (False, True):
+        report = patch_model(model, fuse_residual=fuse_residual)
+        nn.init.ones_(model.q_norm.weight)
+        with mode(), use_backend("triton"):
+            found.append(model(x, angles.cos(), angles.sin()))
+    assert [layer.fused or layer.reason for layer in report.layers] == [said]
+    assert torch.equal(*found)
+
+
+class WritesUnseen(nn.Linear):
+    def forward(self, x):
+        self.__dict__["rows"].mul_(2.0)
+        return super().forward(x)
+
+
+class Keeps(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        self.__dict__["writer"].__dict__["rows"] = y
+        return y
+
+
+class HasAWriter(Packed):
+    def forward(self, x, cos, sin):
+        q, k, v = torch.split(self.qkv(x).view(2, 5, 6, 16), 2, dim=2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        v = self.out(x).view(2, 5, 2, 16)
+        q, k = rotary(q, k, cos, sin)
+        return torch.cat((q, k, v.transpose(1, 2)), 1)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_write_that_no_source_shows_is_an_error_and_no_wrong_result(backend):
+    model, x, angles = HasAWriter(), torch.randn(2, 5, 32), torch.rand(1, 5, 16)
+    model.qkv, model.out = Keeps(32, 96), WritesUnseen(32, 32)
+    model.qkv.__dict__["writer"] = model.out
+    assert [layer.fused for layer in patch_model(model).layers] == [ALL]
+    with torch.no_grad(), use_backend(backend), pytest.raises(RuntimeError, match="fuse_residual=False"):
+        model(x, angles.cos(), angles.sin())
+
+
+class Gained(modeling_qwen3.Qwen3RMSNorm):
+    def __call__(self, x):
+        return super().__call__(x) * 3.0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_norm_with_a_call_of_its_own_is_called(when):
+    torch.manual_seed(0)
+    model, x, angles = Packed(), torch.randn(2, 5, 32), torch.rand(1, 5, 16)
+    model.k_norm.__class__ = Gained
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        expected = model(x, angles.cos(), angles.sin())
+        if when == "after":
+            patch.delattr(Gained, "__call__")
+        (layer,) = patch_model(model).layers
+        patch.undo()
+        with use_backend("triton"), count_launches() as launches:
+            torch.testing.assert_close(model(x, angles.cos(), angles.sin()), expected)
+    assert launches["qk_norm_forward"] == 0
+    assert (layer.fused or layer.reason) == (ALL if when == "after" else "its k_norm has a __call__ of its own")
