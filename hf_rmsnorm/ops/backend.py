@@ -63,6 +63,8 @@ def refusal(
     gate: torch.Tensor | None = None,
 ) -> str | None:
     """Why the kernels do not serve this call, or None where they do."""
+    if x.is_nested:
+        return "x is a nested tensor"
     dtype, shape, device, group_size = x.dtype, x.shape, x.device, spec.group_size
     of_heads = any(p is not None and p.dim() == 2 for p in (weight, bias))
     if dtype not in KERNEL_DTYPES:

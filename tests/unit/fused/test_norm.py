@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from hf_rmsnorm import count_launches, use_backend
+from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.norm import fused_class
 from hf_rmsnorm.fused.recipe import Recipe
@@ -195,3 +195,16 @@ def test_a_cache_of_launches_keeps_those_of_kernels_and_not_too_many(monkeypatch
     for key in "abc":
         assert cache.keep(key, "triton", lambda key=key: key.upper()) == key.upper()
     assert cache == {"c": "C"}
+
+
+def test_nested_tensors_run_the_modules_own_forward():
+    rows = [torch.randn(3, D), torch.randn(5, D)]
+    norm = nn.LayerNorm(D)
+    with torch.no_grad():
+        expected = [norm(each) for each in rows]
+        patch_model(nn.Sequential(norm))
+        x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        with use_backend("triton"), pytest.raises(RuntimeError, match="nested"):
+            norm(x)
+        found = norm(x).unbind()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
