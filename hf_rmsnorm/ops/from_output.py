@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.serves import unserved
-from .direct import DIRECT_TYPES, capturing, is_direct
+from .direct import DIRECT_TYPES, capturing, is_direct, under_transform
 
 LEAST_SCALE = 1e-3  # of the largest
 SMALLEST_SCALE = 2.0**-14  # below it float16 keeps fewer bits of y than of xhat
@@ -37,10 +37,11 @@ _seen: dict[tuple, _Seen] = {}  # by identity of the parameters, which do not ha
 
 
 class _Steps:
-    """Numbers the spans between backwards: in each an optimizer may have written to weights past their versions."""
+    """Numbers the spans in which a norm is called once: between them weights may be written to past their versions."""
 
     number = 0
     ended = False  # whether a backward has read an output since
+    asked: set[tuple] = set()  # the norms that were called since
 
 
 def note_backward() -> None:
@@ -48,20 +49,22 @@ def note_backward() -> None:
     _Steps.ended = True
 
 
-def _step() -> int:
+def _step(key: tuple, weight: torch.Tensor) -> None:
     # Not inside a backward, where checkpoints run forwards again: no weight has changed since the forward.
-    if _Steps.ended and torch._C._current_graph_task_id() == -1:
-        _Steps.ended = False
-        _Steps.number += 1
-    return _Steps.number
+    if torch._C._current_graph_task_id() == -1:
+        if _Steps.ended or (key in _Steps.asked and not capturing(weight)):
+            _Steps.ended = False
+            _Steps.number += 1
+            _Steps.asked.clear()
+        _Steps.asked.add(key)
 
 
 def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec) -> str | None:
     """Why a norm with these parameters keeps its input, or None where it need not.
 
-    What was found is kept until the version of a parameter changes, or a backward has run: optimizers that write
-    through ``.data`` or raw pointers (DeepSpeed's, bitsandbytes') move no version. Then all norms are looked at
-    together: one synchronisation with a GPU for each backward, not one for every norm.
+    What was found is kept until the version of a parameter changes, a backward has run, or this is asked again: what
+    writes through ``.data`` or raw pointers, as optimizers do (DeepSpeed's, bitsandbytes'), moves no version. Then all
+    norms are looked at together: one synchronisation with a GPU for each forward, not one for every norm.
     """
     if weight is None:
         return None if bias is None else "it has a bias alone"
@@ -80,6 +83,7 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
 
         references = weakref.ref(weight, drop), None if bias is None else weakref.ref(bias)
         seen = _seen[key] = _Seen(*references, spec.weight_offset, (), None)
+    _step(key, weight)
     if seen.state != _state(weight, bias):
         if capturing(weight):
             return "its parameters changed before a graph was captured"
@@ -90,7 +94,7 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
 
 def _state(weight, bias) -> tuple:
     # The address too: `.data = other` leaves the version as it is.
-    return _step(), weight._version, weight.data_ptr(), None if bias is None else (bias._version, bias.data_ptr())
+    return _Steps.number, weight._version, weight.data_ptr(), None if bias is None else (bias._version, bias.data_ptr())
 
 
 def _look(device: torch.device) -> None:
@@ -125,9 +129,9 @@ def keeps_output(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: N
     """Whether a call of this norm, patched with memory_efficient, shall keep its output.
 
     Not while compiling, where the compiler decides what is kept; nor while a CUDA graph is captured, whose replays
-    nobody could tell that a weight has become small.
+    nobody could tell that a weight has become small; nor under transforms, whose tensors have no address.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or under_transform():
         return False
     if weight is not None and capturing(weight):
         return False

@@ -45,6 +45,8 @@ def patch_model(
             that FSDP manages, whose output has another dtype or order of rows than its input, and of fewer than 32
             columns; so do q and k normalised in one launch. Other forwards than the kernels' keep what they keep.
             Writing to the output in place, and ``create_graph=True``, need the input: autograd, or an error, says so.
+            A write through ``.data`` to the output or the weight, between forward and backward, cannot be seen and
+            gives wrong gradients.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.

@@ -205,7 +205,7 @@ def test_weights_are_looked_at_again_when_they_change(what):
     assert kept(module, x) == "output"
 
 
-def test_all_norms_are_looked_at_once_a_step(monkeypatch):
+def test_all_norms_are_looked_at_once_a_forward(monkeypatch):
     model = nn.Sequential(*(build("llama") for _ in range(3)), build("layer_norm"))
     patch_model(model, memory_efficient=True)
     looks = []
@@ -218,10 +218,10 @@ def test_all_norms_are_looked_at_once_a_step(monkeypatch):
         torch.optim.SGD(model.parameters(), 1e-4).step()
         model(x)
         model(x)
-        assert len(looks) == step
+        assert len(looks) == 3 * step
     with torch.no_grad():
         model(x)
-    assert len(looks) == 3, "without gradients nothing is looked at"
+    assert len(looks) == 9, "without gradients nothing is looked at"
 
 
 def prune(parameter):
@@ -236,12 +236,25 @@ def through_numpy(parameter):
     parameter.detach().view(torch.int16).numpy()[3] = 0
 
 
+def trained(module, x, dy):
+    module(x).backward(dy)
+
+
+def run(module, x, dy):
+    module(x)
+
+
+def only_patched(module, x, dy):
+    pass
+
+
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
+@pytest.mark.parametrize("before", [trained, run, only_patched])
 @pytest.mark.parametrize("write", [prune, average, through_numpy])
-def test_a_weight_that_becomes_zero_past_its_version_is_noticed_at_the_next_step(write, name):
+def test_a_weight_that_becomes_zero_past_its_version_is_noticed_at_the_next_forward(write, before, name):
     module, (x, dy) = build(name), operands()
     patch_model(module, memory_efficient=True)
-    module(x).backward(dy)
+    before(module, x, dy)
     version = module.weight._version
     write(module.weight)
     assert module.weight._version == version and kept(module, x) == "input"
@@ -410,6 +423,39 @@ def test_a_second_derivative_says_what_it_needs():
     patch_model(module)
     (dx,) = torch.autograd.grad(module(x), x, dy, create_graph=True)
     assert torch.autograd.grad(dx.float().square().sum(), x)[0].isfinite().all()
+
+
+def over_parameters(module, x):
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    return lambda parameters: torch.func.functional_call(module, parameters, (x,)).float().square().sum(), parameters
+
+
+def of_grad(module, x):
+    function, parameters = over_parameters(module, x)
+    return torch.func.grad(function)(parameters)
+
+
+def of_jvp(module, x):
+    function, parameters = over_parameters(module, x)
+    return {"": torch.func.jvp(function, (parameters,), ({name: p.cos() for name, p in parameters.items()},))[1]}
+
+
+def of_an_ensemble(module, x):
+    function, parameters = over_parameters(module, x)
+    many = {name: torch.stack((p, 2 * p)) for name, p in parameters.items()}
+    return torch.func.vmap(torch.func.grad(function))(many)
+
+
+@pytest.mark.parametrize("how", [of_grad, of_jvp, of_an_ensemble])
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_transforms_over_the_parameters_are_those_of_the_default(name, how):
+    module, (x, _) = build(name, dtype=torch.float32), operands(dtype=torch.float32)
+    found = []
+    for memory_efficient in (False, True):
+        patch_model(module, memory_efficient=memory_efficient)
+        found.append(how(module, x.detach()))
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name])
 
 
 def test_batched_gradients():

@@ -98,23 +98,34 @@ def put(t, value):
 @pytest.mark.parametrize("change", [write, put])
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_is_known_ends_with_a_write_of_either_parameter(which, change, looks):
-    parameters = filled(1.0), filled(1.0)
-    for _ in range(2):
-        assert parameters_refusal(*parameters, BIASED) is None
-    assert len(looks) == 1
-    change(parameters[which], 0.0 if which == 0 else 9.0)
-    for _ in range(2):
-        assert ("a weight", "a bias")[which] in parameters_refusal(*parameters, BIASED)
-    assert len(looks) == 2
+    parameters, other = (filled(1.0), filled(1.0)), (filled(1.0), filled(1.0))
+    for each in (parameters, other):
+        assert parameters_refusal(*each, BIASED) is None
+    assert len(looks) == 2  # of what is new
+    assert parameters_refusal(*parameters, BIASED) is None and len(looks) == 3
+    change(other[which], 0.0 if which == 0 else 9.0)
+    assert ("a weight", "a bias")[which] in parameters_refusal(*other, BIASED)
+    assert len(looks) == 4  # though what the third saw of it was not asked for yet
+
+
+def test_norms_are_looked_at_together_when_one_is_asked_about_again(looks):
+    norms = [filled(1.0) for _ in range(3)]
+    for weight in norms:
+        parameters_refusal(weight, None, SPEC)
+    for forward in range(3):
+        looks.clear()
+        norms[2].data[0] = forward % 2  # which moves no version
+        found = [parameters_refusal(weight, None, SPEC) for weight in norms]
+        assert len(looks) == 1 and found[:2] == [None, None]
+        assert (found[2] is None) == (forward % 2 == 1)
 
 
 def test_what_is_known_ends_with_a_backward_and_not_within_one(looks):
     weight = filled(1.0)
     parameters_refusal(weight, None, SPEC)
-    weight.data[0] = 0.0  # which moves no version
-    assert parameters_refusal(weight, None, SPEC) is None
 
     def in_backward(gradient):
+        weight.data[0] = 0.0  # which moves no version
         note_backward()
         assert parameters_refusal(weight, None, SPEC) is None  # as it was in the forward
 
@@ -124,8 +135,12 @@ def test_what_is_known_ends_with_a_backward_and_not_within_one(looks):
     y.backward()
     assert len(looks) == 1
     assert "a weight is below" in parameters_refusal(weight, None, SPEC) and len(looks) == 2
-    parameters_refusal(weight, None, SPEC)
-    assert len(looks) == 2
+    other = filled(1.0)
+    parameters_refusal(other, None, SPEC)
+    parameters_refusal(weight, None, SPEC)  # again, by which the other is looked at too
+    other.data[0] = 0.0
+    note_backward()
+    assert "a weight is below" in parameters_refusal(other, None, SPEC)
 
 
 def test_one_weight_under_two_offsets_and_with_two_biases(looks):
