@@ -1,6 +1,5 @@
 """What a forward does besides computing its result, as far as its code and what that code can reach tell."""
 
-import copy
 import dis
 import itertools
 import random
@@ -18,6 +17,7 @@ _CONTAINERS = (list, dict, set, bytearray)
 _FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
 _HOOK = re.compile("register_.*hook")
+_ALL_HELD = ("__dict__", "vars", "parameters", "named_parameters", "buffers", "named_buffers", "children", "modules")
 _TELLING = {
     # What these say may differ from one call to the next, and nothing about the input or the module tells.
     **dict.fromkeys(("is_compiling", "is_dynamo_compiling"), "asks for whether it is compiled"),
@@ -37,16 +37,18 @@ _TELLING = {
     **dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), "looks at the memory of a tensor"),
     **dict.fromkeys(("_C", "DisableTorchFunction", "DisableTorchFunctionSubclass"), "reaches below torch's interface"),
     "print": "prints",
+    **dict.fromkeys(_ALL_HELD, "goes through all that it holds, not by name"),
 }
 
 
 class Code:
     """A forward with the methods and functions of its own module that it calls, and every name that they use."""
 
-    def __init__(self, forward, cls: type):
+    def __init__(self, forward, cls: type, instance: dict):
         self.functions: list[types.FunctionType] = []
         own = [c for c in cls.__mro__ if c not in torch.nn.Module.__mro__]
         self._members = [vars(c) for c in own]
+        self._instance = instance
         self._modules = {getattr(forward, "__module__", None), *(c.__module__ for c in own)}
         self._add(forward)
         self._add_members(["__getattr__", "__getattribute__"])
@@ -71,7 +73,7 @@ class Code:
         self._add_members(_names(function))
 
     def _add_members(self, names: list[str]) -> None:
-        for name, members in itertools.product(names, self._members):
+        for name, members in itertools.product(names, [*self._members, self._instance]):
             self._add(members.get(name), wherever=False)
 
     def faults(self) -> list[str]:
@@ -82,6 +84,15 @@ class Code:
         if any(_HOOK.fullmatch(name) for name in self.names):
             found.append("its forward puts a hook on a gradient")
         reached = [value for function in self.functions for value in _reached(function)]
+        members = [scope[name] for scope in self._members for name in self.names & scope.keys()]
+        tables = [c.values() if isinstance(c, dict) else c for c in self.containers() if isinstance(c, (dict, list))]
+        defaults = [v for function in self.functions for v in function.__defaults__ or ()]
+        held = [*members, *reached, *defaults, *itertools.chain(*tables)]
+        if any(isinstance(value, torch.Tensor) for value in held):
+            found.append("its forward reads a tensor that is not its own")
+        functions = [value for value in (*reached, *members, *self.functions) if isinstance(value, types.FunctionType)]
+        if any(vars(function).keys() & self.words - {"__wrapped__"} for function in functions):
+            found.append("its forward reads an attribute of a function")
         if any(value is random or value is time for value in reached):
             found.append("its forward asks for the clock, or for Python's random numbers")
         if any(value is numpy for value in reached) and self.names & {"prod", "array", "asarray", "product"}:
@@ -101,12 +112,12 @@ class Code:
 
 def contents(value, depth: int = 3):
     """A value to compare later: of lists, tables, sets and iterators what they hold, of anything else which it is."""
-    short = depth and isinstance(value, (list, tuple, dict)) and len(value) <= MAX_ITEMS
-    if short and not isinstance(value, dict):
-        return [contents(v, depth - 1) for v in value]
-    if short:
+    kind = type(value)  # not what a stand-in says of itself
+    if issubclass(kind, (list, tuple, dict)) and depth and len(value) <= MAX_ITEMS:
+        if not issubclass(kind, dict):
+            return [contents(v, depth - 1) for v in value]
         return [(k if isinstance(k, str) else id(k), contents(v, depth - 1)) for k, v in value.items()]
-    if isinstance(value, (set, frozenset, bytearray, list, dict)):
+    if issubclass(kind, (set, frozenset, bytearray, list, dict)):
         return len(value)
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
@@ -115,32 +126,6 @@ def contents(value, depth: int = 3):
 
 def _of_itertools(value) -> bool:
     return type(value).__module__ == "itertools"
-
-
-def otherwise(value, depth: int = 3):
-    """A copy of a list, table or object whose numbers and flags are others; None where it holds none."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float)):
-        return 2 * value + 1
-    if not depth:
-        return None
-    if isinstance(value, (list, tuple)):
-        other = otherwise(dict(enumerate(value)), depth)
-        return None if other is None else type(value)(other.values())
-    if isinstance(value, dict):
-        others = {k: other for k, v in value.items() if (other := otherwise(v, depth - 1)) is not None}
-        changed = copy.copy(value)
-        changed.update(others)
-        return changed if others else None
-    if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
-        return None
-    other = otherwise(dict(vars(value)), depth)
-    if other is None:
-        return None
-    changed = copy.copy(value)
-    vars(changed).update(other)
-    return changed
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

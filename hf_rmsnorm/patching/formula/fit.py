@@ -13,7 +13,7 @@ from ...fused.recipe import Recipe
 from ...ops.backend import TILE_MAX
 from .check import MIXED_DTYPES, prove
 from .closeness import affine, close, describe, same_bits
-from .effects import otherwise
+from .held import Held, may_change, otherwise
 from .inputs import FEW, NotInFamily, Trial
 from .probe import INFERENCE, MODES, DrawsRandom, Mode, Unusable, is_plain, own_tensors, plain_attributes
 
@@ -37,6 +37,7 @@ class Fit(Trial):
             raise NotInFamily(str(error)) from error
         if self.probe.faults:
             raise NotInFamily("; ".join(self.probe.faults))
+        self._check_other_tensors(recipe)
         return recipe
 
     def _find_formula(self) -> Recipe:
@@ -249,13 +250,17 @@ class Fit(Trial):
         for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
             if self._matters(name, others[name], x, gate, y):
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
-        for name in sorted(self.probe.code.names):
+        for name in sorted(self.probe.code.words - vars(torch.nn.Module()).keys()):
             value = getattr(self.probe.module, name, None)
-            other = None if is_plain(value) else otherwise(value)
-            if other is not None and self._matters(name, other, x, gate, y):
+            if is_plain(value) or not may_change(value, self.probe.module):
+                continue
+            same, other = Held(value), Held(value, others=True)
+            matters = self._matters(name, same, x, gate, y) or same.unproven
+            if not matters and self._matters(name, other, x, gate, y):
                 large = 1e8 * (1.0 + self.normal(6, self.size))  # there eps alone, read when it is patched, is nothing
-                if self._matters(name, other, large, gate, self.probe.run(large, gate)):
-                    raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
+                matters = self._matters(name, other, large, gate, self.probe.run(large, gate))
+            if matters:
+                raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
         settings, fixed = [], recipe.hidden_size
         own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
         for name, value in plain_attributes(self.probe.module).items():
@@ -278,6 +283,20 @@ class Fit(Trial):
 
     def _is_shape(self, value) -> bool:
         return isinstance(value, tuple) and (not value or value[-1] in (self.size, self.probe.head_dim))
+
+    def _check_other_tensors(self, recipe: Recipe) -> None:
+        """No other tensor is read, whatever it holds: each is put out of use, and stays so, as nothing runs after."""
+        x = self.rows()[[0, 4, 7, 10]]
+        gate = self.gate_for(x, recipe)
+        y = self.probe.run(x, gate)
+        module = self.probe.module
+        names = {name for name, _ in own_tensors(module, floating=False)}
+        for name in sorted(names - {recipe.weight, recipe.bias}):
+            for store in (module._parameters, module._buffers):
+                store.pop(name, None)
+            module.__dict__[name] = None
+            if self._matters(name, Held(None), x, gate, y):
+                raise NotInFamily(f"its forward reads its attribute {name!r}, which no formula here has")
 
     def _matters(self, name: str, value, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
         """Whether another value of an attribute changes the result y of x, in any mode."""

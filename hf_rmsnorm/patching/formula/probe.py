@@ -64,7 +64,7 @@ class Probe:
         forward = type(module).forward
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
-        self.code = Code(forward, type(module))
+        self.code = Code(forward, type(module), vars(module))
         self._containers = self.code.containers()
         self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
         # Lengths, 0 where not known. A tensor of (heads, head_dim) counts and is set as one row; where there is one,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from crafted import equal
 from crafted_branches import BRANCHES, SERVED
-from crafted_held import CHANGED
+from crafted_held import BUFFERS, CHANGED, HELD, NEAR
 from crafted_impostors import IMPOSTORS, Backward
 from crafted_norms import NORMS
 from reports import report_on
@@ -32,7 +32,7 @@ def run(case, module):
         return case.run(case.ready(module))
 
 
-@by_name(IMPOSTORS + BRANCHES)
+@by_name(IMPOSTORS + BRANCHES + HELD + BUFFERS)
 def test_an_impostor_is_named_and_left_alone(case):
     module = case.make()
     ours, report = patched(module)
@@ -42,7 +42,7 @@ def test_an_impostor_is_named_and_left_alone(case):
     assert type(ours) is type(module)
 
 
-@by_name([case for case in IMPOSTORS + BRANCHES if not case.effect])
+@by_name([case for case in IMPOSTORS + BRANCHES + HELD + BUFFERS if not case.effect])
 def test_the_call_tells_the_impostor_from_the_norm(case):
     """So that the test above would fail with wrong results, were it taken for one."""
     theirs = run(case, case.make())
@@ -87,7 +87,7 @@ def test_an_attribute_that_is_set_back_is_fused_again():
     assert report_on(norm).swapped
 
 
-@by_name(NORMS)
+@by_name(NORMS + NEAR)
 def test_a_norm_in_an_odd_spelling_is_recognised(case):
     module = case.make()
     ours, report = patched(module)
