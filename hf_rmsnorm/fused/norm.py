@@ -1,8 +1,7 @@
 """The forward that a patched norm runs, and the class that carries it.
 
-A fused class is a subclass of the module's current class that overrides `forward`, so that parameters, buffers, hooks,
-`isinstance`, `repr` and saved bytes stay what they were. What sets attributes is wrapped, to see who sets one that the
-original forward reads.
+A fused class is a subclass of the module's current class that overrides `forward`, and wraps what sets attributes, so
+that parameters, buffers, hooks, `isinstance`, `repr` and saved bytes stay what they were.
 """
 
 import functools

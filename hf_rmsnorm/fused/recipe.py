@@ -24,8 +24,7 @@ class Recipe:
         eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
         hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
         settings: attributes of the module, as (name, value), without which it may compute something else.
-        reads: names in the code of the module's forward that its formula does not know. Setting one on a patched module
-            makes that a setting, with what it held before.
+        reads: other names in the code of the module's forward: one that is set on a patched module becomes a setting.
         absent: parameters that the module has a place for and does not hold; with one of them it computes another norm.
         gate: name of the forward's argument that is the gate.
         gate_optional: without a gate, the module computes the same formula ungated.

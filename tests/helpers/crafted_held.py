@@ -222,3 +222,57 @@ BUFFERS = [
 ]
 NEAR.append(Case("a count that is not read", plain, base=holding(torch.tensor(3))))
 NEAR.append(Case("its weight with a count beside it", plain, base=holding(torch.ones(()))))
+
+
+def scaled_by(asked):
+    return lambda s, x: plain(s, x) * asked(x)
+
+
+def by_position(x):
+    at = torch.arange(x.shape[-2], device=x.device)
+    return (torch.log1p(torch.floor(at / 8192)) * 0.1 + 1.0)[:, None]
+
+
+def in_blocks(self, x):
+    return torch.cat([plain(self, c) / (i + 1) for i, c in enumerate(x.split(8192, dim=-2))], -2)
+
+
+def by_steps(x):
+    scale = 1.0
+    for _ in range(x.shape[-2] // 8192):
+        scale *= 2
+    return scale
+
+
+def twice_if(asked):
+    return lambda s, x: plain(s, x) * (2 if asked(x) else 1)
+
+
+ROWS, ANOTHER, COUNTS = "rows its result", "another device", "counts its rows"
+LENGTHS = [
+    Case("a temperature by position", scaled_by(by_position), COUNTS, x=(1, 8200, N)),
+    Case("positions by a sum", scaled_by(lambda x: 1 + torch.ones_like(x[..., :1]).cumsum(-2) // 8192), COUNTS,
+         x=(1, 8200, N)),
+    Case("the logarithm of a length", scaled_by(lambda x: torch.tensor(x.shape[-2] / 8192).log().clamp(min=0) + 1),
+         ROWS, x=(1, 20000, N)),
+    Case("blocks of positions", in_blocks, ROWS, x=(1, 8200, N)),
+    Case("the bits of a length", twice_if(lambda x: x.shape[-2].bit_length() > 13), COUNTS, x=(1, 8200, N)),
+    Case("steps by length", scaled_by(by_steps), ROWS, x=(1, 8200, N)),
+]  # fmt: skip
+DEVICES = [
+    Case("a device as a word", twice_if(lambda x: "cuda" in str(x.device)), ANOTHER, effect=True),
+    Case("a device that is shown", twice_if(lambda x: "cuda" in repr(x.device)), ANOTHER, effect=True),
+    Case("the start of a word", twice_if(lambda x: x.device.type.startswith("cuda")), ANOTHER, effect=True),
+    Case("a letter of a word", twice_if(lambda x: x.device.type[0] != "c"), ANOTHER, effect=True),
+    Case("a type as a word", twice_if(lambda x: "cuda" in x.type()), ANOTHER, effect=True),
+    Case("a device in a text", twice_if(lambda x: f"{x.device}" != "cpu"), ANOTHER, effect=True),
+    Case("the number of a device", twice_if(lambda x: x.device.index is not None), ANOTHER, effect=True),
+    Case("a device as a word, and a tensor there", lambda s, x: plain(s, x) * torch.ones((), device=x.device)
+         * (2 if "cuda" in str(x.device) else 1), ANOTHER, effect=True),
+]  # fmt: skip
+NEAR += [
+    Case("a tensor on its device", lambda s, x: plain(s, x) * torch.ones((), device=x.device)),
+    Case("the halves of a row", lambda s, x: torch.cat(plain(s, x).chunk(2, dim=-1), -1)),
+    Case("a tensor of a row's length", lambda s, x: (x * (x.square().sum(-1, keepdim=True)
+         / torch.tensor(x.shape[-1]) + 1e-6).rsqrt()) * s.weight),
+]  # fmt: skip

@@ -18,8 +18,8 @@ from .inputs import FEW, NotInFamily, Trial
 from .probe import CHANGES_STATE, INFERENCE, MODES, PLAIN, Mode, Unusable
 from .watch import DEVICE, LENGTH, SIZE, STRIDES, VALUES, Watch, deciding
 
-LONG, WIDE = 4200, 20_000  # a sequence that is long, a row that is longer than one tile of a kernel
-MAX_ELEMENTS, SHORT = 2**17, 600  # how many a long input may have; what is not worth trying
+LONG, VERY_LONG, WIDE = 4200, 9216, 20_000  # sequences that are long, a row that is longer than one tile of a kernel
+MAX_ELEMENTS, SHORT = 2**18, 600  # how many a long input may have; what is not worth trying
 MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 TOLERANCE = 1e-4  # of the terms that a gradient is summed of; roundings of float32 are a thousand times smaller
 HALF_TOLERANCE = 0.05  # in bfloat16 every operator of a backward rounds to eight bits
@@ -66,6 +66,7 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
             raise NotInFamily(f"on {len(leading) + 1}-dimensional input its result is not that of {recipe.spec}")
     _check_gradients(trial, recipe)
     _check_questions(trial, recipe)
+    _check_rows(trial, recipe, VERY_LONG)  # who counts its rows without a question
     return recipe
 
 
@@ -88,10 +89,14 @@ def _check_sizes(trial: Trial, recipe: Recipe) -> None:
     if recipe.weight is None and recipe.hidden_size is None:
         for size in (trial.size + 8, 3 * trial.size + 40, WIDE):
             _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
+    _check_rows(trial, recipe, LONG)
+
+
+def _check_rows(trial: Trial, recipe: Recipe, longest: int) -> None:
     with contextlib.ExitStack() as stack:
         if not stack.enter_context(trial.narrowed()) or not _takes(trial, recipe, 2):
             stack.close()
-        rows = min(LONG, MAX_ELEMENTS // trial.size)
+        rows = min(longest, MAX_ELEMENTS // trial.size)
         for shape in ((1, rows), (rows, 1)) if rows >= SHORT else ():
             _must_agree(trial, recipe, trial.normal(*shape, trial.size), where=f"on input of {rows} rows")
 
@@ -277,6 +282,7 @@ def _ask(trial: Trial, recipe: Recipe, x: torch.Tensor, mode: Mode, fixed: tuple
             continue
         if about is None and any(function.__code__ in watch.tables for function in probe.code.functions):
             about = SIZE
+        about = DEVICE if not stand_ins and probe.code.names & {"str", "repr"} else about
         if about is not None:
             raise NotInFamily(WORDS[about])
         if watch.hooks:

@@ -37,6 +37,7 @@ _TELLING = {
     **dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), "looks at the memory of a tensor"),
     **dict.fromkeys(("_C", "DisableTorchFunction", "DisableTorchFunctionSubclass"), "reaches below torch's interface"),
     "print": "prints",
+    **dict.fromkeys(("arange", "linspace", "cumsum", "bit_length"), "counts its rows"),
     **dict.fromkeys(_ALL_HELD, "goes through all that it holds, not by name"),
 }
 
@@ -52,6 +53,7 @@ class Code:
         self._modules = {getattr(forward, "__module__", None), *(c.__module__ for c in own)}
         self._add(forward)
         self._add_members(["__getattr__", "__getattribute__"])
+        self._reached = [value for function in self.functions for value in _reached(function)]
         self.names = set().union(*map(_names, self.functions))
         self.words = self.names.union(*map(_strings, self.functions))  # what `getattr` may be given, too
 
@@ -83,12 +85,10 @@ class Code:
         found += [f"its forward {what}" for name, what in _TELLING.items() if name in self.names]
         if any(_HOOK.fullmatch(name) for name in self.names):
             found.append("its forward puts a hook on a gradient")
-        reached = [value for function in self.functions for value in _reached(function)]
+        reached = self._reached
         members = [scope[name] for scope in self._members for name in self.names & scope.keys()]
         tables = [c.values() if isinstance(c, dict) else c for c in self.containers() if isinstance(c, (dict, list))]
-        defaults = [v for function in self.functions for v in function.__defaults__ or ()]
-        held = [*members, *reached, *defaults, *itertools.chain(*tables)]
-        if any(isinstance(value, torch.Tensor) for value in held):
+        if any(isinstance(value, torch.Tensor) for value in (*members, *reached, *itertools.chain(*tables))):
             found.append("its forward reads a tensor that is not its own")
         functions = [value for value in (*reached, *members, *self.functions) if isinstance(value, types.FunctionType)]
         if any(vars(function).keys() & self.words - {"__wrapped__"} for function in functions):
@@ -104,9 +104,11 @@ class Code:
     def containers(self) -> list:
         """Lists, tables and sets that outlive a call: globals, defaults, what a closure holds, the class's own."""
         held = [members.get(name) for members in self._members for name in self.names]
-        for function in self.functions:
-            held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_reached(function)]
-        held = [v for v in held if _of_itertools(v) or (isinstance(v, _CONTAINERS) and len(v) <= MAX_ITEMS)]
+        held = [
+            v
+            for v in (*held, *self._reached)
+            if _of_itertools(v) or (isinstance(v, _CONTAINERS) and len(v) <= MAX_ITEMS)
+        ]
         return list({id(value): value for value in held}.values())
 
 
@@ -153,8 +155,8 @@ def _strings(function: types.FunctionType) -> Iterator[str]:
 
 
 def _reached(function: types.FunctionType) -> Iterator[object]:
-    """What a function may use that it was not given: what its closure holds, and globals."""
-    yield from _cells(function)
+    """What a function may use that it was not given: what its closure holds, defaults, and globals."""
+    yield from (*_cells(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     yield from (function.__globals__.get(name) for name in _names(function))
 
 

@@ -245,8 +245,6 @@ class Fit(Trial):
             if mode := self._other_mode(x, gate, y, ALL_MODES):
                 raise NotInFamily(f"it computes something else {mode}")
         others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
-        for name, t in own_tensors(self.probe.module, floating=False):
-            others[name] = 2.0 * t.flatten() + 0.125 if t.is_floating_point() else ~t
         for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
             if self._matters(name, others[name], x, gate, y):
                 raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
@@ -286,14 +284,12 @@ class Fit(Trial):
 
     def _check_other_tensors(self, recipe: Recipe) -> None:
         """No other tensor is read, whatever it holds: each is put out of use, and stays so, as nothing runs after."""
-        x = self.rows()[[0, 4, 7, 10]]
+        module, x = self.probe.module, self.rows()[[0, 4, 7, 10]]
         gate = self.gate_for(x, recipe)
         y = self.probe.run(x, gate)
-        module = self.probe.module
         names = {name for name, _ in own_tensors(module, floating=False)}
         for name in sorted(names - {recipe.weight, recipe.bias}):
-            for store in (module._parameters, module._buffers):
-                store.pop(name, None)
+            module._parameters.pop(name, module._buffers.pop(name, None))
             module.__dict__[name] = None
             if self._matters(name, Held(None), x, gate, y):
                 raise NotInFamily(f"its forward reads its attribute {name!r}, which no formula here has")

@@ -11,13 +11,7 @@ _FIXED = (enum.Enum, frozenset, bytes, complex, range, slice, types.FunctionType
 
 
 class Held:
-    """Stands in for an object: gives the numbers and flags in it, or others; any other read fails and is noted.
-
-    Args:
-        value: the object.
-        others: whether numbers and flags are others.
-        notes: of this object and those in it.
-    """
+    """Stands in for an object: gives the numbers and flags in it, or others; any other read fails and is noted."""
 
     __class__ = property(lambda self: type(self._held))
     # What tells of the whole, its length or its truth, fails.
@@ -57,10 +51,8 @@ def otherwise(value):
         return not value
     if isinstance(value, (int, float)):
         return 2 * value + 1
-    others = [otherwise(v) for v in value] if type(value) is tuple else ()
-    if all(other is None for other in others):
-        return None
-    return tuple(v if other is None else other for v, other in zip(value, others, strict=True))
+    found = [(v, otherwise(v)) for v in value] if type(value) is tuple else []
+    return tuple(v if o is None else o for v, o in found) if any(o is not None for _, o in found) else None
 
 
 def may_change(value, module: torch.nn.Module) -> bool:

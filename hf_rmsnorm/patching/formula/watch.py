@@ -49,6 +49,7 @@ class Watch(TorchFunctionMode):
         self.asked: dict[tuple, str] = {}  # what was asked of a tensor, by the place that compares the answer
         self._times: Counter[tuple] = Counter()
         self.tables: set = set()  # code that looked something up by the size of a tensor
+        self.unknown: str | None = None  # what was asked in a way that no answer can be turned round
         self.hooks = False  # whether one was put on a gradient
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -64,7 +65,7 @@ class Watch(TorchFunctionMode):
     def _answer(self, name: str, result):
         about, place = _ASKS[name], _place(sys._getframe(2))
         if place is not None and about == VALUES:
-            self.asked[place] = VALUES
+            self.unknown = VALUES  # what it does with NaN or with 1e30 may differ, and nobody has all values
         if place is None or about == VALUES:
             return result
         if isinstance(result, bool):
@@ -80,6 +81,11 @@ class Watch(TorchFunctionMode):
             return answer
         return not answer if other is None else other
 
+    def give_up(self, about: str, answer):
+        if _place(sys._getframe(2)) is not None:
+            self.unknown = about
+        return answer
+
     def _is_turned(self, place: tuple, about: str) -> bool:
         self._times[place] += 1
         place = *place, min(self._times[place], MAX_TIMES)
@@ -91,8 +97,8 @@ def deciding(run: Callable[[Watch], list[torch.Tensor | None]], **watching) -> t
     """What decides the result of `run(Watch(**watching))` and no probe can try out, or None; a plain run's watch."""
     watch = Watch(**watching)
     expected = run(watch)
-    if VALUES in watch.asked.values():  # what it does with NaN or with 1e30 may differ, and nobody has all values
-        return VALUES, watch
+    if watch.unknown:
+        return watch.unknown, watch
     seen, todo = set(watch.asked), [(frozenset([place]), about) for place, about in watch.asked.items()]
     for _ in range(MAX_RUNS):
         if not todo:
@@ -175,6 +181,10 @@ _OF_TWO |= {"divmod": divmod}
 _OF_BITS = {"lshift": operator.lshift, "rshift": operator.rshift, "and": operator.and_, "or": operator.or_}
 
 
+def _given_up(method):
+    return lambda self, *args: self.watch.give_up(self.about, method(self, *args))
+
+
 def _kind(base: type) -> type:
     def looked_up(self):
         self.watch.tables.add(sys._getframe(1).f_code)
@@ -187,6 +197,8 @@ def _kind(base: type) -> type:
     kinds = (str,) if base is str else (int, float)
     members = {f"__{name}__": _operation(compare, True, kinds) for name, compare in _COMPARE.items()}
     members["__hash__"] = looked_up
+    for name in _WORDS if base is str else ():
+        members[name] = _given_up(getattr(str, name))
     if base is not str:
         members |= {"__bool__": _operation(operator.truth, True), f"__{base.__name__}__": converted}
         members |= {f"__{name}__": _operation(compute, False) for name, compute in _OF_ONE.items()}
@@ -196,6 +208,7 @@ def _kind(base: type) -> type:
     return type(base.__name__, (base,), members)
 
 
+_WORDS = ("__contains__", "__getitem__", "__format__", "startswith", "endswith", "find", "split", "partition")
 _KINDS = {base: _kind(base) for base in (int, float, str)}
 
 
@@ -221,13 +234,11 @@ class _Device:
         self._device, self._watch = device, watch
 
     type = property(lambda self: _watched(self._device.type, self._watch, DEVICE))
-    index = property(lambda self: self._device.index)
+    index = property(lambda self: self._watch.give_up(DEVICE, self._device.index))
+    __repr__ = __str__ = lambda self: self._watch.give_up(DEVICE, str(self._device))
 
     def __eq__(self, other):
         return self._watch.decide(DEVICE, self._device == getattr(other, "_device", other))
 
     def __hash__(self):
         return hash(self._device)
-
-    def __str__(self):
-        return str(self._device)

@@ -8,13 +8,15 @@ import pytest
 import torch
 from crafted import equal
 from crafted_branches import BRANCHES, SERVED
-from crafted_held import BUFFERS, CHANGED, HELD, NEAR
+from crafted_held import BUFFERS, CHANGED, DEVICES, HELD, LENGTHS, NEAR
 from crafted_impostors import IMPOSTORS, Backward
 from crafted_norms import NORMS
 from reports import report_on
 
 from hf_rmsnorm import unpatch_model, use_backend
 from tests.unit.patching.formula.test_families import FAMILIES
+
+LEFT_ALONE = IMPOSTORS + BRANCHES + HELD + BUFFERS + LENGTHS + DEVICES
 
 
 def patched(module):
@@ -32,7 +34,7 @@ def run(case, module):
         return case.run(case.ready(module))
 
 
-@by_name(IMPOSTORS + BRANCHES + HELD + BUFFERS)
+@by_name(LEFT_ALONE)
 def test_an_impostor_is_named_and_left_alone(case):
     module = case.make()
     ours, report = patched(module)
@@ -42,7 +44,7 @@ def test_an_impostor_is_named_and_left_alone(case):
     assert type(ours) is type(module)
 
 
-@by_name([case for case in IMPOSTORS + BRANCHES + HELD + BUFFERS if not case.effect])
+@by_name([case for case in LEFT_ALONE if not case.effect])
 def test_the_call_tells_the_impostor_from_the_norm(case):
     """So that the test above would fail with wrong results, were it taken for one."""
     theirs = run(case, case.make())
