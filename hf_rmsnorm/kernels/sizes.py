@@ -7,8 +7,7 @@ MAX_HIDDEN_SIZE = 262_144
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
 CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
-WARP_ELEMENTS = 1_024  # of a forward: 32, four 16-byte bf16 loads, for each thread; fewer warps exchange fewer sums
-BACKWARD_TILE = 2_048  # elements of several short rows: 16 for each thread of four warps
+TILE_ELEMENTS = 2_048  # 16 elements, two 16-byte bf16 loads, for each thread of four warps
 
 
 def next_power_of_2(n: int) -> int:
@@ -40,7 +39,7 @@ class BackwardConfig(TileConfig):
 
 
 COLUMNS = TileConfig(block=256, rows=16, num_warps=8)  # dweight and dbias of wide rows
-REDUCE = TileConfig(block=16, rows=512, num_warps=8)  # the sum of partial rows: two steps on the largest chips
+REDUCE = TileConfig(block=64, rows=32, num_warps=4)  # the sum of partial rows
 
 
 @cache
@@ -48,8 +47,9 @@ def forward_config(hidden_size: int) -> TileConfig:
     block = next_power_of_2(hidden_size)
     if hidden_size > TILE_MAX:
         return TileConfig(8_192, 1, 16, loop=True)
-    # Short rows share a warp, and one of up to 1,024 columns has a warp to itself: then nothing waits at a barrier.
-    return TileConfig(block, max(1, WARP_ELEMENTS // max(block, 8)), max(1, block // WARP_ELEMENTS))
+    if block <= 2_048:  # several short rows share a program, so that every thread still has 16 elements
+        return TileConfig(block, TILE_ELEMENTS // block, 4)
+    return TileConfig(block, 1, 8 if block <= 8_192 else 16)
 
 
 @cache
@@ -73,8 +73,8 @@ def backward_config(
     if backward_loops(hidden_size, centered, gated or heads > 1):
         return BackwardConfig(8_192, 1, 16, loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
-    rows = 1 if block >= 1_024 else BACKWARD_TILE // block
-    num_warps = min(16, rows * block // 512)  # 16 elements a thread: it holds the sums of dweight and dbias besides
+    rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
+    num_warps = 4 if block <= 2_048 else 8 if block <= 4_096 else 16
     reload_weight = block > (4_096 if gated else 8_192)
     # Every stage but the first has a buffer in shared memory for x, dy and a reloaded weight; rstd, mean and the sums
     # take less than 1 KB. Operands of unlike dtypes change layout there too, in less than the narrow ones leave over.
