@@ -83,6 +83,7 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
 
         references = weakref.ref(weight, drop), None if bias is None else weakref.ref(bias)
         seen = _seen[key] = _Seen(*references, spec.weight_offset, (), None)
+        _Steps.asked.discard(key)  # of others, gone since, that had the same identity
     _step(key, weight)
     if seen.state != _state(weight, bias):
         if capturing(weight):
