@@ -167,10 +167,10 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
         return
     theirs: list[list[Sizes | None]] = []
     exact: list = []
+    twins = [_double(norm) for norm in piece.norms]
     for number in range(_ALIKE):
         operands, given = _alike(piece, cotangents, number)
         eager = _grads(piece.original, piece.norms, operands, given)
-        twins = [_double(norm) for norm in piece.norms]
         with Float64Mode():  # the unpatched modules, their own casts to float32 included
             doubles = ([t.double() for t in tensors] for tensors in (operands, given))
             found = _grads(partial(piece.original, norms=twins), twins, *doubles)
