@@ -95,12 +95,13 @@ def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
     def make() -> QKPlan:
         require(spec, "queries and keys")
         config = forward_config(q.shape[-1])
+        num_warps = max(4, config.num_warps)  # the two halves of 512 columns with their tables would spill in one
         outputs = tuple(_output_strides(t, cos, spec.functional) for t in (q, k))
         grid = (sum(-(-_rows(t) // config.rows) for t in (q, k)), 1, 1)
         addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}
         named = _named(q, k, weight, cos, spec, config, addresses)
         return QKPlan(
-            launch=QK_NORM_FORWARD.bind(grid, config.num_warps, named, (*dtypes, False), (*dtypes, True)),
+            launch=QK_NORM_FORWARD.bind(grid, num_warps, named, (*dtypes, False), (*dtypes, True)),
             strides=outputs,
             dtype=_output_dtype(q, weight, cos, spec),
             rows=_rows(q) + _rows(k),

@@ -6,8 +6,9 @@ from functools import cache
 MAX_HIDDEN_SIZE = 262_144
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
-CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
-TILE_ELEMENTS = 2_048  # 16 elements, two 16-byte bf16 loads, for each thread of four warps
+CENTERED_TILE_ELEMENTS_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
+TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often
+WARP_ELEMENTS = 1_024  # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
 
 
 def next_power_of_2(n: int) -> int:
@@ -16,7 +17,7 @@ def next_power_of_2(n: int) -> int:
 
 def backward_loops(hidden_size: int, centered: bool, single_pass: bool) -> bool:
     """Whether rows are too wide for one tile; the loop knows neither gates nor heads, whose rows stay, and spill."""
-    return hidden_size > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX)
+    return hidden_size > (CENTERED_TILE_ELEMENTS_MAX if centered and not single_pass else TILE_MAX)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class BackwardConfig(TileConfig):
 
 
 COLUMNS = TileConfig(block=256, rows=16, num_warps=8)  # dweight and dbias of wide rows
-REDUCE = TileConfig(block=64, rows=32, num_warps=4)  # the sum of partial rows
+REDUCE = TileConfig(block=16, rows=512, num_warps=8)  # the sum of partial rows: two steps on the largest chips
 
 
 @cache
@@ -47,9 +48,9 @@ def forward_config(hidden_size: int) -> TileConfig:
     block = next_power_of_2(hidden_size)
     if hidden_size > TILE_MAX:
         return TileConfig(8_192, 1, 16, loop=True)
-    if block <= 2_048:  # several short rows share a program, so that every thread still has 16 elements
-        return TileConfig(block, TILE_ELEMENTS // block, 4)
-    return TileConfig(block, 1, 8 if block <= 8_192 else 16)
+    # Rows that lie within a warp exchange no sums through shared memory: short ones do so in any of several.
+    num_warps = 4 if block <= 256 else max(1, block // WARP_ELEMENTS)
+    return TileConfig(block, max(1, TILE_ELEMENTS // block), num_warps)
 
 
 @cache
@@ -74,7 +75,8 @@ def backward_config(
         return BackwardConfig(8_192, 1, 16, loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
-    num_warps = 4 if block <= 2_048 else 8 if block <= 4_096 else 16
+    # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides.
+    num_warps = min(16, max(4 if gated else 2, rows * block // 512))
     reload_weight = block > (4_096 if gated else 8_192)
     # Every stage but the first has a buffer in shared memory for x, dy and a reloaded weight; rstd, mean and the sums
     # take less than 1 KB. Operands of unlike dtypes change layout there too, in less than the narrow ones leave over.

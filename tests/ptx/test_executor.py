@@ -35,11 +35,12 @@ LOAD, STORE = "ld.global.b32 %r9, [%rd4];", "st.global.b32 [%rd5], %r9;"
 COPY = "cp.async.ca.shared.global [%r2], [%rd4], 0x4; cp.async.commit_group;"
 
 
-def launch(body, source=None, target=None, grid=(1, 1, 1), shared=256, **options):
+def launch(body, source=None, target=None, grid=(1, 1, 1), shared=256, threads=THREADS, **options):
     """Run a kernel in which thread t has its element of source at %rd4, of target at %rd5, and 4 * t in %r2."""
     source = torch.arange(THREADS, dtype=torch.int32) if source is None else source
     target = torch.full((THREADS,), -1, dtype=torch.int32) if target is None else target
-    text = TEXT.replace("BODY", body if "\n" in body else body.replace("; ", ";\n"))
+    text = TEXT.replace("reqntid 64", f"reqntid {threads}")
+    text = text.replace("BODY", body if "\n" in body else body.replace("; ", ";\n"))
     Machine(**options).launch(Kernel(text), grid, shared, [source, target, 0.5])
     return target
 
@@ -235,9 +236,21 @@ def test_integers():
     assert got.tolist() == [x * y >> 8 for x, y in pairs]
 
 
+def test_a_program_of_one_warp_meets_where_its_warp_does():
+    written, read = "st.shared.b32 [%r2], %r1; ", "ld.shared.b32 %r9, [%r3]; " + STORE
+    both, target = written + "bar.warp.sync -1; " + read, torch.zeros(32, dtype=torch.int32)
+    assert launch(both, target=target, threads=32).tolist() == [t ^ 1 for t in range(32)]
+    with pytest.raises(Fault, match="race on shared memory"):
+        launch(written + read, target=target, threads=32)
+    with pytest.raises(Unknown):  # of one warp among several the executor knows no barrier
+        launch(both)
+
+
 def test_shuffles_stay_in_their_warp():
     got = launch("shfl.sync.bfly.b32 %r9, %r1, 16, 31, -1; " + STORE)
     assert got.tolist() == [t ^ 16 for t in range(THREADS)]
+    got = launch("shr.u32 %r8, %r1, 1; shfl.sync.idx.b32 %r9, %r1, %r8, 31, -1; " + STORE)
+    assert got.tolist() == [t & ~31 | t // 2 % 32 for t in range(THREADS)]
 
 
 def test_approximations_are_blurred_by_an_ulp_where_that_is_asked_for():

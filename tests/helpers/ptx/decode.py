@@ -16,6 +16,7 @@ CACHING = {"ca", "cg", "cs", "L1", "L2", "relaxed", "weak", "cta"}  # none of wh
 COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)?")
 MATRIX = re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16")
 WIDTHS = {"p": "p", "rs": "h", "r": "w", "rd": "d"}  # by the names of registers
+SHUFFLE = {"shfl.sync.bfly.b32": np.bitwise_xor, "shfl.sync.idx.b32": lambda lane, other: lane & ~31 | other}
 LEAVES = {"bra", "bra.uni", "ret"}
 LOADED = {"16": "h", "32": "w", "64": "d"}
 
@@ -164,8 +165,8 @@ class Kernel:
             registers = self._list(values, LOADED[bits])
             made.act, made.numbers = match[1], (space, offset, int(bits) // 8, int(vector or 1))
             made.sources, made.targets = ((address, *registers), ()) if match[1] == "st" else ((address,), registers)
-        elif name == "shfl.sync.bfly.b32" and int(parts[3], 0) == 31 and int(parts[4], 0) in (-1, 0xFFFFFFFF):
-            made.act, made.targets = "shuffle", (self._slot(parts[0]),)
+        elif (mode := SHUFFLE.get(name)) and int(parts[3], 0) == 31 and int(parts[4], 0) in (-1, 0xFFFFFFFF):
+            made.act, made.targets, made.numbers = "shuffle", (self._slot(parts[0]),), (mode,)
             made.sources = tuple(self._slot(part, "w") for part in parts[1:3])
         elif COPY.fullmatch(name):
             (to, to_offset), (source, offset) = self._address(parts[0], "w"), self._address(parts[1], "d")
@@ -175,7 +176,7 @@ class Kernel:
             made.act = "commit"
         elif name in ("cp.async.wait_group", "cp.async.wait_all"):
             made.act, made.numbers = "wait", (int(parts[0], 0) if parts else -1,)
-        elif name == "bar.sync" and parts == ["0"]:
+        elif [name, *parts] == ["bar.sync", "0"] or (name == "bar.warp.sync" and self.threads == 32):
             made.act = "barrier"
         elif name in LEAVES:
             made.act, made.numbers = name, tuple(parts)

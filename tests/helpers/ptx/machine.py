@@ -285,11 +285,10 @@ class _Run:
 
     def _shuffle(self, instruction: Instruction, mask) -> None:
         self._together(mask, 32, "warp")
-        slot, distance = instruction.sources
-        partner = self.lanes ^ (self._some(distance, None, "distance").astype(np.int32) & 31)
-        value, poison = self._some(slot, None), self.poison.get(slot)
-        poison = None if poison is None else np.broadcast_to(poison, self.count)[partner]
-        self._put(instruction.targets[0], value[partner], mask, poison)
+        slot, other = instruction.sources
+        partner = instruction.numbers[0](self.lanes, self._some(other, None, "lane").astype(np.int32) & 31)
+        value, poison = self._some(slot, None), self.poison.get(slot, np.False_)
+        self._put(instruction.targets[0], value[partner], mask, np.broadcast_to(poison, self.count)[partner])
 
     def _barrier(self, instruction: Instruction, mask) -> None:
         self.shared.barrier(self._together(mask, self.threads, "program"))
