@@ -261,6 +261,16 @@ def test_a_weight_that_becomes_zero_past_its_version_is_noticed_at_the_next_forw
     check(module, x, dy)
 
 
+def test_a_norm_that_a_step_left_out_is_asked_about_in_the_next():
+    used, other = build("llama"), build("llama")
+    x, dy = operands()
+    patch_model(nn.Sequential(used, other), memory_efficient=True)
+    for module in (used, other, used):
+        module(x).backward(dy)
+    prune(other.weight)
+    assert kept(other, x) == "input"
+
+
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_a_weight_that_becomes_zero_past_its_version_in_the_middle_of_a_step_gives_no_nan(name):
     module, (x, dy) = build(name), operands()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.kernels import launch
 from hf_rmsnorm.kernels.sizes import forward_config
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm
@@ -339,16 +338,6 @@ def test_any_shape_stride_dtype_and_formula(
     shape = (2, outer, inner, hidden_size)
     x = rows(*shape, dtype=x_dtype, seed=seed) if layout == "contiguous" else globals()[layout](shape, x_dtype, seed)
     check(spec, x, weight, bias, rows(*shape, dtype=x_dtype, seed=seed + 7, mean=0))
-
-
-def test_interpreter_state_is_left_as_it_was():
-    if not launch.INTERPRETED:
-        pytest.skip("kernels are compiled here, so there is no interpreter to restore")
-    import triton.runtime.interpreter as interpreter
-
-    before = interpreter._convert_float, interpreter._patch_lang
-    test_every_formula_in_every_dtype("llama", torch.bfloat16)
-    assert (interpreter._convert_float, interpreter._patch_lang) == before
 
 
 @pytest.mark.parametrize("hidden_size", [96, 1000, 20000])

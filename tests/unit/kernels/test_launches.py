@@ -99,6 +99,22 @@ def test_what_is_needed_is_computed_and_nothing_else(columns, need, from_output)
             torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("need", [need for need in itertools.product((True, False), repeat=3) if any(need)])
+@pytest.mark.parametrize("gate", ["silu_before", "silu_after"])
+def test_what_is_needed_of_a_gated_norm_is_computed_and_nothing_else(gate, need):
+    spec = NormSpec(False, 1e-2, gate=gate)
+    leaves = [t.requires_grad_() for t in (rows(3, 24), rows(24, seed=1) + 1.5, rows(3, 24, seed=2))]
+    dy = rows(3, 24, seed=3)
+    expected = torch.autograd.grad(reference_norm(*leaves[:2], None, spec, leaves[2]), leaves, dy)
+    x, w, g = (t.detach() for t in leaves)
+    _, rstd, mean, _ = launch.norm_forward(x, w, None, spec, True, g)
+    dx, dw, _, dg = launch.norm_backward(dy, x, w, None, rstd, mean, spec, (*need[:2], False, need[2]), g)
+    for got, right, needed in zip((dx, dw, dg), expected, need, strict=True):
+        assert (got is not None) == needed
+        if needed:
+            torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("columns", [24, 8_200, WIDE])
 @pytest.mark.parametrize("spec", [NormSpec(False, 0.5, eps_outside=True), NormSpec(True, 0.5, eps_outside=True),
                                   NormSpec(False, 0.5, weight_offset=1.0), NormSpec(False, 1e-2, weight_first=True),

@@ -1,0 +1,49 @@
+"""What Triton's interpreter converts as hardware does, and that nothing of it is left behind."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no interpreter without Triton")
+
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from hf_rmsnorm.kernels.interpreter import faithful_interpreter
+
+VALUES = torch.tensor([1.0, 1.00390625, 1.01171875, -1.00390626, 3e38, 1e-40, -0.0, torch.inf, -torch.inf, torch.nan])
+
+
+def converted(values, source, target):
+    with np.errstate(all="ignore"):
+        return interpreter._convert_float(values, source, target, None)
+
+
+def test_float32_is_rounded_to_nearest_even():
+    with faithful_interpreter():
+        found = converted(VALUES.numpy(), tl.float32, tl.bfloat16)
+    assert found.tolist()[-1] == 0x7FC0  # NaN, as a GPU writes it
+    rounded = torch.from_numpy(found.view(np.int16).copy()).view(torch.bfloat16)
+    torch.testing.assert_close(rounded, VALUES.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_bfloat16_is_kept():
+    halves = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    with faithful_interpreter():
+        found = converted(halves, tl.bfloat16, tl.float32).view(np.uint32)
+    assert np.array_equal(found, halves.astype(np.uint32) << 16)
+
+
+@pytest.mark.parametrize("source, target", [(tl.float32, tl.float16), (tl.float32, tl.float8e5)])
+def test_other_conversions_are_tritons(source, target):
+    values = VALUES.numpy()[:4]
+    with faithful_interpreter():
+        found = converted(values, source, target)
+    assert np.array_equal(found, converted(values, source, target))
+
+
+def test_the_interpreter_is_put_back_after_an_error():
+    before = interpreter._convert_float, interpreter._patch_lang
+    with pytest.raises(ZeroDivisionError), faithful_interpreter():
+        1 / 0  # noqa: B018
+    assert (interpreter._convert_float, interpreter._patch_lang) == before
