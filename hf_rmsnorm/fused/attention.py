@@ -36,7 +36,7 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
         return norm(x)
     weight, bias, spec = found
     key, plans = launch_key(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
-    if key is None or plans.get(key) is None:
+    if plans.get(key) is None:
         backend = resolve_backend(x, weight, bias, spec)
         if backend == "original" or not type(norm)._hf_rmsnorm_recipe.fits(x, weight, bias):
             return norm(x)

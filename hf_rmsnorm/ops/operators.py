@@ -9,7 +9,7 @@ from ..formula import NormSpec
 from ..kernels.rows import heads_of, row_order
 from ..kernels.serves import unserved
 from ..reference import reference_backward, reference_norm, reference_qk_backward, reference_qk_norm, reference_stats
-from .backend import device_refusal, qk_fits, refusal
+from .backend import qk_fits, refusal
 from .direct import is_direct
 from .loading import kernels, qk_kernels
 
@@ -137,7 +137,7 @@ def _qk_served(q, k, q_weight, k_weight, cos, sin, spec) -> bool:
     return (
         is_direct(q, k, q_weight, k_weight, cos, sin)
         and qk_fits(q, k, q_weight, k_weight, spec, cos, sin)
-        and device_refusal(q.device.type, q.device.index) is None
+        and refusal(q, q_weight, None, spec) is None
     )
 
 

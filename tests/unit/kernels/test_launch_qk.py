@@ -1,5 +1,7 @@
 """What the launches of queries and keys take: their plans, their share of the programs, and strides as they come."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -56,6 +58,25 @@ def test_as_many_stages_as_let_all_programs_fit(head_dim, itemsize, shared, rota
     buffer = (5 if rotary else 2) * config.rows * config.block * itemsize
     assert config.stages == stages and config.programs_per_sm == PROGRAMS_PER_SM
     assert stages == 1 or PROGRAMS_PER_SM * ((stages - 1) * buffer + 1_024) <= shared
+
+
+def planned(need, dq=True, dk=True):
+    q, k, cos = rows(2, 4, 3, 32), rows(2, 2, 3, 32, seed=1), rows(1, 3, 32, seed=2)
+    return backward_plan(q if dq else None, k if dk else None, q, k, rows(32), cos, RMS, need, LIMITS)
+
+
+def test_a_compiled_backward_has_a_code_by_what_it_writes():
+    found = {}
+    for need in itertools.product((True, False), repeat=4):
+        if any(need):
+            writes = need[0] or need[1], need[2] or need[3]
+            found.setdefault(writes, set()).add(planned(need).launch.codes)
+    assert [len(codes) for codes in found.values()] == [1, 1, 1] and len(set.union(*found.values())) == 3
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_a_gradient_that_is_absent_narrows_no_access(given):
+    assert planned((True,) * 4, *given).launch.vectorised
 
 
 def gradients(function, operands, tables, dys):

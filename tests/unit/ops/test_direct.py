@@ -30,6 +30,7 @@ def norms():
     yield X, W, B.to(BF16), False
     yield X, W, torch.ones(3, D), False
     yield X.to("meta"), W, None, False
+    yield X.to("meta"), None, None, False
     yield X, W.to("meta"), None, False
     yield X, W, B.to("meta"), False
 

@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from hf_rmsnorm import NormSpec
+from hf_rmsnorm import NormSpec, count_launches
 from hf_rmsnorm.ops.operators import (
     add_norm_forward_op,
     as_saved,
@@ -97,6 +97,14 @@ def calls_of_heads():
 def test_opcheck(calls):
     for operator, args in calls():
         torch.library.opcheck(operator, tuple(a.to(DEVICE) if torch.is_tensor(a) else a for a in args))
+
+
+def test_operators_launch_one_kernel_for_a_sum_and_its_norm():
+    x, residual, weight = random(3, 8), random(3, 8, seed=1), random(8)
+    with count_launches() as launches:
+        h, y, *_ = add_norm_forward_op(x, residual, weight, None, *spec_args(LLAMA), False)
+    assert launches == {"norm_forward": 1} and torch.equal(h, residual + x)
+    torch.testing.assert_close(y, reference_norm(h, weight, None, LLAMA))
 
 
 def test_operators_of_a_graph_serve_what_the_kernels_do_not():
@@ -198,15 +206,20 @@ def test_operators_of_queries_and_keys(spec, dtype):
     args = (q, k, *weights, *tables)
     leaves = [t.clone().requires_grad_() for t in args[:4]]
     expected = reference_qk_norm(*leaves, spec, *tables)
+    served = dtype == torch.float32
     for tables_of_stats in (True, False):
-        yq, yk, rstd, mean = qk_norm_forward_op(*args, *spec_args(spec), tables_of_stats)
+        with count_launches() as launches:
+            yq, yk, rstd, mean = qk_norm_forward_op(*args, *spec_args(spec), tables_of_stats)
+        assert launches.get("qk_norm_forward", 0) == served
         rows = 2 * 5 * 6 if tables_of_stats else 0
         assert rstd.numel() == rows and mean.numel() == (rows if spec.centered else 0)
         for a, b in zip((yq, yk), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         for need in ([True] * 4, [True, False, False, True], [False, True, True, False]):
             for given in ((dq, dk), (dq, None), (None, dk)):
-                grads = qk_norm_backward_op(*given, *args, rstd, mean, *spec_args(spec), need)
+                with count_launches() as launches:
+                    grads = qk_norm_backward_op(*given, *args, rstd, mean, *spec_args(spec), need)
+                assert launches.get("qk_norm_backward", 0) == served
                 pairs = [(y, d) for y, d in zip(expected, given, strict=True) if d is not None]
                 ys, ds = zip(*pairs, strict=True)
                 right = torch.autograd.grad(ys, leaves, ds, retain_graph=True, allow_unused=True)
