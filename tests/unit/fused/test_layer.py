@@ -248,13 +248,15 @@ def test_the_wider_operand_decides_what_torchs_own_norm_takes(left, right):
     assert fused(made, OWN, *operands) == (torch.float32 in (left, right))
 
 
-def test_plans_are_kept_by_both_operands(made):
+def test_plans_are_kept_by_both_operands(made, monkeypatch):
     plans = type(made.norm)._hf_rmsnorm_plans
     plans.clear()
     x = torch.randn(2, 3, D)
     for left, right, count in ((x, x, 1), (x, x.clone(), 1), (x.transpose(0, 1).contiguous().transpose(0, 1), x, 2),
                                (x.bfloat16(), x, 3), (x, x.bfloat16(), 4), (x[:1], x[:1], 5)):  # fmt: skip
         assert fused(made, OWN, left, right) and len(plans) == count
+    monkeypatch.setattr(type(plans), "keep", None)  # what is not called
+    assert fused(made, OWN, x, x)
 
 
 def test_while_compiling_sums_are_torchs(made, monkeypatch):

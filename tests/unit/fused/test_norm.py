@@ -1,5 +1,7 @@
 """The forward of a patched norm: which calls it serves, and that every other one runs the module's own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -142,6 +144,36 @@ def test_a_bias_of_another_dtype_than_the_weight_runs_the_modules_own_forward():
     assert launches(lambda: norm(x))[1] == 0 and norm.calls == 1
 
 
+def test_a_bias_that_is_gone_or_new_runs_the_modules_own_forward():
+    recipe = Recipe(NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"), weight="weight", bias="bias")
+    norm, x = fused(Norm(bias=True), recipe), torch.randn(2, D)
+    norm.bias = None
+    assert launches(lambda: norm(x))[1] == 0 and norm.calls == 1
+    norm = fused(Norm(), replace(PLAIN, absent=("bias",)))
+    assert launches(lambda: norm(x))[1] == 1
+    norm.bias = nn.Parameter(torch.ones(D))
+    assert launches(lambda: norm(x))[1] == 0 and norm.calls == 1
+
+
+def test_what_a_forward_reads_is_watched_until_it_is_as_it_was():
+    class Doubling(Norm):
+        doubles = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            return 2 * y if getattr(self, "doubles", False) else y
+
+    norm, x = fused(Doubling(), replace(PLAIN, reads=("doubles",))), torch.randn(2, D)
+    plain, count = launches(lambda: norm(x))
+    for doubles, launched in ((False, 1), (True, 0), (False, 1)):
+        norm.doubles = doubles
+        y, count = launches(lambda: norm(x))
+        assert count == launched
+        torch.testing.assert_close(y, plain * (1 + doubles))
+    norm.register_buffer("other", torch.ones(()))
+    assert launches(lambda: norm(x))[1] == 1
+
+
 def test_rows_of_another_size_than_was_proven_run_the_modules_own_forward():
     class Weightless(Norm):
         def forward(self, x):
@@ -186,6 +218,9 @@ def test_a_second_call_takes_the_launch_that_the_first_found():
     assert len(plans) == 1
     launches(lambda: norm(x[:1]))
     assert len(plans) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaunchCache, "keep", lambda *_: pytest.fail("a launch was planned again"))
+        launches(lambda: norm(x))
 
 
 def test_a_cache_of_launches_keeps_those_of_kernels_and_not_too_many(monkeypatch):
