@@ -10,7 +10,7 @@ from . import launch, qk
 from .compiled import BoundKernel, Kernel, aligned_pointers
 from .plan import formula_constants, remember
 from .serves import require
-from .sizes import REDUCE, BackwardConfig, TileConfig, backward_config, forward_config
+from .sizes import BackwardConfig, TileConfig, backward_config, forward_config, reduce_config
 
 QK_NORM_FORWARD = Kernel(qk.qk_norm_forward, ("Q", "K", "WQ", "WK", "COS", "SIN", "YQ", "YK", "RSTD", "MEAN", "eps"))
 QK_NORM_BACKWARD = Kernel(
@@ -133,7 +133,8 @@ def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, .
         addresses = {"q": q.stride(), "k": k.stride(), "dxq": outputs[0], "dxk": outputs[1]}
         addresses |= {"dyq": dy_strides[0], "dyk": dy_strides[1]}
         named = _named(q, k, weight, cos, spec, config, addresses) | {"q_parts": q_parts, "STAGES": config.stages}
-        of_sum = {"q_parts": q_parts, "parts": parts, "N": head_dim, "BLOCK": REDUCE.block, "ROWS": REDUCE.rows}
+        reduce = reduce_config(head_dim)
+        of_sum = {"q_parts": q_parts, "parts": parts, "N": head_dim, "BLOCK": reduce.block, "ROWS": reduce.rows}
         return QKPlan(
             launch=QK_NORM_BACKWARD.bind((parts, 1, 1), config.num_warps, named, dtypes),
             strides=outputs,
@@ -142,7 +143,7 @@ def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, .
             centered=spec.centered,
             partials=(parts, head_dim),
             sum=QK_REDUCE_PARTIALS.bind(
-                (-(-head_dim // REDUCE.block), 2, 1), REDUCE.num_warps, of_sum, (*dtypes, need[2:])
+                (-(-head_dim // reduce.block), 2, 1), reduce.num_warps, of_sum, (*dtypes, need[2:])
             ),
         )
 

@@ -12,7 +12,7 @@ from . import backward, backward_wide, forward
 from .compiled import BoundKernel, Kernel
 from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
-from .sizes import COLUMNS, MAX_HEAD_DIM, REDUCE, backward_config, forward_config
+from .sizes import COLUMNS, MAX_HEAD_DIM, backward_config, forward_config, reduce_config
 
 _FORWARD = ("X", "W", "B", "G", "RES", "H", "Y", "RSTD", "MEAN", "eps")
 _BACKWARD = ("DY", "X", "W", "B", "G", "DH", "RSTD", "MEAN", "DX", "DW", "DB", "DG", "eps")
@@ -230,5 +230,6 @@ def backward_plan(
 
 
 def _sum_of_partials(device: torch.device, dtype: torch.dtype | None, parts: int, hidden_size: int) -> BoundKernel:
-    named = {"parts": parts, "N": hidden_size, "BLOCK": REDUCE.block, "ROWS": REDUCE.rows}
-    return REDUCE_PARTIALS.bind((-(-hidden_size // REDUCE.block), 1, 1), REDUCE.num_warps, named, (device, dtype))
+    config = reduce_config(hidden_size)
+    named = {"parts": parts, "N": hidden_size, "BLOCK": config.block, "ROWS": config.rows}
+    return REDUCE_PARTIALS.bind((-(-hidden_size // config.block), 1, 1), config.num_warps, named, (device, dtype))

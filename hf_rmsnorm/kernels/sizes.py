@@ -40,7 +40,6 @@ class BackwardConfig(TileConfig):
 
 
 COLUMNS = TileConfig(block=256, rows=16, num_warps=8)  # dweight and dbias of wide rows
-REDUCE = TileConfig(block=16, rows=512, num_warps=8)  # the sum of partial rows: two steps on the largest chips
 
 
 @cache
@@ -51,6 +50,13 @@ def forward_config(hidden_size: int) -> TileConfig:
     # Rows that lie within a warp exchange no sums through shared memory: short ones do so in any of several.
     num_warps = 4 if block <= 256 else max(1, block // WARP_ELEMENTS)
     return TileConfig(block, max(1, TILE_ELEMENTS // block), num_warps)
+
+
+@cache
+def reduce_config(hidden_size: int) -> TileConfig:
+    """The sum of partial rows: of few columns a program where there are few, and in one step or two on large chips."""
+    block = min(64, max(16, next_power_of_2(hidden_size) // 128))
+    return TileConfig(block, 8_192 // block, 8)
 
 
 @cache

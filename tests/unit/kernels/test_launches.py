@@ -78,7 +78,7 @@ NEEDS = [need for need in itertools.product((True, False), repeat=3) if any(need
 
 
 @pytest.mark.parametrize("need", NEEDS)
-@pytest.mark.parametrize("columns", [24, WIDE])
+@pytest.mark.parametrize("columns", [24, 8_200, WIDE])
 @pytest.mark.parametrize("from_output", [False, True])
 def test_what_is_needed_is_computed_and_nothing_else(columns, need, from_output):
     x, w, b, dy = rows(3, columns), rows(columns, seed=1).abs() + 0.5, rows(columns, seed=2), rows(3, columns, seed=3)

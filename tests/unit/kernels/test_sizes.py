@@ -10,6 +10,7 @@ from hf_rmsnorm.kernels.sizes import (
     backward_config,
     forward_config,
     next_power_of_2,
+    reduce_config,
 )
 
 SIZES = (1, 7, 64, 128, 1000, 1024, 2048, 2049, 4096, 8192, 8193, 14336, TILE_MAX, TILE_MAX + 1, MAX_HIDDEN_SIZE)
@@ -61,6 +62,14 @@ def test_gates_and_heads_keep_their_rows_in_registers():
 def test_forwards_have_few_warps_to_a_row(hidden_size, config):
     found = forward_config(hidden_size)
     assert (found.block, found.rows, found.num_warps) == config
+
+
+@pytest.mark.parametrize(
+    "hidden_size, block, rows", [(1, 16, 512), (2_048, 16, 512), (2_049, 32, 256), (8_192, 64, 128), (65_536, 64, 128)]
+)
+def test_partial_rows_are_summed_by_about_as_many_programs_as_a_chip_has_multiprocessors(hidden_size, block, rows):
+    config = reduce_config(hidden_size)
+    assert (config.block, config.rows, config.num_warps) == (block, rows, 8)
 
 
 @pytest.mark.parametrize(

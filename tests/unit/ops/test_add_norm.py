@@ -391,6 +391,17 @@ def test_what_is_not_served_is_added_and_normalised_apart():
         assert launches == {"norm_forward": 2}
 
 
+@pytest.mark.parametrize("which", [(True, False), (False, True), (True, True)])
+def test_parameters_with_gaps_are_read_as_they_are(which):
+    x, residual, _, _ = operands((3, 64), torch.float32)
+    gaps = torch.rand(64, 2).to(DEVICE) + 0.5
+    weight, bias = (t if strided else t.contiguous() for t, strided in zip(gaps.unbind(1), which, strict=True))
+    spec = NormSpec(True, 1e-5, has_bias=True)
+    with use_backend("triton"):
+        _, y = fused_add_norm(x, residual, weight, bias, spec)
+    torch.testing.assert_close(y, reference_norm(residual + x, weight, bias, spec), rtol=1e-5, atol=1e-5)
+
+
 def test_the_reference_is_eager():
     for name in PLAIN:
         weight, bias = parameters(SPECS[name], 96, torch.bfloat16)

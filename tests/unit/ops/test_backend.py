@@ -65,6 +65,7 @@ def of(rows, columns=D):
         ("bias is torch.int64", of(2), W, W.long(), BIASED, None),
         ("weight has shape (7,) where x has 8 columns", of(2), W[:7], None, RMS, None),
         ("weight has shape (2, 8) where x", of(3)[None], of(2), None, RMS, None),
+        ("weight has shape (8, 3) where x", of(2), of(D, 3), None, RMS, None),
         ("too many rows or columns", torch.ones(1, 0, D), of(0), None, RMS, None),
         ("too many rows or columns", of(MAX_HEADS + 1)[None], of(MAX_HEADS + 1), None, RMS, None),
         ("too many rows or columns", of(2, TILE_MAX + 1)[None], of(2, TILE_MAX + 1), None, RMS, None),

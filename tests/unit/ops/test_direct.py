@@ -98,10 +98,11 @@ def test_tables_that_ask_for_gradients_have_no_key():
 
 def test_operators_that_autocast_computes_in_float32_have_no_key_there():
     q, k, wq, wk, cos, sin, _ = dict(pairs())["q "]
-    steps = NormSpec(False, 1e-2, rounding="every_step")
+    steps, functional = NormSpec(False, 1e-2, rounding="every_step"), NormSpec(False, 1e-2, functional=True)
     with torch.autocast("cpu", BF16):
         assert launch_key(X, W, B, True) is None and launch_key(X, W, B, False) is not None
-        assert qk_launch_key(q, k, wq, wk, steps, cos, sin) is None
+        for spec in (steps, functional):
+            assert qk_launch_key(q, k, wq, wk, spec, cos, sin) is None
         assert qk_launch_key(q, k, wq, wk, RMS, cos, sin) is not None
     assert launch_key(X, W, B, True) is not None and qk_launch_key(q, k, wq, wk, steps, cos, sin) is not None
 

@@ -165,6 +165,12 @@ def autocast_of_cuda():
     torch.set_autocast_enabled("cuda", enabled)
 
 
+def test_the_reference_of_a_functional_norm_without_parameters():
+    x = torch.randn(3, 8)
+    with use_backend("reference"):
+        assert torch.equal(layer_norm(x), F.layer_norm(x, (8,)))
+
+
 def test_an_accelerators_autocast_computes_functional_norms_in_float32(autocast_of_cuda):
     """F.layer_norm is on autocast's float32 list there, the spelled-out norms not."""
     x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
