@@ -186,8 +186,10 @@ def backward_plan(
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, spec, weight, heads)
         x_rows, dy_rows, other_rows = operands = [RowAddress.of(t, order) for t in (x, dy, other)]
-        itemsize = max(t.element_size() for t in (x, dy, weight, other) if t is not None)
-        config = backward_config(hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None)
+        shift = bias if from_output or (spec.gated_after and need[3]) else None  # read, and not only of dbias' dtype
+        itemsize = max(t.element_size() for t in (x, dy, weight, shift, other) if t is not None)
+        kinds = gate is not None, heads, dh is not None, shift is not None
+        config = backward_config(hidden_size, spec.centered, itemsize, shared, *kinds)
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
         else:
@@ -220,7 +222,7 @@ def backward_plan(
             launches=bound, rows=rows, order=order, x=x_rows, dy=dy_rows, other=other_rows,
             memory_format=memory_format, flat_output=flat_output,
             in_place=flat_output and not any(operand.copy for operand in operands),
-            reads_bias=from_output or (spec.gated_after and need[3]), partials=(parts, heads * hidden_size),
+            reads_bias=shift is not None, partials=(parts, heads * hidden_size),
             sums=tuple(_sum_of_partials(x.device, _dtype(t), parts, heads * hidden_size) for t in (weight, bias)),
         )  # fmt: skip
 

@@ -68,13 +68,15 @@ def backward_config(
     gated: bool = False,
     heads: int = 1,
     added: bool = False,
+    reads_bias: bool = False,
 ) -> BackwardConfig:
     """The shape for rows whose widest operand has `itemsize` bytes an element.
 
     Args:
-        itemsize: bytes of an element of x, dy, the gate or the weight, whichever is largest.
+        itemsize: bytes of an element of x, dy, the gate or the parameters, whichever is largest.
         shared_limit: bytes of shared memory that one program may use.
         added: whether the gradient of a residual stream is added to dx.
+        reads_bias: whether the bias is read, with each row.
     """
     block = next_power_of_2(hidden_size)
     if backward_loops(hidden_size, centered, gated or heads > 1):
@@ -84,10 +86,10 @@ def backward_config(
     # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides.
     num_warps = min(16, max(4 if gated else 2, rows * block // 512))
     reload_weight = block > (4_096 if gated else 8_192)
-    # Every stage but the first has a buffer in shared memory for x, dy and a reloaded weight; rstd, mean and the sums
-    # take less than 1 KB. Operands of unlike dtypes change layout there too, in less than the narrow ones leave over.
+    # Every stage but the first has a buffer in shared memory for x, dy, the bias and a reloaded weight; rstd, mean and
+    # the sums take less than 1 KB. Unlike dtypes change layout there too, in less than the narrow ones leave over.
     # Three stages load the next row while this one is computed; a wide row in two only saves registers.
-    buffer = (2 + reload_weight + gated + added) * rows * block * itemsize
+    buffer = (2 + reload_weight + reads_bias + gated + added) * rows * block * itemsize
     stages = min(3, 1 + (shared_limit - 1_024) // buffer)
     return BackwardConfig(
         block=block,

@@ -118,7 +118,7 @@ def add_norm_backend(
     if dtype not in (x.dtype, residual.dtype):
         return "original"
     for t in (x, residual, weight, bias):
-        if t is not None and type(t) not in DIRECT_TYPES and is_traceable_wrapper_subclass(t) and not is_dtensor(t):
+        if type(t) not in DIRECT_TYPES and is_traceable_wrapper_subclass(t) and not is_dtensor(t):
             return "original"
     if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
         return "original"

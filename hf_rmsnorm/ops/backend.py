@@ -99,7 +99,7 @@ def refusal(
     # Heads multiply the rows that the last tile may reach past the end.
     most = MAX_ROWS // 2 if of_heads or group_size is not None else MAX_ROWS
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    if not _is_compiling() and x.numel() > most and x.numel() // columns > most:
+    if not _is_compiling() and x.numel() // columns > most:
         return f"x has more than {most} rows"
     return device_refusal(device.type, device.index)
 

@@ -75,10 +75,7 @@ def norm_backward(dy, x, weight, bias, gate, dh, rstd, mean, eps, centered, *for
 def _qk_splits(q, k, cos) -> list[tuple]:
     """(placement of q and k, of cos and sin), for each way to split (batch, heads, length, head_dim)."""
     of_batch = Shard(0) if cos is not None and cos.shape[0] == q.shape[0] else Replicate()
-    found = [(Shard(0), of_batch), (Shard(2), Shard(1))]
-    if all(t.shape[1] % t.mesh.size() == 0 for t in (q, k)):  # the kernels take no rank without a head
-        found.append((Shard(1), Replicate()))
-    return found
+    return [(Shard(0), of_batch), (Shard(2), Shard(1)), (Shard(1), Replicate())]
 
 
 @register_sharding(_operators.qk_norm_forward.default)

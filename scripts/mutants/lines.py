@@ -20,6 +20,8 @@ TESTS = ("tests/unit/kernels", "tests/unit/ops", "tests/unit/fused", "tests/prom
          "tests/unit/patching/layers", "tests/unit/patching/formula/test_families.py")  # fmt: skip
 # What runs a file in processes of its own, where no line is seen.
 ELSEWHERE = {
+    "hf_rmsnorm/ops/gradients.py": ("tests/promises/parallel/test_dtensor.py",),
+    "hf_rmsnorm/ops/loading.py": ("tests/promises/parallel/test_dtensor.py",),
     "hf_rmsnorm/ops/sharding.py": ("tests/promises/parallel/test_dtensor.py",),
     "hf_rmsnorm/kernels/compiled.py": ("tests/unit/kernels/test_launch.py",),
 }

@@ -185,6 +185,10 @@ def queries_and_keys(mesh):
                     continue
                 check(mesh, function, [q, k, *weights], [rows, rows, Replicate(), Replicate()], grads,
                       ([rows, rows], expected))  # fmt: skip
+    # Three heads for two ranks
+    check(mesh, lambda q, k, wq, wk: fused_qk_norm(q, k, wq, wk, LLAMA), [q[:, :3], q[:, 1:], *weights],
+          [Shard(1), Shard(1), Replicate(), Replicate()], [dys[0][:, :3]] * 2,
+          ([Shard(1), Shard(1)], [Shard(1), Shard(1), Partial(), Partial()]))  # fmt: skip
     # One kv head for two ranks
     check(mesh, lambda q, k, wq, wk: fused_qk_norm(q, k, wq, wk, LLAMA), [q, k[:, :1], *weights],
           [Shard(1), Replicate(), Replicate(), Replicate()], [dys[0], dys[1][:, :1]],

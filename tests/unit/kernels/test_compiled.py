@@ -1,12 +1,14 @@
 """Arguments reach a kernel's parameters by name, in whatever order either side has them."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="there is nothing to launch without Triton")
 
-from hf_rmsnorm.kernels import launch, launch_qk  # noqa: E402
+from hf_rmsnorm.kernels import compiled, launch, launch_qk  # noqa: E402
 from hf_rmsnorm.kernels.compiled import VECTOR, Kernel  # noqa: E402
 
 KERNELS = {kernel.name: kernel for kernel in (*launch.KERNELS, *launch_qk.KERNELS)}
@@ -46,6 +48,17 @@ def test_a_name_too_few_or_too_many_is_an_error(name):
         kernel.bind((1, 1, 1), 4, fixed | {"doubled": True}, "key")
     with pytest.raises(TypeError):
         bound.pack(bound.values[False], **{operand: operand for operand in given}, other=None)
+
+
+def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
+    made = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448, gpu_subslice_count=7)
+    for gone, limits in ((None, (132, 232_448)), ("shared_memory_per_block_optin", (132, 65_536)),
+                         ("multi_processor_count", (7, 65_536)), ("gpu_subslice_count", (64, 65_536))):  # fmt: skip
+        if gone is not None:
+            delattr(made, gone)
+        monkeypatch.setattr(torch.cpu, "get_device_properties", lambda index: made, raising=False)
+        monkeypatch.setattr(compiled, "INTERPRETED", False)
+        assert compiled.device_limits.__wrapped__("cpu", None) == limits
 
 
 def test_both_variants_and_every_way_have_a_code_of_their_own():

@@ -34,9 +34,11 @@ def test_every_bfloat16_is_kept():
     assert np.array_equal(found, halves.astype(np.uint32) << 16)
 
 
-@pytest.mark.parametrize("source, target", [(tl.float32, tl.float16), (tl.float32, tl.float8e5)])
+@pytest.mark.parametrize(
+    "source, target", [(tl.float32, tl.float16), (tl.float16, tl.float32), (tl.float32, tl.float8e5)]
+)
 def test_other_conversions_are_tritons(source, target):
-    values = VALUES.numpy()[:4]
+    values = VALUES.numpy()[:4].astype(np.float16 if source == tl.float16 else np.float32)
     with faithful_interpreter():
         found = converted(values, source, target)
     assert np.array_equal(found, converted(values, source, target))

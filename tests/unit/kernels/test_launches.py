@@ -165,6 +165,18 @@ def test_strides_of_a_product_with_a_weight_for_each_head(rows_of_heads):
 
 
 X, W, B = rows(2, 3, 24), rows(24), rows(24)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_what_needs_no_copy_is_known_when_it_is_planned(has_residual):
+    transposed, gaps = [*layouts(X)][1:]
+    for x, other in ((X, X), (transposed, transposed), (transposed, X), (gaps, X), (X, gaps)):
+        found = forward_plan(x, W, None, None, RMS, other if has_residual else None).in_place
+        assert found == (x is not gaps and not (has_residual and other is gaps))
+    both = transposed if has_residual else None  # whose sum lies as they do, and its functional norm does not
+    assert forward_plan(transposed, W, B, None, FUNCTIONAL, both).in_place == (not has_residual)
+
+
 CALLS = [
     (X, W, None, None, RMS), (X.to(HALF), W, None, None, RMS), (X, W.to(HALF), None, None, RMS),
     (X, W, B, None, BIASED), (X, W, B.to(HALF), None, BIASED), (X, None, B, None, NormSpec(False, 1e-2, False, True)),

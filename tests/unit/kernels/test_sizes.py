@@ -1,8 +1,11 @@
 """Launch shapes cover every column within what a chip has."""
 
+import itertools
+
 import pytest
 
 from hf_rmsnorm.kernels.sizes import (
+    COLUMNS,
     MAX_HIDDEN_SIZE,
     TILE_ELEMENTS,
     TILE_MAX,
@@ -36,12 +39,19 @@ def test_a_tile_holds_the_row_or_the_loop_takes_it(hidden_size):
 def test_the_backwards_buffers_fit_in_shared_memory(hidden_size, limit):
     for centered in (False, True):
         for itemsize in (2, 4):
-            for gated, added in ((False, False), (True, False), (False, True)):
-                config = backward_config(hidden_size, centered, itemsize, limit, gated, 1, added)
+            for gated, added, biased in itertools.product((False, True), repeat=3):
+                config = backward_config(hidden_size, centered, itemsize, limit, gated, 1, added, biased)
                 assert config.loop or config.block >= hidden_size
                 assert 1 <= config.stages <= 3 and config.programs_per_sm >= 1
-                operands = 2 + config.reload_weight + gated + added
+                operands = 2 + config.reload_weight + gated + added + biased
                 assert (config.stages - 1) * operands * config.rows * config.block * itemsize <= limit
+
+
+def test_every_side_of_a_tile_is_a_power_of_two():
+    configs = [COLUMNS, *(f(n) for f in (forward_config, reduce_config) for n in SIZES)]
+    configs += [backward_config(n, False, 2, LIMITS[-1]) for n in SIZES]
+    for side in (side for config in configs for side in (config.block, config.rows, config.num_warps)):
+        assert side == next_power_of_2(side)
 
 
 def test_gates_and_heads_keep_their_rows_in_registers():

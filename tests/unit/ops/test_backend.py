@@ -7,7 +7,7 @@ from torch import nn
 from hf_rmsnorm import NormSpec, patch_model, use_backend
 from hf_rmsnorm.kernels.sizes import MAX_HIDDEN_SIZE, TILE_MAX, forward_config
 from hf_rmsnorm.ops import fused_add_norm, fused_norm
-from hf_rmsnorm.ops.backend import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, device_refusal, qk_fits, refusal
+from hf_rmsnorm.ops.backend import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, _device_refusal, device_refusal, qk_fits, refusal
 from hf_rmsnorm.reference import reference_norm
 
 WIDE = 16_392  # above it no program holds a row in its registers
@@ -102,6 +102,21 @@ def test_what_no_kernel_serves_is_refused_in_words(said, x, weight, bias, spec, 
 @pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 def test_the_largest_and_the_smallest_are_served(x, weight, bias, spec, gate):
     assert refusal(x, weight, bias, spec, gate) is None
+
+
+@pytest.mark.parametrize(
+    "device_type, hip, capability, served",
+    [
+        ("cuda", None, (8, 0), True), ("cuda", None, (7, 5), False), ("cuda", "6.4", (7, 5), True),
+        ("xpu", None, None, True), ("mps", None, None, False), ("cpu", None, None, False), ("meta", None, None, False),
+    ],
+)  # fmt: skip
+def test_which_devices_kernels_run_on(device_type, hip, capability, served, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert (_device_refusal.__wrapped__(device_type, 0) is None) == served
 
 
 def test_row_numbers_stay_below_32_bits_in_the_last_tile():

@@ -7,6 +7,7 @@ import torch
 
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.ops import fused_norm, fused_qk_norm
+from hf_rmsnorm.ops import gradients as gradients_of_norms
 from hf_rmsnorm.ops.norm import launched_norm, plan_of
 from hf_rmsnorm.reference import reference_norm, reference_qk_norm
 
@@ -93,3 +94,22 @@ def test_operands_of_queries_and_keys(asked):
         return torch.autograd.grad(outputs, [t for t in leaves if t.requires_grad], of_outputs, allow_unused=True)
 
     compare(run(fused_qk_norm), run(reference_qk_norm))
+
+
+class Tagged(torch.Tensor):
+    """What nobody may read directly."""
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+def test_backwards_that_are_compiled_or_given_another_class_go_by_the_operators(centered, compiling, monkeypatch):
+    spec = NormSpec(centered, 1e-3)
+    operands = rows(2, 4, 3, D), rows(2, 2, 3, D, seed=1), rows(D) + 2.0, rows(D, seed=2) + 2.0
+    dys = rows(2, 4, 3, D, seed=5), rows(2, 2, 3, D, seed=6)
+    given = dys if compiling else [dy.as_subclass(Tagged) for dy in dys]
+    with monkeypatch.context() as patch:
+        patch.setattr(gradients_of_norms, "_is_compiling", lambda: compiling)
+        of_heads = gradients(lambda *t: fused_qk_norm(*t, spec), operands, (True,) * 4, given)
+        of_rows = gradients(lambda x, w: fused_norm(x, w, None, spec), operands[::2], (True, True), given[:1])
+    compare(of_heads, gradients(lambda *t: reference_qk_norm(*t, spec), operands, (True,) * 4, dys))
+    compare(of_rows, gradients(lambda x, w: reference_norm(x, w, None, spec), operands[::2], (True, True), dys[:1]))
