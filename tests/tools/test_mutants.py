@@ -1,6 +1,7 @@
 """scripts/mutants: what it changes, which tests it runs, and that what it is told of survivors is of today."""
 
 import ast
+import json
 from collections import Counter
 
 import pytest
@@ -48,3 +49,11 @@ def test_each_reason_is_of_a_mutant_that_there_is():
     files = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / "hf_rmsnorm" / room).glob("*.py")]
     names = {mutant.name for path in files for mutant, _ in mutants_of(str(path))}
     assert set(known()) <= names, set(known()) - names
+
+
+def test_the_table_that_is_kept_has_no_survivor_without_a_reason():
+    table = json.loads((ROOT / "scripts/results/mutants.json").read_text(encoding="utf-8"))
+    rooms = Counter(row["path"].split("/")[1] for row in table)
+    assert len(table) >= 300 and min(rooms[room] for room in ROOMS) >= 40
+    assert [row for row in table if not row["noticed"] and not row["reason"]] == []
+    assert all(row["by"] for row in table if row["noticed"])
