@@ -1,0 +1,133 @@
+"""Counts what compiled kernels do for a row: ``python tests/helpers/ptx_counts.py`` writes the table of them anew.
+
+Each count is of the PTX for sm_90 as the executor runs it: instructions of warps, 32-byte sectors of global memory that
+a warp's access touches, barriers that a program meets, and exchanges between the lanes of a warp. They are counts, not
+times; the assembler behind PTX makes fewer or more instructions of it.
+"""
+
+import json
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+from ptx import machine  # noqa: E402
+from ptx.driver import TRITON, run_kernels_on_cpu  # noqa: E402
+
+TABLE = Path(__file__).parents[1] / "ptx/counts.json"
+UNITS = ("instructions", "sectors", "barriers", "shuffles")
+BF16 = torch.bfloat16
+
+
+class Counting(machine._Run):
+    """A run that counts. A statement costs every warp that comes to it, whatever its guard."""
+
+    counts: Counter = Counter()
+
+    def _step(self, instruction):
+        warps = self.count // 32 if self.mask is None else int(self.mask.reshape(-1, 32).any(1).sum())
+        self.counts["instructions"] += warps
+        if instruction.act in ("barrier", "shuffle"):
+            self.counts[instruction.act + "s"] += warps
+        super()._step(instruction)
+
+    def _touches(self, lanes, address):
+        """Sectors of a warp's access: its lanes read or write 32 bytes at most, from a multiple of what they take."""
+        self.counts["sectors"] += len(np.unique(np.stack([lanes // 32, address >> np.uint64(5)]), axis=1).T)
+
+    def _ld(self, instruction, mask):
+        self._of_global(instruction, mask)
+        super()._ld(instruction, mask)
+
+    def _st(self, instruction, mask):
+        self._of_global(instruction, mask)
+        super()._st(instruction, mask)
+
+    def _of_global(self, instruction, mask):
+        if instruction.numbers[0] == "global":
+            self._touches(self._among(mask), self._address(instruction.sources[0], mask, instruction.numbers[1]))
+
+    def _copy(self, instruction, mask):
+        read = self._some(instruction.sources[2], mask, "size") != 0
+        source = self._address(instruction.sources[1], mask, instruction.numbers[1])
+        self._touches(self._among(mask)[read], source[read])
+        super()._copy(instruction, mask)
+
+
+def _back(made, leaves, dy):
+    outputs = made()
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    torch.autograd.grad(outputs, leaves, [dy if y.shape == dy.shape else torch.ones_like(y) for y in outputs])
+
+
+def _norms():
+    """Name -> (rows, what runs the kernel): enough rows for each persistent program to take some."""
+    from hf_rmsnorm import NormSpec
+    from hf_rmsnorm.ops import fused_add_norm, fused_norm
+
+    rms, layer = NormSpec(False, 1e-6, rounding="before_weight"), NormSpec(True, 1e-5, has_bias=True)
+    for kind, spec, sizes in (
+        ("RMSNorm", rms, (128, 1024, 4096, 5120, 8192, 16384)), ("LayerNorm", layer, (128, 1024, 4096, 8192)),
+        ("sum and RMSNorm", rms, (1024, 4096)),
+    ):  # fmt: skip
+        for size in sizes:
+            rows = max(32, 2**17 // size)
+            x, residual, dy = (torch.randn(rows, size).to(BF16) for _ in range(3))
+            w, b = torch.randn(size).to(BF16), torch.randn(size).to(BF16) if spec.has_bias else None
+
+            leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
+            if kind.startswith("sum"):
+                made = partial(fused_add_norm, x, residual, w, b, spec)
+            else:
+                made = partial(fused_norm, x, w, b, spec)
+            yield f"{kind} {size}", rows, partial(_back, made, leaves, dy)
+
+
+def _heads():
+    from hf_rmsnorm import NormSpec
+    from hf_rmsnorm.ops.qk import fused_qk_norm
+
+    q, k = (torch.randn(2, 16, heads, 128).to(BF16).transpose(1, 2).requires_grad_() for heads in (16, 8))
+    tables = [torch.randn(2, 16, 128).to(BF16) for _ in range(2)]
+    weights = [torch.randn(128).to(BF16).requires_grad_() for _ in range(2)]
+
+    spec = NormSpec(False, 1e-6, rounding="before_weight")
+    made = partial(fused_qk_norm, q, k, *weights, spec, *tables)
+    yield "q and k with rotary embedding 128", 2 * 16 * 24, partial(_back, made, (q, k, *weights), torch.ones(()))
+
+
+def counted() -> dict:
+    """{name of a case and of its kernel: what a row takes of each of `UNITS`}; of barriers and of sums, a program."""
+    from triton.runtime import driver
+
+    from hf_rmsnorm import use_backend
+
+    torch.manual_seed(0)
+    found = {}
+    for name, rows, run in (*_norms(), *_heads()):
+        driver.active.launches = []
+        with use_backend("triton"):
+            run()
+        made, driver.active.launches = driver.active.launches, None
+        for kernel, grid, shared, arguments in made:
+            with patch.object(machine, "_Run", Counting), patch.object(Counting, "counts", Counter()):
+                driver.active.machine.launch(kernel, grid, shared, arguments)
+                programs = int(np.prod(grid))
+                share = programs if "reduce" in kernel.name else rows
+                counts = {unit: Counting.counts[unit] / share for unit in UNITS}
+                counts["barriers"] = Counting.counts["barriers"] / (programs * kernel.threads // 32)
+            found[f"{name} {kernel.name}"] = {unit: round(value, 2) for unit, value in counts.items()}
+    return found
+
+
+if __name__ == "__main__":
+    if not run_kernels_on_cpu():
+        sys.exit(f"this needs Triton {TRITON}, and TRITON_INTERPRET unset")
+    lines = [f"  {json.dumps(name)}: {json.dumps(counts)}" for name, counts in counted().items()]
+    TABLE.write_text(f'{{"triton": "{TRITON}", "rows": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+    print(TABLE.read_text(encoding="utf-8"))
