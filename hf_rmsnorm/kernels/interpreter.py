@@ -7,7 +7,8 @@ from contextlib import contextmanager
 def faithful_interpreter():
     """Make Triton's interpreter convert float32 to bfloat16 as GPUs do, for the length of one launch.
 
-    It truncates where hardware rounds to nearest even. It also replaces the functions of triton.language again for
+    It truncates where hardware rounds to nearest even. It adds the rows of a tile one after another, where threads add
+    in pairs, which loses bits of a sum of many. It also replaces the functions of triton.language again for
     every call of a helper, which took a third of its time: here once for each module that helpers name them by.
     """
     import numpy as np
@@ -15,6 +16,7 @@ def faithful_interpreter():
     import triton.runtime.interpreter as interpreter
 
     original, patch, patched = interpreter._convert_float, interpreter._patch_lang, set()
+    reductions, add = interpreter.ReduceOps, interpreter.ReduceOps.sum
 
     def convert(data, source, target, rounding_mode):
         if source == tl.float32 and target == tl.bfloat16:
@@ -28,6 +30,14 @@ def faithful_interpreter():
             return (data.view(np.uint16).astype(np.uint32) << 16).reshape(data.shape)
         return original(data, source, target, rounding_mode)
 
+    def add_in_pairs(reduction, tile):
+        data = tile.handle.data
+        if reduction.axis != 0 or data.ndim != 2 or reduction.keep_dims:
+            return add(reduction, tile)
+        while len(data) > 1:  # a power of two
+            data = data[::2] + data[1::2]
+        return reduction.to_tensor(data[0], tile.dtype)
+
     def patch_once(function):
         names = tuple(any(module is value for value in function.__globals__.values()) for module in (tl, tl.core))
         if names not in patched:
@@ -36,9 +46,9 @@ def faithful_interpreter():
 
     # The lock is held and the launch is ours, so nobody else sees the replacement; `with np.errstate`: inf and nan
     # inputs are the caller's business, not a warning.
-    interpreter._convert_float, interpreter._patch_lang = convert, patch_once
+    interpreter._convert_float, interpreter._patch_lang, reductions.sum = convert, patch_once, add_in_pairs
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
-        interpreter._convert_float, interpreter._patch_lang = original, patch
+        interpreter._convert_float, interpreter._patch_lang, reductions.sum = original, patch, add

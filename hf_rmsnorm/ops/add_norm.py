@@ -91,13 +91,7 @@ def _launch(x, residual, weight, bias, spec, plan, stats):
     return h, y, rstd, mean
 
 
-def add_norm_backend(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    spec: NormSpec,
-) -> str:
+def add_norm_backend(x, residual, weight, bias, spec: NormSpec) -> str:
     """What `fused_add_norm` makes of a call: ``"triton"`` (one launch), ``"reference"``, or ``"original"``.
 
     ``"original"`` is the answer where x and residual differ in shape or device, or are float16 and bfloat16; where no

@@ -109,16 +109,8 @@ def fused_qk_norm(
     return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, False, plan)[:2]
 
 
-def qk_norm_backend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    spec: NormSpec,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-) -> str:
-    """What serves `fused_qk_norm`: as `resolve_backend`, but ``"original"`` also for whatever one launch cannot do.
+def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) -> str:
+    """What serves `fused_qk_norm` with these: as `resolve_backend`, and ``"original"`` for what one launch cannot do.
 
     Raises:
         RuntimeError: as `resolve_backend`.

@@ -99,6 +99,17 @@ def test_what_is_needed_is_computed_and_nothing_else(columns, need, from_output)
             torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("rounding", ["before_weight", "once"])
+@pytest.mark.parametrize("gate", ["silu_before", "silu_after", "sigmoid_after"])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_gated_norms_have_the_bits_of_eager(has_weight, gate, rounding):
+    spec = NormSpec(False, 1e-6, has_weight=has_weight, rounding=rounding if has_weight else "once", gate=gate)
+    x, other = rows(64, 96).to(HALF), rows(64, 96, seed=1).to(HALF)
+    w = rows(96, seed=2).to(HALF) if has_weight else None
+    y, *_ = launch.norm_forward(x, w, None, spec, False, other)
+    assert (y == reference_norm(x, w, None, spec, other)).double().mean() >= 0.999  # its sums have another order
+
+
 @pytest.mark.parametrize("need", [need for need in itertools.product((True, False), repeat=3) if any(need)])
 @pytest.mark.parametrize("gate", ["silu_before", "silu_after"])
 def test_what_is_needed_of_a_gated_norm_is_computed_and_nothing_else(gate, need):
