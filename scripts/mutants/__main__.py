@@ -140,7 +140,7 @@ def write(table: list[dict], path: Path) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in order) + "\n]\n", encoding="utf-8")
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("places", nargs="*", help="files, or file:line (default: kernels, ops and the fused layers)")
     parser.add_argument("--list", action="store_true", help="count the mutants of each file and run none")
@@ -153,7 +153,11 @@ def main() -> int:
     parser.add_argument("--lines", type=Path, help="which tests run which lines: read there, or made and kept there")
     parser.add_argument("--again", type=Path, help="run the survivors of this table again, and write what they are now")
     parser.add_argument("--out", type=Path, help="write the table there, as JSON, and run none that it has already")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
     every = sorted(str(p.relative_to(ROOT)) for room in ROOMS for p in (ROOT / "hf_rmsnorm" / room).glob("*.py"))
     places = [place.partition(":") for place in args.places or every]
     chosen = [each for path, _, line in places for each in mutants_of(path) if not line or each[0].line == int(line)]

@@ -18,6 +18,7 @@ import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
 from scripts.coverage.__main__ import parser as coverage_parser
+from scripts.mutants.__main__ import build_parser as mutants_parser
 
 MOST = 8192  # bytes of a landing page
 # Words of snippets that take more than a quick test's time.
@@ -68,6 +69,8 @@ def parses(words: list[str]) -> bool:
         return parser.parse_args(words[3:]) is not None
     if words[:3] == ["python", "-m", "scripts.coverage"]:
         return coverage_parser().parse_args(words[3:]) is not None
+    if words[:3] == ["python", "-m", "scripts.mutants"]:
+        return mutants_parser().parse_args(words[3:]) is not None
     return False
 
 
