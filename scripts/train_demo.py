@@ -219,6 +219,8 @@ def main() -> None:
         trained = accelerator.unwrap_model(model).cpu().to(stored_dtype)
         trained.save_pretrained(args.output)
         make_tokenizer().save_pretrained(args.output)
+        config = args.output / "tokenizer_config.json"  # Transformers 4 does not have the name that 5 writes
+        config.write_text(config.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
         saved = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()  # the stored values
         result = {
             "arch": args.arch,
