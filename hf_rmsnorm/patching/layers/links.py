@@ -21,7 +21,8 @@ from .sums import NO_SUM, find_fusion, norms_of
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
     """Fuse the sums of every layer of a patched model that allows it, and link the layers; `undo` is told how to."""
     places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
-    rows = [(p, name, list(row)) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
+    rows = [(p, name, row) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
+    rows = [(p, name, [m for m in row._modules.values() if m is not None]) for p, name, row in rows]  # it may hold None
     in_rows = {_inner(module) for _, _, row in rows for module in row}
     layers = {m: (path, _examine(m, m in in_rows)) for path, m in model.named_modules() if norms_of(m)}
     sums = {m: found if isinstance(found, Fusion) else Fusion(()) for m, (_, found) in layers.items()}
@@ -70,8 +71,11 @@ def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[
 
 def _inner(module: nn.Module) -> nn.Module:
     """The layer in its wrappers (FSDP, activation checkpoints, `torch.compile`): an only child by a private name."""
-    while len(module._modules) == 1 and (name := next(iter(module._modules))).startswith("_"):
-        module = module._modules[name]
+    while len(module._modules) == 1:
+        ((name, child),) = module._modules.items()
+        if child is None or not name.startswith("_"):
+            break
+        module = child
     return module
 
 

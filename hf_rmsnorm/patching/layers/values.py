@@ -71,7 +71,7 @@ def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
             changed = {value for value, last in writes.items() if last > time} | written
             hit = [at for at, values in given if values & changed]
             # No truth of a module is asked for: torch.compile's wrapper of one without a length raises.
-            children = called if isinstance(called, nn.ModuleList) else () if called is None else (called,)
+            children = called.children() if isinstance(called, nn.ModuleList) else () if called is None else (called,)
             waiting += [(child, hit) for child in children]
     return found
 

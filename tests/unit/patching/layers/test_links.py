@@ -78,6 +78,39 @@ def test_a_norm_by_itself_is_no_layer():
     assert patch_model(nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))).layers == ()
 
 
+class Alone(nn.Module):
+    """A module whose one child is none, as Informer's and others' optional parts are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_module("_part", None)
+
+    def forward(self, x):
+        return x
+
+
+def test_rows_with_places_that_hold_nothing():
+    rows = {"layers": nn.ModuleList([ReturnsASum(nn.RMSNorm(8)), None, Alone(), ReturnsASum(nn.RMSNorm(8))]),
+            "parts": nn.ModuleList([None]), "chain": nn.Sequential(nn.RMSNorm(8), Alone())}  # fmt: skip
+    report = patch_model(nn.ModuleDict(rows))
+    assert len(report.swapped) == 3 and {layer.path for layer in report.layers} == {"layers.0", "layers.3"}
+
+
+class Called(nn.Module):
+    """Its own forward calls a list that holds nothing in a place."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.convolutions = nn.RMSNorm(8), nn.ModuleList([nn.Linear(8, 8), None])
+
+    def forward(self, x):
+        return self.convolutions[0](self.norm(x)) if self.convolutions[1] is None else x
+
+
+def test_a_called_list_with_places_that_hold_nothing():
+    assert len(patch_model(Called()).swapped) == 1
+
+
 def test_an_empty_list_of_layers_is_no_row():
     """As ConvNext's first stage has, which does not downsample."""
     model = nn.ModuleDict({"stages": nn.ModuleList(), "layers": nn.ModuleList([ReturnsASum(nn.RMSNorm(8))])})
