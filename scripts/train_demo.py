@@ -220,7 +220,8 @@ def main() -> None:
         trained.save_pretrained(args.output)
         make_tokenizer().save_pretrained(args.output)
         config = args.output / "tokenizer_config.json"  # Transformers 4 does not have the name that 5 writes
-        config.write_text(config.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+        text = config.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast")
+        config.write_text(text, encoding="utf-8")
         saved = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()  # the stored values
         result = {
             "arch": args.arch,

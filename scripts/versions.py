@@ -2,7 +2,7 @@
 
 A row is TRANSFORMERS/TORCH/TRITON, as in 4.57.6/2.13.0/3.9.0; without any, all rows below. Each gets an environment of
 its own with the newest packages that these versions allow, and runs tests/promises/test_versions.py in it, kernels by
-Triton's interpreter. What came of it is kept in scripts/results/versions.json and shown in docs/versions.md.
+Triton's interpreter. What came of these rows is kept in scripts/results/versions.json and shown in docs/versions.md.
 
     --python COMMAND   makes the environments (default: this Python)
     --folder FOLDER    keeps them there (default: a temporary folder)
@@ -40,11 +40,12 @@ def run_row(row: str, python: str, folder: Path) -> dict:
     pip = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not own.exists():
         subprocess.run([python, "-m", "venv", str(place)], check=True)
-        # Triton 3.6's interpreter takes an array of one element for a number, which NumPy 2.4 is not any more.
-        numpy = "numpy<2.4" if triton.startswith("3.6.") else "numpy"
-        subprocess.run([*pip, f"torch=={torch}", f"transformers=={transformers}", numpy, *OTHERS], check=True)
-        # No dependencies: a torch for CUDA names the Triton that it was built with.
-        subprocess.run([*pip, "--no-deps", f"triton=={triton}"], check=True)
+    # Into an environment that is kept too: an earlier run may have been stopped before it had all.
+    # Triton 3.6's interpreter takes an array of one element for a number, which NumPy 2.4 is not any more.
+    numpy = "numpy<2.4" if triton.startswith("3.6.") else "numpy"
+    subprocess.run([*pip, f"torch=={torch}", f"transformers=={transformers}", numpy, *OTHERS], check=True)
+    # No dependencies: a torch for CUDA names the Triton that it was built with.
+    subprocess.run([*pip, "--no-deps", f"triton=={triton}"], check=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
     versions = json.loads(subprocess.run([str(own), "-c", ASK], check=True, capture_output=True, text=True).stdout)
     command = [str(own), "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", TESTS]

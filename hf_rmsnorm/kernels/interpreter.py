@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def faithful_interpreter():
-    """Make Triton's interpreter convert float32 to bfloat16 as GPUs do, for the length of one launch.
+    """Make Triton's interpreter round to bfloat16 and add rows as GPUs do, for the length of one launch.
 
     It truncates where hardware rounds to nearest even. It adds the rows of a tile one after another, where threads add
     in pairs, which loses bits of a sum of many. It also replaces the functions of triton.language again for

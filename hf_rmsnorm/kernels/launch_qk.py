@@ -19,6 +19,7 @@ QK_NORM_BACKWARD = Kernel(
 )
 QK_REDUCE_PARTIALS = Kernel(qk.qk_reduce_partials, ("PARTIALS", "DWQ", "DWK"))
 KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
+FORWARD_WARPS = 4  # of heads of 512 too: their two halves with their tables would spill in fewer
 PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
 
 
@@ -95,13 +96,12 @@ def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
     def make() -> QKPlan:
         require(spec, "queries and keys")
         config = forward_config(q.shape[-1])
-        num_warps = max(4, config.num_warps)  # the two halves of 512 columns with their tables would spill in one
         outputs = tuple(_output_strides(t, cos, spec.functional) for t in (q, k))
         grid = (sum(-(-_rows(t) // config.rows) for t in (q, k)), 1, 1)
         addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}
         named = _named(q, k, weight, cos, spec, config, addresses)
         return QKPlan(
-            launch=QK_NORM_FORWARD.bind(grid, num_warps, named, (*dtypes, False), (*dtypes, True)),
+            launch=QK_NORM_FORWARD.bind(grid, FORWARD_WARPS, named, (*dtypes, False), (*dtypes, True)),
             strides=outputs,
             dtype=_output_dtype(q, weight, cos, spec),
             rows=_rows(q) + _rows(k),

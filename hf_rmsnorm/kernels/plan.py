@@ -186,10 +186,11 @@ def backward_plan(
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, spec, weight, heads)
         x_rows, dy_rows, other_rows = operands = [RowAddress.of(t, order) for t in (x, dy, other)]
-        shift = bias if from_output or (spec.gated_after and need[3]) else None  # read, and not only of dbias' dtype
+        shift = bias if from_output or (spec.gated_after and need[3]) else None  # where its values are read
         itemsize = max(t.element_size() for t in (x, dy, weight, shift, other) if t is not None)
-        kinds = gate is not None, heads, dh is not None, shift is not None
-        config = backward_config(hidden_size, spec.centered, itemsize, shared, *kinds)
+        config = backward_config(
+            hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None
+        )
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
         else:

@@ -6,7 +6,7 @@ from functools import cache
 MAX_HIDDEN_SIZE = 262_144
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
-CENTERED_TILE_ELEMENTS_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
+CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
 TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often
 WARP_ELEMENTS = 1_024  # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
 
@@ -17,7 +17,7 @@ def next_power_of_2(n: int) -> int:
 
 def backward_loops(hidden_size: int, centered: bool, single_pass: bool) -> bool:
     """Whether rows are too wide for one tile; the loop knows neither gates nor heads, whose rows stay, and spill."""
-    return hidden_size > (CENTERED_TILE_ELEMENTS_MAX if centered and not single_pass else TILE_MAX)
+    return hidden_size > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX)
 
 
 @dataclass(frozen=True)

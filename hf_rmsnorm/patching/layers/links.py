@@ -22,7 +22,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     """Fuse the sums of every layer of a patched model that allows it, and link the layers; `undo` is told how to."""
     places = [(None, "", model), *((p, *named) for p in model.modules() for named in p.named_children())]
     rows = [(p, name, row) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
-    rows = [(p, name, [m for m in row._modules.values() if m is not None]) for p, name, row in rows]  # it may hold None
+    rows = [(p, name, [m for m in row if m is not None]) for p, name, row in rows]  # a place may hold None
     in_rows = {_inner(module) for _, _, row in rows for module in row}
     layers = {m: (path, _examine(m, m in in_rows)) for path, m in model.named_modules() if norms_of(m)}
     sums = {m: found if isinstance(found, Fusion) else Fusion(()) for m, (_, found) in layers.items()}
