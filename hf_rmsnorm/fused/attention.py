@@ -12,10 +12,9 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
-from ..ops.direct import launch_key
+from ..ops.direct import launch_key, version
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
-from .handover import version
 from .layer import observers, operands_ahead, tell
 
 _is_compiling = torch.compiler.is_compiling
@@ -35,14 +34,15 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     if found is None or (found[0] is not None and found[0].dim() != 1):
         return norm(x)
     weight, bias, spec = found
-    key, plans = launch_key(x, weight, bias, spec.functional), type(norm)._hf_rmsnorm_plans
+    casts = spec.functional or spec.rounding == "every_step"  # as `qk_norm_backend` asks
+    key, plans = launch_key(x, weight, bias, casts), type(norm)._hf_rmsnorm_plans
     if plans.get(key) is None:
         backend = resolve_backend(x, weight, bias, spec)
         if backend == "original" or not type(norm)._hf_rmsnorm_recipe.fits(x, weight, bias):
             return norm(x)
         if key is not None:
             plans.keep(key, backend, plan_of, x, weight, bias, spec)
-    held[name] = *found, (version(x), version(weight))
+    held[name] = weight, bias, spec, key, version(x), version(weight)
     return x
 
 
@@ -55,26 +55,27 @@ def norm_and_rotate(
         rotate: ``rotate(q, k, *tables)`` as the forward calls it; None where it does not.
         tables: cos and sin.
     """
-    found = [held.get(name) for name in names]
-    for f, name, x in zip(found, names, (q, k), strict=True):
-        if f is not None and f[3] != (version(x), version(f[0])):
-            raise RuntimeError(
-                f"what {name} is yet to read was written to: call patch_model(model, fuse_residual=False)"
-            )
-    if None not in found and found[0][2] == found[1][2] and found[0][1] is None and found[1][1] is None:
-        if observers:
-            tell(attention, "q/k", (names, rotate), (q, k, *tables))
-        (q_weight, _, spec, _), (k_weight, *_) = found
-        if rotate is None or is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0])):
-            plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
-            key = qk_launch_key(q, k, q_weight, k_weight, spec, *tables)
-            plan, backend = None if key is None else plans.get(key), "triton"
-            if plan is None:
-                backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
-                plan = None if key is None else plans.keep(key, backend, qk_plan_of, q, k, q_weight, spec, *tables[:1])
-            if backend != "original":
-                return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
-    q, k = (x if f is None else attention._modules[n](x) for n, f, x in zip(names, found, (q, k), strict=True))
+    q_name, k_name = names
+    of_q, of_k = held.get(q_name), held.get(k_name)
+    for of_x, name, x in ((of_q, q_name, q), (of_k, k_name, k)):
+        if of_x is not None and (version(x) != of_x[4] or version(of_x[0]) != of_x[5]):
+            raise RuntimeError(f"what {name} is yet to read was written to: patch the model with fuse_residual=False")
+    if of_q is not None and of_k is not None:
+        q_weight, q_bias, spec, q_key, *_ = of_q
+        k_weight, k_bias, k_spec, k_key, *_ = of_k
+        if q_bias is None and k_bias is None and (spec is k_spec or spec == k_spec):
+            if observers:
+                tell(attention, "q/k", (names, rotate), (q, k, *tables))
+            if rotate is None or is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0])):
+                plans = type(attention._modules[q_name])._hf_rmsnorm_plans
+                key = qk_launch_key(q_key, k_key, q, k, *tables)
+                plan, backend = None if key is None else plans.get(key), "triton"
+                if plan is None:
+                    backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
+                    plan = key and plans.keep(key, backend, qk_plan_of, q, k, q_weight, spec, *tables[:1])
+                if backend != "original":
+                    return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
+    q, k = (x if held.get(n) is None else attention._modules[n](x) for n, x in zip(names, (q, k), strict=True))
     return (q, k) if rotate is None else rotate(q, k, *tables)
 
 
@@ -91,6 +92,7 @@ def is_rotary(function: Callable, dtypes_differ: bool = False) -> bool:
     proven = proven_rotary.get(function) if isinstance(function, types.FunctionType) else None
     if proven is None or (dtypes_differ and not proven[2]):
         return False
-    functions, named, _ = proven
-    # The code itself: autoreload puts another into the function that is there.
-    return all(f.__code__ is code for f, code in functions) and all(s.get(name) is value for s, name, value in named)
+    for called, code in proven[0]:
+        if called.__code__ is not code:  # autoreload puts another into the function that is there
+            return False
+    return all(names.get(name) is value for names, name, value in proven[1])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops.direct import DIRECT_TYPES, capturing
+from ..ops.direct import capturing, state, version
 
 
 class _HandedOver(NamedTuple):
@@ -33,22 +33,12 @@ _slot = _Slot()
 given_otherwise: weakref.WeakSet = weakref.WeakSet()
 
 
-def version(t: torch.Tensor | None) -> int | None:
-    """What every write to a tensor moves that is not past autograd; None where it has none."""
-    return None if t is None or t.is_inference() else t._version
-
-
-def _state(p: torch.Tensor | None) -> tuple | None:
-    # The address too: `.data = other` leaves the version as it is.
-    return None if p is None else (version(p), p.data_ptr() if type(p) in DIRECT_TYPES else 0)
-
-
 def _reference(t: torch.Tensor | None) -> weakref.ref | None:
     return None if t is None else weakref.ref(t)  # the same object each time, so that `is` compares tensors
 
 
 def _operands(x, weight, bias, spec, backend) -> tuple:
-    versions = version(x), _state(weight), _state(bias)
+    versions = version(x), state(weight), state(bias)
     return versions, torch.is_grad_enabled(), capturing(x), backend, spec
 
 

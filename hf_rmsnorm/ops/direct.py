@@ -43,6 +43,16 @@ def capturing(t: torch.Tensor) -> bool:
     return not t.is_cpu and _is_capturing(t.device.type)()
 
 
+def version(t: torch.Tensor | None) -> int | None:
+    """What every write to a tensor moves that is not past autograd; None where it has none."""
+    return None if t is None or t.is_inference() else t._version
+
+
+def state(t: torch.Tensor | None) -> tuple | None:
+    """The version and the address, which ``.data = other`` moves alone."""
+    return None if t is None else (version(t), t.data_ptr() if type(t) in DIRECT_TYPES else 0)
+
+
 def under_transform() -> bool:
     """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
     return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()

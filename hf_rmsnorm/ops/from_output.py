@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.serves import unserved
-from .direct import DIRECT_TYPES, capturing, is_direct, under_transform
+from .direct import DIRECT_TYPES, capturing, is_direct, state, under_transform
 
 LEAST_SCALE = 1e-3  # of the largest
 SMALLEST_SCALE = 2.0**-14  # below it float16 keeps fewer bits of y than of xhat
@@ -85,17 +85,12 @@ def parameters_refusal(weight: torch.Tensor | None, bias: torch.Tensor | None, s
         seen = _seen[key] = _Seen(*references, spec.weight_offset, (), None)
         _Steps.asked.discard(key)  # of others, gone since, that had the same identity
     _step(key, weight)
-    if seen.state != _state(weight, bias):
+    if seen.state != (_Steps.number, state(weight), state(bias)):
         if capturing(weight):
             return "its parameters changed before a graph was captured"
         _look(weight.device)
         seen = _seen[key]
     return seen.refusal
-
-
-def _state(weight, bias) -> tuple:
-    # The address too: `.data = other` leaves the version as it is.
-    return _Steps.number, weight._version, weight.data_ptr(), None if bias is None else (bias._version, bias.data_ptr())
 
 
 def _look(device: torch.device) -> None:
@@ -104,9 +99,12 @@ def _look(device: torch.device) -> None:
         weight, bias = seen.weight(), None if seen.bias is None else seen.bias()
         if weight is None or (bias is None) != (seen.bias is None):
             _seen.pop(key, None)
-        elif weight.device == device and weight.numel() and seen.state != (state := _state(weight, bias)):
+        elif weight.device == device and weight.numel():
+            now = _Steps.number, state(weight), state(bias)
+            if now == seen.state:
+                continue
             alike = (weight.shape, weight.dtype, None if bias is None else bias.dtype, seen.offset)
-            groups.setdefault(alike, []).append((key, seen, state, weight, bias))
+            groups.setdefault(alike, []).append((key, seen, now, weight, bias))
     found = []
     with torch.no_grad(), _disable_current_modes(), torch.autocast(device.type, enabled=False):
         for (*_, offset), members in groups.items():
@@ -120,10 +118,10 @@ def _look(device: torch.device) -> None:
             found.append(torch.stack((small, much), dim=1))
         verdicts = torch.cat(found).tolist()
     members = (m for group in groups.values() for m in group)
-    for (key, seen, state, *_), (small, much) in zip(members, verdicts, strict=True):
+    for (key, seen, now, *_), (small, much) in zip(members, verdicts, strict=True):
         refusal = None if much else f"a bias is above {MOST_BIAS:g} times its weight"
         refusal = refusal if small else f"a weight is below {LEAST_SCALE:g} of the largest"
-        _seen[key] = seen._replace(state=state, refusal=refusal)
+        _seen[key] = seen._replace(state=now, refusal=refusal)
 
 
 def keeps_output(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec) -> bool:

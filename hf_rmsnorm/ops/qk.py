@@ -5,14 +5,13 @@ import torch
 from ..formula import NormSpec
 from ..reference import reference_norm, rotated
 from .backend import qk_fits, resolve_backend
-from .direct import DIRECT_TYPES, is_direct, launch_key, under_transform
+from .direct import DIRECT_TYPES, is_direct, under_transform
 from .gradients import qk_gradients
 from .loading import is_dtensor, load_sharding_rules, qk_kernels
 from .norm import fused_norm
 from .operators import qk_norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class _FusedQKNorm(torch.autograd.Function):
@@ -38,24 +37,22 @@ def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan=None):
     return qk_kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan)
 
 
-def qk_launch_key(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) -> tuple | None:
-    """As `launch_key`, of what `fused_qk_norm` is given."""
-    casts = spec.functional or spec.rounding == "every_step"
-    of_q = launch_key(q, q_weight, None, casts)
-    if of_q is None or type(k) not in DIRECT_TYPES or _is_wrapped(k):
+def qk_launch_key(of_q: tuple | None, of_k: tuple | None, q, k, cos=None, sin=None) -> tuple | None:
+    """As `launch_key`, of what `fused_qk_norm` is given.
+
+    Args:
+        of_q, of_k: the keys of the norms alone, of tensors of which q and k are views.
+    """
+    if of_q is None or of_k is None:
         return None
-    of_k = k.shape, k.stride(), k.dtype, k.device
-    if k_weight is not None:
-        if type(k_weight) not in DIRECT_TYPES or not k_weight.is_contiguous():
-            return None
-        of_k += (k_weight.shape, k_weight.dtype, k_weight.device)
     if cos is None or sin is None:
-        return of_q, of_k, cos is sin
+        return of_q, of_k, q.shape, q.stride(), k.shape, k.stride(), cos is sin
     if type(cos) not in DIRECT_TYPES or type(sin) not in DIRECT_TYPES:
         return None
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
         return None
-    return of_q, of_k, cos.shape, cos.stride(), cos.dtype, cos.device, sin.shape, sin.stride(), sin.dtype, sin.device
+    tables = cos.shape, cos.stride(), cos.dtype, cos.device, sin.shape, sin.stride(), sin.dtype, sin.device
+    return of_q, of_k, q.shape, q.stride(), k.shape, k.stride(), tables
 
 
 def qk_plan_of(q, k, q_weight, spec: NormSpec, cos=None):

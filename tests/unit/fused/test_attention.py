@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from transformers.models.imagegpt.modeling_imagegpt import ImageGPTLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_rmsnorm import count_launches, patch_model, use_backend
@@ -112,6 +113,28 @@ def test_norms_with_a_bias_are_computed_apart(at):
     norms[at] = nn.LayerNorm(D, bias=False)
     check(made(*norms), *operands(), launches=TWO)
     check(made(*(nn.LayerNorm(D, bias=False) for _ in range(2))), *operands(), launches=ONE)
+
+
+@pytest.mark.parametrize("norm", [ImageGPTLayerNorm, lambda columns: nn.LayerNorm(columns, bias=False)])
+def test_operators_that_autocast_computes_in_float32_are_not_served_there_by_what_was_kept(norm):
+    attention, (q, k, *tables) = made(norm(D), norm(D)).bfloat16(), operands()
+    given = q.bfloat16(), k.bfloat16(), *tables
+    run(attention, *given)
+    assert run(attention, *given)[1] == ONE
+    with torch.autocast("cpu", torch.bfloat16):
+        found, launches = run(attention, *given)
+        assert launches == TWO and all(map(torch.equal, found, apart(attention, *given)))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_was_written_to_before_a_norm_has_read_it_is_an_error(at):
+    for written in "xw":
+        attention, held, given = made(), {}, operands()[:2]
+        with torch.no_grad():
+            q, k = (norm_later(attention, held, name, x) for name, x in zip(NAMES, given, strict=True))
+            (given[at] if written == "x" else attention.get_submodule(NAMES[at]).weight).add_(1)
+            with pytest.raises(RuntimeError, match=f"what {NAMES[at]} is yet to read was written to"):
+                norm_and_rotate(attention, held, NAMES, None, q, k)
 
 
 def one_more(attention, at):

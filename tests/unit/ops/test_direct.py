@@ -17,6 +17,13 @@ class Tagged(torch.Tensor):
     """A subclass, of which nobody knows what it makes of an operator."""
 
 
+def key_of_pair(q, k, q_weight, k_weight, cos, sin, spec):
+    """As attentions that are patched ask for it."""
+    casts = spec.functional or spec.rounding == "every_step"
+    norms = launch_key(q, q_weight, None, casts), launch_key(k, k_weight, None, casts)
+    return qk_launch_key(*norms, q, k, cos, sin)
+
+
 def norms():
     """(x, weight, bias, functional) of calls no two of which are served by one launch."""
     for _, x in layouts(X):
@@ -57,10 +64,20 @@ def test_queries_and_keys_that_need_other_launches_have_other_keys():
         "cos elsewhere": (q, k, wq, wk, cos.to("meta"), sin, spec),
         "sin elsewhere": (q, k, wq, wk, cos, sin.to("meta"), spec),
     }
-    keys = [qk_launch_key(*each[:4], each[6], *each[4:6]) for each in calls.values()]
+    keys = [key_of_pair(*each) for each in calls.values()]
     assert None not in keys
     for a, b in itertools.combinations(range(len(keys)), 2):
         assert keys[a] != keys[b], (list(calls)[a], list(calls)[b])
+
+
+def test_views_of_queries_and_keys_that_need_other_launches_have_other_keys():
+    rows, one = torch.ones(2, 3, 4, 16), torch.ones(2, 1, 4, 16)
+    for x, w in ((rows, W), (one, W)):
+        norm = launch_key(x, w, None, False)
+        pairs = itertools.product((x, x.transpose(1, 2)), repeat=2)
+        keys = [qk_launch_key(norm, norm, *pair, *tables) for pair in pairs for tables in ((), (rows, rows))]
+        assert len(set(keys)) == len(keys) == 8 and None not in keys
+        assert qk_launch_key(norm, None, x, x) is None and qk_launch_key(None, norm, x, x) is None
 
 
 @pytest.mark.parametrize(
@@ -78,22 +95,22 @@ def test_what_a_launch_does_not_read_as_it_lies_has_no_key(x, weight, bias):
 @pytest.mark.parametrize("which", range(6))
 def test_queries_and_keys_that_a_launch_does_not_read_have_no_key(which):
     *operands, spec = dict(pairs())["q "]
-    assert qk_launch_key(*operands[:4], spec, *operands[4:]) is not None
+    assert key_of_pair(*operands, spec) is not None
     operands[which] = operands[which].as_subclass(Tagged)
-    assert qk_launch_key(*operands[:4], spec, *operands[4:]) is None
+    assert key_of_pair(*operands, spec) is None
 
 
 def test_weights_of_keys_with_gaps_have_no_key():
     q, k, wq, wk, cos, sin, spec = dict(pairs())["q "]
-    assert qk_launch_key(q, k, wq, torch.stack([wk, wk], 1)[:, 0], spec, cos, sin) is None
+    assert key_of_pair(q, k, wq, torch.stack([wk, wk], 1)[:, 0], cos, sin, spec) is None
 
 
 def test_tables_that_ask_for_gradients_have_no_key():
     q, k, wq, wk, cos, sin, spec = dict(pairs())["q "]
     for tables in ((cos.clone().requires_grad_(), sin), (cos, sin.clone().requires_grad_())):
-        assert qk_launch_key(q, k, wq, wk, spec, *tables) is None
+        assert key_of_pair(q, k, wq, wk, *tables, spec) is None
         with torch.no_grad():
-            assert qk_launch_key(q, k, wq, wk, spec, *tables) is not None
+            assert key_of_pair(q, k, wq, wk, *tables, spec) is not None
 
 
 def test_operators_that_autocast_computes_in_float32_have_no_key_there():
@@ -102,9 +119,9 @@ def test_operators_that_autocast_computes_in_float32_have_no_key_there():
     with torch.autocast("cpu", BF16):
         assert launch_key(X, W, B, True) is None and launch_key(X, W, B, False) is not None
         for spec in (steps, functional):
-            assert qk_launch_key(q, k, wq, wk, spec, cos, sin) is None
-        assert qk_launch_key(q, k, wq, wk, RMS, cos, sin) is not None
-    assert launch_key(X, W, B, True) is not None and qk_launch_key(q, k, wq, wk, steps, cos, sin) is not None
+            assert key_of_pair(q, k, wq, wk, cos, sin, spec) is None
+        assert key_of_pair(q, k, wq, wk, cos, sin, RMS) is not None
+    assert launch_key(X, W, B, True) is not None and key_of_pair(q, k, wq, wk, cos, sin, steps) is not None
 
 
 def test_the_reference_has_no_launches():
