@@ -34,7 +34,6 @@ class BoundKernel:
         pack: ``pack(values[aligned], X=..., eps=...)`` are the arguments, from the operands by name.
         codes: numbers that stand for all that compiled code depends on, one for each key that was bound.
         vectorised: strides and columns allow 16-byte loads, if the pointers do too.
-        contracts: a product and the sum behind it may become one instruction, so that the product is not rounded.
     """
 
     pack: Callable[..., tuple]
@@ -43,7 +42,6 @@ class BoundKernel:
     grid: tuple[int, int, int]
     num_warps: int
     vectorised: bool
-    contracts: bool
 
 
 class Kernel:
@@ -56,11 +54,13 @@ class Kernel:
     Args:
         operands: names of what each launch brings, the function's first parameter among them; those that are none of
             its parameters it does not read.
+        contracts: a product and the sum behind it may become one instruction: where the formula rounds no product.
     """
 
-    def __init__(self, function, operands: tuple[str, ...]):
+    def __init__(self, function, operands: tuple[str, ...], contracts: bool = False):
         parameters = inspect.signature(function.fn).parameters
-        self.name, self._fixed = function.__name__, [name for name in parameters if name not in operands]
+        self.name, self.contracts = function.__name__, contracts
+        self._fixed = [name for name in parameters if name not in operands]
         self._constants, self._strides = (
             [name for name in self._fixed if parameters[name].annotation is kind] for kind in (tl.constexpr, tl.int64)
         )
@@ -80,15 +80,12 @@ class Kernel:
         else:
             self._variants = {True: function, False: function}
 
-    def bind(
-        self, grid: tuple[int, int, int], num_warps: int, named: dict, *keys, contracts: bool = False
-    ) -> BoundKernel:
+    def bind(self, grid: tuple[int, int, int], num_warps: int, named: dict, *keys) -> BoundKernel:
         """A launch of all but its operands.
 
         Args:
             named: by name, every parameter that is no operand, but UNIT; strides in elements.
             keys: what else compiled code depends on (device, dtypes, absent operands), for each way to launch this.
-            contracts: see `BoundKernel`; the keys and constants must tell it too.
 
         Raises:
             TypeError: a parameter is missing, or a name is none of a parameter.
@@ -103,7 +100,7 @@ class Kernel:
             values.append(tuple(tuple(each[name] for name in run) for run in self._runs))
             codes.append(tuple(_code_of(unit, key, constants) for key in keys))
         vectorised = all(named[name] % VECTOR == 0 for name in ("N", *self._strides))
-        return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised, contracts)
+        return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised)
 
     def __call__(
         self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0, launch: bool = True
@@ -129,7 +126,7 @@ class Kernel:
         if compiled is None:
             # Not where rows are not vectorised: a thread may then have but one product of a row, and would add its own
             # unrounded and its neighbours' rounded, so that threads did not agree on the sum.
-            fused = aligned and bound.contracts
+            fused = aligned and self.contracts
             options = {"grid": bound.grid, "num_warps": bound.num_warps, "enable_fp_fusion": fused}
             kernel = self._variants[aligned].warmup(*args, **options)
             active = triton.runtime.driver.active

@@ -22,11 +22,7 @@ def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
 @triton.jit
 def load(pointers, mask, DENSE: tl.constexpr):
     """Load, without a mask where the tile covers only valid elements; masked lanes read as zero."""
-    if DENSE:  # noqa: SIM108  a branch, so that only one of them is compiled
-        values = tl.load(pointers)
-    else:
-        values = tl.load(pointers, mask=mask, other=0.0)
-    return values
+    return tl.load(pointers) if DENSE else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit

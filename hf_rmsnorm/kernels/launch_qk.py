@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec, promoted
-from . import launch, qk
+from . import launch, qk, qk_backward
 from .compiled import BoundKernel, Kernel, aligned_pointers
 from .plan import formula_constants, remember
 from .serves import require
@@ -14,10 +14,10 @@ from .sizes import BackwardConfig, TileConfig, backward_config, forward_config, 
 
 QK_NORM_FORWARD = Kernel(qk.qk_norm_forward, ("Q", "K", "WQ", "WK", "COS", "SIN", "YQ", "YK", "RSTD", "MEAN", "eps"))
 QK_NORM_BACKWARD = Kernel(
-    qk.qk_norm_backward,
+    qk_backward.qk_norm_backward,
     ("DYQ", "DYK", "Q", "K", "WQ", "WK", "COS", "SIN", "RSTD", "MEAN", "DXQ", "DXK", "DW", "eps"),
 )
-QK_REDUCE_PARTIALS = Kernel(qk.qk_reduce_partials, ("PARTIALS", "DWQ", "DWK"))
+QK_REDUCE_PARTIALS = Kernel(qk_backward.qk_reduce_partials, ("PARTIALS", "DWQ", "DWK"))
 KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
 FORWARD_WARPS = 4  # of heads of 512 too: their two halves with their tables would spill in fewer
 PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
@@ -51,21 +51,13 @@ def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, row_major: bool) 
         return y.stride()
 
 
-def _output_dtype(q, weight, cos, spec: NormSpec) -> torch.dtype:
-    dtype = spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
-    return dtype if cos is None else promoted(dtype, cos.dtype)
-
-
-def _wanted(need: tuple[bool, ...]) -> tuple[bool, bool]:
-    return need[0] or need[1], need[2] or need[3]
-
-
 def _named(q, k, weight, cos, spec: NormSpec, config: TileConfig, addresses: dict) -> dict:
     """What forward and backward bind alike; addresses: strides of (batch, heads, length, head_dim) tensors, or None."""
     batch, q_heads, length, head_dim = q.shape
     named = {
         "tokens": batch * length, "length": length, "q_heads": q_heads, "k_heads": k.shape[1],
-        "N": head_dim, "BLOCK": config.block, "ROWS": config.rows, "R": 0 if cos is None else cos.shape[-1],
+        "N": head_dim, "R": 0 if cos is None else cos.shape[-1],
+        "BLOCK": max(1, config.block // 2), "ROWS": config.rows,  # of a half of the columns
         "rotary_batch": cos.stride(0) if cos is not None and cos.shape[0] > 1 else 0,
         "rotary_position": cos.stride(1) if cos is not None and length > 1 else 0,
         **formula_constants(spec, weight),
@@ -97,27 +89,25 @@ def forward_plan(q, k, weight, cos, spec: NormSpec) -> QKPlan:
         require(spec, "queries and keys")
         config = forward_config(q.shape[-1])
         outputs = tuple(_output_strides(t, cos, spec.functional) for t in (q, k))
+        dtype = spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
         grid = (sum(-(-_rows(t) // config.rows) for t in (q, k)), 1, 1)
         addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}
         named = _named(q, k, weight, cos, spec, config, addresses)
         return QKPlan(
-            launch=QK_NORM_FORWARD.bind(grid, FORWARD_WARPS, named, (*dtypes, False), (*dtypes, True)),
-            strides=outputs,
-            dtype=_output_dtype(q, weight, cos, spec),
-            rows=_rows(q) + _rows(k),
-            centered=spec.centered,
-        )
+            launch=QK_NORM_FORWARD.bind(grid, FORWARD_WARPS, named, (*dtypes, False), (*dtypes, True)), strides=outputs,
+            dtype=dtype if cos is None else promoted(dtype, cos.dtype),
+            rows=_rows(q) + _rows(k), centered=spec.centered,
+        )  # fmt: skip
 
     return remember(("qk forward", like, dtypes, spec.but_eps), make)
 
 
 def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> QKPlan:
-    """As `forward_plan`, of what a backward is given; dq or dk may be None. limits: as `plan.backward_plan`."""
-    given = dq is not None, dk is not None
-    dtypes = (q.device, *(None if t is None else t.dtype for t in (q, weight, cos, dq, dk)), *_wanted(need))
+    """As `forward_plan`, of what a backward is given. limits: as `plan.backward_plan`."""
+    wanted = need[0] or need[1], need[2] or need[3]
+    dtypes = (q.device, *(None if t is None else t.dtype for t in (q, weight, cos, dq, dk)), *wanted)
     table = None if cos is None else (cos.shape, cos.stride())
-    dy_strides = tuple(None if d is None else d.stride() for d in (dq, dk))
-    like = q.shape, q.stride(), k.shape, k.stride(), dy_strides, table
+    like = q.shape, q.stride(), k.shape, k.stride(), dq.stride(), dk.stride(), table
 
     def make() -> QKPlan:
         require(spec, "queries and keys")
@@ -127,46 +117,32 @@ def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, .
         config = qk_backward_config(head_dim, spec.centered, itemsize, shared, cos is not None)
         outputs = tuple(_output_strides(t, None, False) for t in (q, k))
         tiles = [-(-_rows(t) // config.rows) for t in (q, k)]
-        shares = _share(tiles, sms * config.programs_per_sm)
-        q_parts, k_parts = (share * there for share, there in zip(shares, given, strict=True))
-        parts = q_parts + k_parts
+        parts = min(sms * config.programs_per_sm, sum(tiles))  # in proportion to their tiles, at least one for each
+        q_parts = min(max(1, round(parts * tiles[0] / max(1, sum(tiles)))), parts - 1)
         addresses = {"q": q.stride(), "k": k.stride(), "dxq": outputs[0], "dxk": outputs[1]}
-        addresses |= {"dyq": dy_strides[0], "dyk": dy_strides[1]}
+        addresses |= {"dyq": dq.stride(), "dyk": dk.stride()}
         named = _named(q, k, weight, cos, spec, config, addresses) | {"q_parts": q_parts, "STAGES": config.stages}
         reduce = reduce_config(head_dim)
         of_sum = {"q_parts": q_parts, "parts": parts, "N": head_dim, "BLOCK": reduce.block, "ROWS": reduce.rows}
+        grid = (-(-head_dim // reduce.block), 2, 1)
         return QKPlan(
-            launch=QK_NORM_BACKWARD.bind((parts, 1, 1), config.num_warps, named, dtypes),
-            strides=outputs,
-            dtype=q.dtype,
-            rows=_rows(q) + _rows(k),
-            centered=spec.centered,
-            partials=(parts, head_dim),
-            sum=QK_REDUCE_PARTIALS.bind(
-                (-(-head_dim // reduce.block), 2, 1), reduce.num_warps, of_sum, (*dtypes, need[2:])
-            ),
-        )
+            launch=QK_NORM_BACKWARD.bind((parts, 1, 1), config.num_warps, named, dtypes), strides=outputs,
+            dtype=q.dtype, rows=_rows(q) + _rows(k), centered=spec.centered, partials=(parts, head_dim),
+            sum=QK_REDUCE_PARTIALS.bind(grid, reduce.num_warps, of_sum, (*dtypes, need[2:])),
+        )  # fmt: skip
 
     return remember(("qk backward", like, dtypes, need, spec.but_eps, limits), make)
 
 
 def qk_backward_config(head_dim: int, centered: bool, itemsize: int, shared: int, rotary: bool) -> BackwardConfig:
-    """The shape for rows of `head_dim`: five operands pass through shared memory if `rotary`, else two.
+    """The shape for rows of `head_dim`: four operands pass through shared memory if `rotary`, else two.
 
     Arguments as in `backward_config`. There are as many stages as let `PROGRAMS_PER_SM` programs fit at once.
     """
     config = backward_config(head_dim, centered, itemsize, shared)
-    buffer = (5 if rotary else 2) * config.rows * config.block * itemsize
+    buffer = (4 if rotary else 2) * config.rows * config.block * itemsize
     stages = 1 + (shared // PROGRAMS_PER_SM - 1_024) // buffer
     return replace(config, stages=min(3, stages), programs_per_sm=PROGRAMS_PER_SM)
-
-
-def _share(tiles: list[int], programs: int) -> tuple[int, int]:
-    """Split the persistent programs between q and k in proportion to their tiles, at least one for each."""
-    if sum(tiles) <= programs:
-        return tiles[0], tiles[1]
-    q_parts = min(max(1, round(programs * tiles[0] / sum(tiles))), programs - 1)
-    return q_parts, programs - q_parts
 
 
 def qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec: NormSpec, stats: bool, plan: QKPlan | None = None):
@@ -216,7 +192,8 @@ def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spe
     """
     device = q.device
     need = tuple(n and d is not None for n, d in zip(need, (dq, dk, dq, dk), strict=True))
-    dq, dk = (d if d is None or d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
+    dq, dk = (torch.zeros_like(x) if d is None else d for d, x in ((dq, q), (dk, k)))
+    dq, dk = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
     plan = backward_plan(dq, dk, q, k, q_weight, cos, spec, need, launch.device_limits(device.type, device.index))
     dxq, dxk = (
         torch.empty_strided(t.shape, strides, dtype=plan.dtype, device=device) if need[0] or need[1] else None

@@ -12,15 +12,15 @@ from . import backward, backward_wide, forward
 from .compiled import BoundKernel, Kernel
 from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
-from .sizes import COLUMNS, MAX_HEAD_DIM, backward_config, forward_config, reduce_config
+from .sizes import COLUMNS, backward_config, forward_config, reduce_config
 
 _FORWARD = ("X", "W", "B", "G", "RES", "H", "Y", "RSTD", "MEAN", "eps")
 _BACKWARD = ("DY", "X", "W", "B", "G", "DH", "RSTD", "MEAN", "DX", "DW", "DB", "DG", "eps")
 NORM_FORWARD = Kernel(forward.norm_forward, _FORWARD)
 NORM_FORWARD_LOOP = Kernel(forward.norm_forward_loop, _FORWARD)
-NORM_BACKWARD = Kernel(backward.norm_backward, _BACKWARD)
-NORM_BACKWARD_LOOP = Kernel(backward_wide.norm_backward_loop, _BACKWARD)
-NORM_BACKWARD_COLUMNS = Kernel(backward_wide.norm_backward_columns, _BACKWARD)
+NORM_BACKWARD = Kernel(backward.norm_backward, _BACKWARD, contracts=True)
+NORM_BACKWARD_LOOP = Kernel(backward_wide.norm_backward_loop, _BACKWARD, contracts=True)
+NORM_BACKWARD_COLUMNS = Kernel(backward_wide.norm_backward_columns, _BACKWARD, contracts=True)
 REDUCE_PARTIALS = Kernel(backward.reduce_partials, ("PARTIALS", "OUT"))
 KERNELS = (
     NORM_FORWARD, NORM_FORWARD_LOOP, NORM_BACKWARD, NORM_BACKWARD_LOOP, NORM_BACKWARD_COLUMNS, REDUCE_PARTIALS
@@ -215,12 +215,9 @@ def backward_plan(
             block = {"BLOCK": COLUMNS.block, "ROWS": COLUMNS.rows}
             columns = named | block | {"rows_total": rows, "rows_per_program": -(-rows // parts)}
             launches.append((NORM_BACKWARD_COLUMNS, grid, COLUMNS.num_warps, columns))
-        # A forward must round what its formula rounds. Behind one nothing is rounded, but a norm that queries and keys
-        # may have must give the bits that it gives together with their rotary embedding, which rounds again.
-        contracts = hidden_size > MAX_HEAD_DIM or bias is not None or other is not None
-        bound = tuple((kernel, kernel.bind(*rest, dtypes, contracts=contracts)) for kernel, *rest in launches)
         return BackwardPlan(
-            launches=bound, rows=rows, order=order, x=x_rows, dy=dy_rows, other=other_rows,
+            launches=tuple((kernel, kernel.bind(*rest, dtypes)) for kernel, *rest in launches),
+            rows=rows, order=order, x=x_rows, dy=dy_rows, other=other_rows,
             memory_format=memory_format, flat_output=flat_output,
             in_place=flat_output and not any(operand.copy for operand in operands),
             reads_bias=shift is not None, partials=(parts, heads * hidden_size),

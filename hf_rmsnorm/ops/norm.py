@@ -159,10 +159,7 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
     """LayerNorm over the last dimension (Ba et al. 2016), as `F.layer_norm`: autocast, dtypes and strides included.
 

@@ -57,9 +57,7 @@ class use_backend:
         ValueError: the name is none of these.
 
     A backward uses the backend that its forward used. A recompute under activation checkpointing uses what is chosen
-    when it runs: keep ``loss.backward()`` inside the ``with``. Where it is another backend than the forward's, torch
-    raises its `CheckpointError` (``use_reentrant=False``), or the gradients are those of the recompute
-    (``use_reentrant=True``). On a GPU autograd recomputes in a thread of its own, for which ``"auto"`` is chosen.
+    when it runs, on a GPU ``"auto"`` (docs/training.md): keep ``loss.backward()`` inside the ``with``.
 
     Example:
         >>> import torch

@@ -37,16 +37,10 @@ def patch_model(
             forward shows which those are: sums with gradients, of 2**20 elements or more, or in a CUDA graph. False
             undoes that in layers fused earlier.
         memory_efficient: keep each norm's output for the backward, which the linear behind it keeps anyway, instead of
-            its input. The value given last holds, also for norms patched earlier, where the globs allow them. Gradients
-            carry the output's rounding. A norm keeps its input, and its notes in the report say so, where its formula
-            hides that (a gate, groups, an eps outside the root, rounded steps), or a scale
-            ``|weight_offset + weight|`` is below 1e-3 of the largest, 2**-14 or a fourth of its ``|bias|``, which is
-            asked again when a weight changes. So does every call while compiling or capturing a CUDA graph, of weights
-            that FSDP manages, whose output has another dtype or order of rows than its input, and of fewer than 32
-            columns; so do q and k normalised in one launch. Other forwards than the kernels' keep what they keep.
-            Writing to the output in place, and ``create_graph=True``, need the input: autograd, or an error, says so.
-            A write through ``.data`` to the output or the weight, between forward and backward, cannot be seen and
-            gives wrong gradients.
+            its input; gradients carry the output's rounding. The value given last holds, also for norms patched
+            earlier, where the globs allow them. Some norms keep their input all the same: docs/training.md says which,
+            and their notes in the report. A write through ``.data`` to the output or the weight, between forward and
+            backward, cannot be seen and gives wrong gradients.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.

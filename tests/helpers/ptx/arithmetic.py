@@ -93,16 +93,16 @@ COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equa
            "ge": np.greater_equal, "neu": np.not_equal}  # fmt: skip
 INTEGER = {  # x and y are the type as unsigned and as it is
     "add": ("xx", np.add), "sub": ("xx", np.subtract), "mul.lo": ("xx", np.multiply), "and": ("xx", np.bitwise_and),
-    "or": ("xx", np.bitwise_or), "xor": ("xx", np.bitwise_xor), "not": ("x", np.invert),
+    "or": ("xx", np.bitwise_or), "xor": ("xx", np.bitwise_xor), "not": ("x", np.invert), "min": ("yy", np.minimum),
     "mad.lo": ("xxx", lambda a, b, c: a * b + c), "neg": ("x", lambda a: a.dtype.type(0) - a),
-    "min": ("yy", np.minimum), "max": ("yy", np.maximum),
-    "div": ("yy", lambda a, b: (a - np.fmod(a, b)) // b), "rem": ("yy", np.fmod),
+    "max": ("yy", np.maximum), "div": ("yy", lambda a, b: (a - np.fmod(a, b)) // b), "rem": ("yy", np.fmod),
 }  # fmt: skip
 EXACT = {
     "mul.wide.s32": ("ss", lambda a, b: np.multiply(a, b, dtype=i64)),
     "mul.wide.u32": ("ww", lambda a, b: np.multiply(a, b, dtype=u64)),
     "mad.wide.s32": ("ssq", lambda a, b, c: np.multiply(a, b, dtype=i64) + c),
     "mad.wide.u32": ("wwd", lambda a, b, c: np.multiply(a, b, dtype=u64) + c),
+    "mul.hi.u32": ("ww", lambda a, b: (np.multiply(a, b, dtype=u64) >> 32).astype(u32)),
     "mul.hi.s32": ("ss", lambda a, b: (np.multiply(a, b, dtype=i64) >> 32).astype(i32)),
     "shl.b32": ("ww", np.left_shift), "shr.u32": ("ww", np.right_shift), "shr.s32": ("ss", np.right_shift),
     "shl.b64": ("dw", np.left_shift), "shr.u64": ("dw", np.right_shift), "shr.s64": ("qs", np.right_shift),
