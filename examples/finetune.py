@@ -113,11 +113,12 @@ def order(blocks, length, seed):
 def find_checkpoint(args, settings):
     """(folder, its losses) of the checkpoint to go on from; (None, []) to start anew."""
     saved = [p for p in args.output_dir.glob(NAME.format("*")) if p.name.partition("-")[2].isdigit()]
-    if args.resume is None:
-        if saved and args.save_every:
-            stop(f"{args.output_dir} has checkpoints of an earlier run: --resume, or give another --output-dir")
-        return None, []
-    if args.resume == "last" and not saved:
+    if args.resume is None and saved and args.save_every:
+        stop(f"{args.output_dir} has checkpoints of an earlier run: --resume, or give another --output-dir")
+    if args.resume is None or (args.resume == "last" and not saved):
+        finished = sorted(args.output_dir.glob("*.safetensors"))
+        if finished:  # a model beside an adapter would load as one
+            stop(f"{args.output_dir} has {finished[0].name} of an earlier run: give another --output-dir")
         return None, []
     folder = max(saved, key=lambda p: int(p.name.partition("-")[2])) if args.resume == "last" else Path(args.resume)
     try:

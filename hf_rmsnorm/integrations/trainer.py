@@ -22,9 +22,9 @@ class HfRmsNormCallback(TrainerCallback):
     evaluates or predicts; and one that `model_init` makes, for `train` or for a trial of `hyperparameter_search`, when
     its training begins. Of a converted model it is asked again after a checkpoint was resumed whether its writers are
     centred. A model is never patched twice, and what the Trainer saves has the bytes and names of the unpatched model.
+    Norms that ``use_liger_kernel`` replaces when training begins are left to Liger, and a warning says so.
 
-    Not seen: a model that is put into ``trainer.model`` by hand, and a reference model of TRL's, which `patch_model`
-    serves.
+    Not seen: a model put into ``trainer.model`` by hand, and a reference model of TRL's: `patch_model` serves both.
 
     Args:
         recentre: of a converted model, centre after each optimizer step what writes to its residual stream, so that
@@ -67,7 +67,11 @@ class HfRmsNormCallback(TrainerCallback):
         self._patch(model, resumed=False)
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self._patch(model, resumed=state.global_step > 0)
+        self._patch(model, resumed=state.global_step > 0, again=args.use_liger_kernel)
+        if args.use_liger_kernel and any("liger_kernel" in norm.reason for norm in self.report.skipped):
+            logger.warning(
+                "use_liger_kernel took norms: liger_kernel_config={'rms_norm': False} keeps its other kernels"
+            )
         if self._recentre_wanted:
             self._recentre = Recentre(model)
             if optimizer is not None:
@@ -93,14 +97,14 @@ class HfRmsNormCallback(TrainerCallback):
         self._recentre = None
         self.on_save(args, state, control)  # it may be saved now, which is no event
 
-    def _patch(self, model: torch.nn.Module, resumed: bool) -> None:
+    def _patch(self, model: torch.nn.Module, resumed: bool, again: bool = False) -> None:
         if self._trained_as_rms:
             mark_as_rms(model, trained=resumed)
         elif self._recentre_wanted:
             Recentre(model)  # what has moved before is centred
         before = self._patched and self._patched()
         if before is not None and any(module is before for module in model.modules()):
-            if conversion_of(before) is None:
+            if conversion_of(before) is None and not again:
                 return
             unpatch_model(before)  # other weights may have been loaded since
             model = before

@@ -37,9 +37,7 @@ def store(pointers, values, mask, DENSE: tl.constexpr):
 @triton.jit
 def step(value, X, ROUNDING: tl.constexpr):
     """Round to x's dtype where the formula computes nothing in float32; always returns float32 values."""
-    if ROUNDING == "every_step":
-        value = value.to(X.dtype.element_ty).to(tl.float32)
-    return value
+    return value.to(X.dtype.element_ty).to(tl.float32) if ROUNDING == "every_step" else value
 
 
 @triton.jit
@@ -111,10 +109,7 @@ def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr, EARLY: tl.co
     if B is not None:
         y = y - load(B + cols, col_mask, DENSE).to(tl.float32)
     if scale is not None:
-        if EARLY:  # noqa: SIM108
-            y = y / tl.where(scale == 0.0, float("inf"), scale)
-        else:
-            y = tl.where(scale == 0.0, 0.0, y / scale)
+        y = y / tl.where(scale == 0.0, float("inf"), scale) if EARLY else tl.where(scale == 0.0, 0.0, y / scale)
     if not DENSE:
         y = tl.where(col_mask, y, 0.0)
     return y

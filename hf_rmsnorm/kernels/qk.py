@@ -53,9 +53,7 @@ def as_output(y, X, W, ROUNDING: tl.constexpr):
     """A norm's result, in float32, with the rounding of a tensor that holds it before it is rotated."""
     if W is not None:
         y = round_product(y, X, W, ROUNDING)
-    if W is None or ROUNDING == "once":
-        y = rounded(y, X)
-    return y
+    return rounded(y, X) if W is None or ROUNDING == "once" else y
 
 
 @triton.jit

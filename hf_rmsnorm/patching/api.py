@@ -129,4 +129,6 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
 
 def check_module(function: str, model) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}: load the model first")
+        inside = isinstance(getattr(model, "model", None), torch.nn.Module)  # as in a pipeline and a Trainer
+        cure = "pass its .model" if inside else "load the model first"
+        raise TypeError(f"{function} needs a torch.nn.Module, got {type(model).__name__}: {cure}")

@@ -1,6 +1,7 @@
 """Prints, as JSON for a target of benchmarks.aot, the fused multiply-adds of each forward kernel that is compiled.
 
-A product with -0 added and one with 1 are none: so gfx942 writes a conversion, and sm_80 products and sums of bfloat16.
+A product with -0 added and one with 1 or -1 are none: so gfx942 writes a conversion, and sm_80 products, sums and
+differences of bfloat16.
 """
 
 import json
@@ -19,7 +20,7 @@ from hf_rmsnorm.formula import NormSpec
 LLAMA, LAYER_NORM = aot.VARIANTS["llama-bf16"], aot.VARIANTS["layernorm-bf16"]
 BIASED = replace(LLAMA, spec=NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"))
 NEGATIVE_ZERO = re.compile(r"mov\.b16\s+(%\w+), 0x8000;")
-ONE = re.compile(r"mov\.b16\s+(%\w+), 0x3F80;")
+ONE = re.compile(r"mov\.b16\s+(%\w+), 0x[3B]F80;")
 FUSED = re.compile(r"^\s*(?:fma\.|v_(?:pk_)?(?:fma|mad|mac)\w*_b?f(?:16|32)).*$", re.MULTILINE)
 
 if __name__ == "__main__":

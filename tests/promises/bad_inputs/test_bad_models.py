@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -30,6 +31,12 @@ def assert_refused(model, error, match, **options):
 def test_not_a_module(model, function):
     with pytest.raises(TypeError, match="needs a torch.nn.Module, got .*: load the model first"):
         function(model)
+
+
+def test_a_pipeline_is_told_to_pass_its_model():
+    pipe = SimpleNamespace(model=nn.LayerNorm(4))
+    with pytest.raises(TypeError, match="needs a torch.nn.Module, got SimpleNamespace: pass its .model"):
+        patch_model(pipe)
 
 
 def test_no_norms():

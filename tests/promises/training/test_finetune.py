@@ -238,6 +238,15 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path,
         assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
 
 
+def test_the_model_of_an_earlier_run_is_not_written_over_or_mixed_with_another(train, capsys):
+    folder = train("run", "--max-steps", 1, "--save-every", 0)
+    kept = weights(folder)
+    for flags in ([], ["--lora"], ["--resume"]):
+        said = refusal(capsys, lambda flags=flags: train("run", "--max-steps", 1, "--save-every", 0, *flags))
+        assert "has model.safetensors of an earlier run: give another --output-dir" in said
+    assert weights(folder) == kept
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(adapter, train, capsys):

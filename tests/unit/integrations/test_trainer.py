@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, logging
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import HfRmsNormCallback, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
@@ -208,6 +209,33 @@ def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(
         made = make(tmp_path / "resumed", tiny_models.build("llama", seed=1), callback)
         got = losses(made, resume_from_checkpoint=str(tmp_path / source / "checkpoint-2"))
         assert got == pytest.approx(runs["plain"], rel=1e-5)
+
+
+def test_norms_that_liger_replaces_when_training_begins_are_left_to_it_and_the_log_says_so(
+    tmp_path, logged, monkeypatch
+):
+    def replaced(norm):
+        def forward(x):
+            return LlamaRMSNorm.forward(norm, x)
+
+        forward.__module__ = "liger_kernel.transformers.rms_norm"
+        return forward
+
+    def apply(model, kernel_config):  # as Liger does, on the instances
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm" and (kernel_config or {}).get("rms_norm", True):
+                module.forward = replaced(module)
+
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", apply)
+    for config, swapped in ((None, 0), ({"rms_norm": False}, 5)):
+        model, callback = tiny_models.build("llama"), HfRmsNormCallback()
+        made = make(tmp_path, model, callback)
+        assert len(callback.report.swapped) == fused(model) == 5
+        made.args.use_liger_kernel, made.args.liger_kernel_config = True, config
+        losses(made)
+        assert len(callback.report.swapped) == swapped and len(callback.report.skipped) == 5 - swapped
+        assert any("use_liger_kernel took norms" in line for _, line in logged) == (not swapped)
+        logged.clear()
 
 
 def test_options_go_to_patch_model(tmp_path):
