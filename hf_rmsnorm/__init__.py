@@ -4,31 +4,15 @@ Nothing happens on import: no global of torch or transformers changes, and neith
 until a function that needs it is called.
 """
 
+import ast
 from importlib import import_module
+from pkgutil import get_data
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "NormSpec": "formula",
-    "rms_norm": "ops",
-    "layer_norm": "ops",
-    "use_backend": "ops",
-    "settings": "ops.settings",
-    "count_launches": "kernels",
-    "patch_model": "patching",
-    "unpatch_model": "patching",
-    "patched": "patching",
-    "PatchReport": "patching",
-    "verify_equivalence": "verification",
-    "EquivalenceReport": "verification",
-    "inspect_norms": "verification",
-    "plan_conversion": "conversion",
-    "convert_checkpoint": "conversion",
-    "convert_adapter": "conversion",
-    "HfRmsNormCallback": "integrations.trainer",
-    "Recentre": "integrations.finetuned",
-    "train_as_rms": "integrations.finetuned",
-}
+# The stub is the one list of the public names, which type checkers read too.
+_STUB = ast.parse(get_data(__name__, "__init__.pyi"))
+_HOMES = {name.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for name in node.names}
 __all__ = ["__version__", *_HOMES]
 
 

@@ -23,7 +23,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "hf-rmsnorm.json"  # its presence says that the environment is ours, its content that it is complete
 
 REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "setuptools")  # setuptools builds the project
-EXTRAS = {"test": ("pytest", "pytest-xdist", "hypothesis", "ruff", "build", "peft", "torchao", "bitsandbytes",
+EXTRAS = {"test": ("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "build", "peft", "torchao", "bitsandbytes",
                    "matplotlib", "rich", "mkdocs-material", "mkdocstrings[python]",
                    "kernels; python_version >= '3.11'", "trl; python_version >= '3.11'")}  # fmt: skip
 # Other patchers to meet in the tests. Without their dependencies: they ask for a triton by name, and would bring one

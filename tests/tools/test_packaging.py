@@ -1,6 +1,7 @@
 """The wheel holds what it must and works without the checkout; the bootstrap survives being interrupted."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+
+import hf_rmsnorm
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,7 +45,45 @@ def test_wheel_holds_the_licence_and_the_demo_models_and_nothing_else(wheel):
             for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
                 path = f"hf_rmsnorm/demo/{model}/{name}"
                 assert archive.read(path) == (ROOT / path).read_bytes()
+    assert {"hf_rmsnorm/py.typed", "hf_rmsnorm/__init__.pyi"} <= set(names)
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"hf_rmsnorm"}
+
+
+def test_the_stub_names_what_is_there():
+    assert len(hf_rmsnorm.__all__) == 20
+    for name in hf_rmsnorm.__all__:
+        assert getattr(hf_rmsnorm, name) is not None
+
+
+@pytest.mark.full
+def test_type_checkers_know_the_public_names_and_their_arguments(tmp_path):
+    lines = {
+        "report = patch_model(nn.Linear(2, 2), fuse_residual=False)": "",
+        "print(report.swapped[0].path)": "",
+        "patch_model(nn.Linear(2, 2), fuse_residuals=False)": '"fuse_residuals" for "patch_model"',
+        "patch_model(nn.Linear(2, 2), strict=1.5)": '"strict" to "patch_model" has incompatible type "float"',
+        "report.swaped": '"PatchReport" has no attribute "swaped"',
+        "convert_checkpoint('a')": 'Missing positional argument "dst"',
+    }
+    script = tmp_path / "user.py"
+    script.write_text(
+        "from torch import nn\nfrom hf_rmsnorm import convert_checkpoint, patch_model\n" + "\n".join(lines) + "\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "--cache-dir",
+        tmp_path,
+    ]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run([*map(str, command), script], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    found = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error: " in line}
+    assert sorted(found) == [n for n, said in enumerate(lines.values(), start=3) if said], done.stdout + done.stderr
+    for number, said in enumerate(lines.values(), start=3):
+        assert said in found.get(number, "")
 
 
 @pytest.mark.full

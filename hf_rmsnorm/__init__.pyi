@@ -1,0 +1,23 @@
+"""The public names and where they are: read by type checkers, and by `hf_rmsnorm` itself when one is asked for."""
+
+from .conversion import convert_adapter as convert_adapter
+from .conversion import convert_checkpoint as convert_checkpoint
+from .conversion import plan_conversion as plan_conversion
+from .formula import NormSpec as NormSpec
+from .integrations.finetuned import Recentre as Recentre
+from .integrations.finetuned import train_as_rms as train_as_rms
+from .integrations.trainer import HfRmsNormCallback as HfRmsNormCallback
+from .kernels import count_launches as count_launches
+from .ops import layer_norm as layer_norm
+from .ops import rms_norm as rms_norm
+from .ops import use_backend as use_backend
+from .ops.settings import settings as settings
+from .patching import PatchReport as PatchReport
+from .patching import patch_model as patch_model
+from .patching import patched as patched
+from .patching import unpatch_model as unpatch_model
+from .verification import EquivalenceReport as EquivalenceReport
+from .verification import inspect_norms as inspect_norms
+from .verification import verify_equivalence as verify_equivalence
+
+__version__: str
