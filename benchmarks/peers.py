@@ -14,12 +14,12 @@ from torch import nn
 
 from benchmarks.counting import build
 from benchmarks.shapes import TINY
+from benchmarks.tolerance import assert_as_accurate
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.attention import norm_and_rotate, norm_later
 from hf_rmsnorm.fused.layer import add
 from hf_rmsnorm.reference import reference_norm
-from hf_rmsnorm.verification import tolerance as gate
 
 EPS = 1e-6
 OURS, EAGER = "hf_rmsnorm", "hf_eager"
@@ -315,7 +315,7 @@ def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradient
             if not truth.any():
                 verdict["failures"].append(f"{what}: zero everywhere in float64 too, so nothing was computed")
             try:
-                gate.assert_as_accurate(value, theirs, truth, what)
+                assert_as_accurate(value, theirs, truth, what)
             except AssertionError as error:
                 verdict["failures"].append(str(error))
         last = len(outputs) - 1

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_rmsnorm.verification.tolerance import FACTOR, assert_as_accurate, ulp
+from benchmarks.tolerance import assert_as_accurate
+from hf_rmsnorm.verification.tolerance import FACTOR, ulp
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
