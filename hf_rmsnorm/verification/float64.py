@@ -68,9 +68,22 @@ class Float64Mode(TorchDispatchMode):
     arithmetic: stored float32 buffers such as the rotary ``inv_freq`` (the cos and sin tables made from them are
     float64), and constants a forward makes with ``torch.tensor(0.1)``, which round to the dtype they are made in.
 
+    A longrope rotary embedding copies the frequencies for a sequence's length over its buffer. Such copies of stored
+    values are made as they are, and undone when the mode is left.
+
     Raises:
-        RuntimeError: the model writes in place to a parameter or buffer stored in a narrower float.
+        RuntimeError: the model writes anything else in place to a parameter or buffer stored in a narrower float.
     """
+
+    def __init__(self):
+        super().__init__()
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for tensor, before in reversed(self._overwritten):
+            tensor.copy_(before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -79,6 +92,10 @@ class Float64Mode(TorchDispatchMode):
             return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
         for write, value in zip(written, args, strict=False):
             if write and _is_narrow(value):
+                # What float32 holds exactly was chosen among stored values; float64 arithmetic leaves more digits.
+                if func is aten.copy_.default and bool((args[1] == args[1].float()).all()):
+                    self._overwritten.append((value, value.clone()))
+                    return func(*args, **kwargs)
                 raise RuntimeError(
                     f"the model writes in place to a tensor stored in {value.dtype} ({func._schema.name}): "
                     "its forward cannot be repeated in float64"

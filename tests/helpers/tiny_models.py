@@ -40,6 +40,17 @@ FAMILIES = {
         "tie_word_embeddings": True,
     },
 }
+# For phi3: other frequencies of rotation beyond 32 tokens, as Phi-3-128k, Phi-3.5 and Phi-4-mini have beyond 4096.
+LONGROPE = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+    },
+}
 
 
 def converted(family, folder):

@@ -51,6 +51,13 @@ def types_of(model):
     return [type(module) for module in model.modules()]
 
 
+@pytest.mark.parametrize("length", [8, 31, 40])
+def test_longrope_models_pass_within_across_and_beyond_their_first_context(length):
+    model, ids = tiny_models.build("phi3", **tiny_models.LONGROPE), tiny_models.token_ids(1, length)
+    report = verify_equivalence(model, inputs=ids, max_new_tokens=3, backward=True, backend="reference")
+    assert report.passed and report.gradients and report.greedy.new_tokens == 3
+
+
 def test_no_more_is_generated_than_the_model_has_positions():
     model = tiny_models.build("gpt2", n_positions=16)
     for prompt, new in ((12, 4), (16, 0)):

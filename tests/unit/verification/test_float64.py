@@ -107,6 +107,26 @@ def test_float64_run_leaves_nothing_behind():
     assert rotary.inv_freq is before[1]["inv_freq"] and rotary.inv_freq.dtype == torch.float32
 
 
+def test_float64_run_rotates_by_the_stored_frequencies_of_each_length():
+    """A longrope embedding copies its long or its short frequencies over one buffer, by the sequence's length."""
+    model = tiny_models.build("phi3", **tiny_models.LONGROPE)
+    rotary = model.model.rotary_emb
+    for length in (8, 40):
+        ids = tiny_models.token_ids(2, length)
+        with torch.no_grad():
+            single = model(ids).logits  # chooses the frequencies, as any run before
+        plain = tiny_models.build("phi3")  # the same model with these frequencies for any length
+        plain.load_state_dict(model.state_dict())
+        plain.model.rotary_emb.inv_freq.copy_(rotary.inv_freq)
+        plain.model.rotary_emb.attention_scaling = rotary.attention_scaling
+        rotary.inv_freq.copy_(kept := torch.full_like(rotary.inv_freq, 0.3))
+        with in_float64(model), in_float64(plain):
+            exact, expected = model(ids).logits, plain(ids).logits
+        torch.testing.assert_close(exact, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(exact.float(), single, rtol=0, atol=1e-4)
+        assert torch.equal(rotary.inv_freq, kept)  # as the model was before the run
+
+
 def test_float64_run_keeps_the_eps_that_float32_implies():
     norm = nn.RMSNorm(8, eps=None)
     x = torch.full((1, 8), 1e-4)
@@ -117,17 +137,18 @@ def test_float64_run_keeps_the_eps_that_float32_implies():
     assert norm.eps is None
 
 
-def test_float64_run_refuses_a_forward_that_writes_to_stored_tensors():
-    class Counter(nn.Module):
+@pytest.mark.parametrize("write", [lambda kept, x: kept.add_(1), lambda kept, x: kept.copy_(x / 3)])
+def test_float64_run_refuses_a_forward_that_writes_to_stored_tensors(write):
+    class Keeper(nn.Module):
         def __init__(self):
             super().__init__()
-            self.calls = nn.Buffer(torch.zeros(1))
+            self.kept = nn.Buffer(torch.zeros(2))
 
         def forward(self, x):
-            self.calls += 1
+            write(self.kept, x)
             return x
 
-    model = Counter()
+    model = Keeper()
     with pytest.raises(RuntimeError, match="writes in place to a tensor stored in torch.float32"), in_float64(model):
         model(torch.ones(2))
-    assert model.calls.item() == 0
+    assert model.kept.tolist() == [0, 0]
