@@ -67,9 +67,7 @@ class Float64Mode(TorchDispatchMode):
     ``dtype=torch.float32`` arguments all mean float64. Two things are taken as given, because they are data and not
     arithmetic: stored float32 buffers such as the rotary ``inv_freq`` (the cos and sin tables made from them are
     float64), and constants a forward makes with ``torch.tensor(0.1)``, which round to the dtype they are made in.
-
-    A longrope rotary embedding copies the frequencies for a sequence's length over its buffer. Such copies of stored
-    values are made as they are, and undone when the mode is left.
+    A longrope embedding copies the frequencies for a sequence's length over its buffer; that is undone at the end.
 
     Raises:
         RuntimeError: the model writes anything else in place to a parameter or buffer stored in a narrower float.

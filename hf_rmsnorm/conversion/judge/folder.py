@@ -48,9 +48,7 @@ class Verification:
     def __str__(self) -> str:
         lines = [self.summary]
         for name, run in self.runs.items():
-            figures = (
-                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in run.items()
-            )
+            figures = (f"{what} {v:.4g}" if isinstance(v, float) else f"{what} {v}" for what, v in run.items())
             lines.append(f"  {name}: {', '.join(figures)}")
         return "\n".join(lines)
 

@@ -153,8 +153,7 @@ def tokenizer_of(src, model, trust_remote_code: bool):
 
 def _prompts(src, model, how: Running) -> list[dict]:
     """What the tokenizer makes of the prompts; none where there is no tokenizer."""
-    tokenizer = tokenizer_of(src, model, how.trust_remote_code)
-    if tokenizer is None:
+    if (tokenizer := tokenizer_of(src, model, how.trust_remote_code)) is None:
         return []
     most = prompt_length(model.config, TOKENS, GREEDY_TOKENS)
     texts = [{"input_ids": tokenizer(t, return_tensors="pt").input_ids[:, :most]} for t in how.prompts or PROMPTS]

@@ -81,8 +81,7 @@ def discover(source, **how) -> CentringPlan:
             "tie_word_embeddings becomes false: a head tied to the centred table would give other logits; a class with "
             "a head now says that it is missing."
         )
-    undetermined = tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)}))
-    if undetermined:
+    if undetermined := tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)})):
         which = f"{len(undetermined)} tensors, {undetermined[0]} for one"
         notes.append(f"No output depended on {which}: they are copied, as they do not write to the stream.")
     record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, norms)

@@ -59,7 +59,7 @@ class KeyMap:
             index = tensor.long() if tensor.is_floating_point() else None
             whole = index is not None and tensor.dtype == torch.float64 and torch.equal(index.double(), tensor)
             if whole and tensor.numel() and int(index.min()) >= 0 and int(index.max()) < self.total:
-                if _all_differ(index) and key not in buffers:
+                if int((index - index.min()).flatten().bincount().max()) == 1 and key not in buffers:  # all differ
                     self.saved[key] = index
             elif key not in buffers and not any(key.endswith(b.rpartition(".")[2]) for b in buffers):
                 raise ConversionRefused(f"{type(model).__name__} saves {key!r}, which no parameter of it holds")
@@ -146,14 +146,6 @@ class KeyMap:
                 raise ConversionRefused(f"{key!r} is tied to something that the checkpoint does not hold")
             copies.append(Copy(key, source))
         return tuple(copies)
-
-
-def _all_differ(index: torch.Tensor) -> bool:
-    """Whether no number is there twice; `unique` would sort them."""
-    low = int(index.min())
-    there = torch.zeros(int(index.max()) - low + 1, dtype=torch.bool)
-    there[index.flatten() - low] = True
-    return int(there.sum()) == index.numel()
 
 
 def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | None:

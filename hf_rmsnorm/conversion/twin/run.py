@@ -13,17 +13,8 @@ from ...verification.float64 import Float64Mode
 
 NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss")
 # What any constructor or forward may raise on sizes that do not suit it.
-MISFITS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-MISFITS += (StrictDataclassError,)
+MISFITS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
+MISFITS += (ValueError, StrictDataclassError)
 
 
 @contextmanager
@@ -97,8 +88,7 @@ def alike(name: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextmanager

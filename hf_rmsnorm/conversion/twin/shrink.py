@@ -16,7 +16,7 @@ _NO_WIDTH = re.compile(
     r"^(num|max|n)_(?!embd|inner)|layers?$|(?<!^d_)heads?$|embeddings$|ratio|factor|dropout|act|size_per"
 )
 _INNER = re.compile(r"intermediate|ffn|d_?ff$|inner|mlp|feed_?forward")
-_WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary")
+_WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary|projection_size")
 _POSITIONS = re.compile(r"max_position|n_positions|n_ctx|max_seq|seq_len|block_size$")
 _TOKEN = re.compile(r"tok(en)?_(id|index)s?$")
 _VOCABULARY = re.compile(r"vocab_size$|^vocab_size")
@@ -68,10 +68,22 @@ def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) 
                 value = type(value)(_number(name, v, factor, inner) for v in value)
             elif type(value) is int:
                 value = _number(name, value, factor, inner)
+            elif name.startswith("rope") and isinstance(value, dict):
+                value = _rotation(value, factor)
             else:
                 continue
             vars(part)[name] = value  # past validators, which would see some widths narrowed and some not
     return config
+
+
+def _rotation(values: dict, factor: int) -> dict:
+    """Settings of a rotary embedding, some by type of layer; longrope lists a factor for each pair of channels."""
+    narrow = {}
+    for name, value in values.items():
+        if name.endswith("_factor") and isinstance(value, list) and len(value) % factor == 0:
+            value = value[::factor]
+        narrow[name] = _rotation(value, factor) if isinstance(value, dict) else value
+    return narrow
 
 
 def _number(name: str, value: int, factor: int, inner: bool) -> int:

@@ -27,6 +27,7 @@ from .shrink import shrunk
 SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
 TOKENS = (2, 24)  # rows and their length
 VOCABULARY_IF_UNKNOWN = 64
+LEAST_ROW = 4  # of two channels LayerNorm gives little but a sign, which has no gradients to find anything by
 
 
 @dataclass
@@ -186,7 +187,7 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
     if _size(shapes) <= SMALL:
         yield 1, config
         return
-    large = []
+    later = [(False, _size(shapes), 1, config)] if _size(shapes) <= LARGE else []
     for factor, narrow in shrunk(config):
         try:
             here = shapes_of(cls, narrow)
@@ -194,13 +195,12 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
             continue
         if here.keys() != shapes.keys() or any(len(here[k]) != len(shapes[k]) for k in here):
             continue
-        if _size(here) <= MIDDLE:
+        cramped = any(here[k][-1:] < (LEAST_ROW,) <= shapes[k][-1:] for k in here)
+        if _size(here) <= MIDDLE and not cramped:
             yield factor, narrow
         elif _size(here) <= LARGE:
-            large.append((factor, narrow))
-    yield from large
-    if _size(shapes) <= LARGE:
-        yield 1, config
+            later.append((cramped, _size(here), factor, narrow))
+    yield from (each[2:] for each in sorted(later, key=lambda each: each[:2]))
 
 
 def new_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -278,18 +278,22 @@ def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    if main == "input_ids":
-        shape = None
-    elif main == "pixel_values":
-        shape = number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]
-    elif main == "input_values":
-        shape = (4000,)
-    elif main == "input_features":
-        bins = number("num_mel_bins", "input_feat_per_channel", default=80)
-        shape = bins, 2 * number("max_source_positions", default=50)
-    else:
+    bins, frames = (
+        number("num_mel_bins", "input_feat_per_channel", default=80),
+        number("max_source_positions", default=50),
+    )
+    shapes = {
+        "pixel_values": (number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]),
+        "input_values": (4000,),
+        "input_features": (bins, 2 * frames),
+    }
+    if main != "input_ids" and main not in shapes:
         raise ValueError(f"nothing is known of the input {main!r}")
-    inputs = {main: normal(tokens[0], *shape) if shape else ids()}
+    inputs = {main: normal(tokens[0], *shapes[main]) if main in shapes else ids()}
+    # A model with a tower for texts and one for images compares the two; others hold a text's tokens free for images.
+    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
+    if main == "input_ids" and "pixel_values" in names and towers and not any("image_token" in k for k in vars(config)):
+        inputs["pixel_values"] = normal(tokens[0], *shapes["pixel_values"])
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = ids()
     if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):

@@ -122,8 +122,7 @@ def exact_post_norm(model: PreTrainedModel, inputs: dict | None = None) -> PostN
     work = converted(model, found, hits, found.grown)
     norms, _ = find_layer_norms(work, inputs)
     means = input_means(work, inputs, norms)
-    missed = sorted(path for path in chosen if means.get(path, math.inf) > ZERO_MEAN)
-    if missed:
+    if missed := sorted(path for path in chosen if means.get(path, math.inf) > ZERO_MEAN):
         raise ConversionRefused(f"{found.twin.name}: the input of {missed[0]} still has a mean with the two neurons")
     return _finish(model, found, work, hits, chosen, norms, inputs, found.grown)
 
@@ -354,8 +353,7 @@ def plan_post_norm(
 
 def _batches(src, config, cls, texts: list[str], trust_remote_code: bool) -> list[dict]:
     """Keyword arguments of the forward, a batch for each text; none where there is no tokenizer."""
-    tokenizer = tokenizer_of(src, cls, trust_remote_code)
-    if tokenizer is None:
+    if (tokenizer := tokenizer_of(src, cls, trust_remote_code)) is None:
         return []
     how = {"return_tensors": "pt", "truncation": True, "max_length": min(TOKENS, max_positions(config))}
     inputs = [tokenizer(text, **how) for text in texts]

@@ -1,0 +1,58 @@
+"""Narrow twins of published configs: they run, they keep the structure, and their norms can be told from a sign."""
+
+from transformers import CLIPConfig, LlavaConfig, PersimmonConfig, PhimoeConfig, SiglipConfig
+
+from hf_rmsnorm.conversion.twin import twin as twin_module
+from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.twin.twin import make_twin
+
+TEXT = {"num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 4096,
+    "short_mscale": 1.25,
+    "long_mscale": 1.25,
+    "short_factor": [1.0 + i / 8 for i in range(64)],
+    "long_factor": [1.0 + i for i in range(64)],
+}
+
+
+def test_lists_of_longrope_are_as_long_as_the_narrow_heads_need():
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 640}
+    more = {"num_local_experts": 2, "max_position_embeddings": 131072, "rope_parameters": LONGROPE}
+    twin = make_twin(PhimoeConfig(**{**TEXT, **sizes, **more}))
+    size = twin.config.hidden_size // 4
+    factors = twin.config.rope_parameters
+    assert twin.factor > 1 and len(factors["short_factor"]) == len(factors["long_factor"]) == size // 2
+    assert factors["short_factor"] == LONGROPE["short_factor"][:: twin.factor]
+
+
+def test_a_norm_over_two_channels_is_not_taken_while_there_is_another_twin(monkeypatch):
+    """There it is nearly a sign: no gradients to find anything by, and roundings that grow from layer to layer."""
+    monkeypatch.setattr(twin_module, "SMALL", 0)
+    monkeypatch.setattr(twin_module, "MIDDLE", 15_000)  # heads of two channels would fit, those of four do not
+    more = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512, "qk_layernorm": True}
+    twin = make_twin(PersimmonConfig(**TEXT, **more))
+    assert twin.config.hidden_size == 4 * twin_module.LEAST_ROW
+    plan = discover(twin)
+    assert len(plan.norms) == 9 and all(norm.becomes_rms for norm in plan.norms)
+    assert plan.margins["gauge_max"] < 1e-12 < 1e-5 < plan.margins["nongauge_min"]
+
+
+def test_a_model_of_two_towers_gets_texts_and_images():
+    tower = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
+    vision = {**tower, "num_hidden_layers": 2, "image_size": 56, "patch_size": 14}
+    twin = make_twin(SiglipConfig(text_config={**TEXT, **tower}, vision_config=vision))
+    assert {"input_ids", "pixel_values"} <= twin.inputs.keys()
+    plan = discover(twin)
+    assert [n.path for n in plan.norms if not n.becomes_rms] == ["vision_model.head.layernorm"]
+    config = CLIPConfig(text_config={**TEXT, **tower}, vision_config=vision, projection_dim=64)
+    assert {"input_ids", "pixel_values"} <= make_twin(config).inputs.keys()
+
+
+def test_a_model_that_holds_tokens_free_for_images_gets_texts():
+    text = {**TEXT, "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "model_type": "clip_vision_model"}
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=90)
+    assert "pixel_values" not in make_twin(config).inputs
