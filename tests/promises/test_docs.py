@@ -19,6 +19,7 @@ from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
 from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.mutants.__main__ import build_parser as mutants_parser
+from scripts.real_configs import build_parser as real_configs_parser
 
 MOST = 8192  # bytes of a landing page
 # Words of snippets that take more than a quick test's time.
@@ -71,6 +72,8 @@ def parses(words: list[str]) -> bool:
         return coverage_parser().parse_args(words[3:]) is not None
     if words[:3] == ["python", "-m", "scripts.mutants"]:
         return mutants_parser().parse_args(words[3:]) is not None
+    if words[:3] == ["python", "-m", "scripts.real_configs"]:
+        return real_configs_parser().parse_args(words[3:]) is not None
     return False
 
 

@@ -1,0 +1,100 @@
+"""What the package does with published models, from their configs alone: ``python -m scripts.real_configs``.
+
+``scripts/data/real_configs.json`` has the numbers of each config.json; of longrope's factors only their count is right.
+Each model is built on the meta device and patched, and its conversion is planned; no weights are read. What is found
+goes to ``scripts/results/real_configs.json``, and as a table to ``docs/real-configs.md``. A model without verdict
+is run; ``--again`` runs all, ``--only NAME,NAME`` those, ``--seconds N`` begins no further one after that.
+"""
+
+import argparse
+import copy
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoConfig
+
+from hf_rmsnorm import patch_model, plan_conversion
+from hf_rmsnorm.conversion import ConversionRefused
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "scripts" / "data" / "real_configs.json"
+RESULTS = ROOT / "scripts" / "results" / "real_configs.json"
+PAGE = ROOT / "docs" / "real-configs.md"
+START, END = "<!-- real configs: made by python -m scripts.real_configs -->\n", "<!-- end of real configs -->"
+
+
+def configs() -> dict[str, dict]:
+    return json.loads(CONFIGS.read_text())
+
+
+def patched(config: dict) -> dict:
+    """How many norms of the model are swapped and left alone, and what of its layers is fused with them."""
+    config = copy.deepcopy(config)
+    cls = getattr(transformers, config["architectures"][0])
+    with init_empty_weights():
+        model = cls(AutoConfig.for_model(config.pop("model_type"), **config))
+    report = patch_model(model)
+    sums = sum(what.startswith("+") for layer in report.layers for what in layer.fused.split(", "))
+    pairs = sum(bool(layer.fused) and not layer.fused.startswith("+") for layer in report.layers)
+    return {"swapped": len(report.swapped), "skipped": len(report.skipped), "sums": sums, "pairs": pairs}
+
+
+def planned(config: dict) -> dict:
+    """The verdict of `plan_conversion` on a folder that holds this config alone, and its reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        try:
+            norms = plan_conversion(folder).centring.norms
+        except ConversionRefused as refusal:
+            return {"verdict": "refused", "reason": str(refusal).replace(folder, "the folder")}
+    stay = [norm for norm in norms if not norm.becomes_rms]
+    verdict = f"{len(norms) - len(stay)} of {len(norms)} norms become RMSNorm"
+    return {"verdict": verdict, "reason": "; ".join(dict.fromkeys(norm.reason for norm in stay))}
+
+
+def row(config: dict) -> dict:
+    return {**patched(config), **planned(config)}
+
+
+def table(found: dict) -> str:
+    lines = [
+        "| model | norms swapped | left alone | sums fused | q/k pairs fused | conversion |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, each in found.items():
+        verdict = ": ".join(filter(None, (each["verdict"], each["reason"])))
+        counts = " | ".join(str(each[key]) for key in ("swapped", "skipped", "sums", "pairs"))
+        lines.append(f"| {name} | {counts} | {verdict.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="names, with commas between them")
+    parser.add_argument("--again", action="store_true", help="also those that have a verdict")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further model after that")
+    return parser
+
+
+def main(argv=None) -> None:
+    args = build_parser().parse_args(argv)
+    start, every = time.monotonic(), configs()
+    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    names = args.only.split(",") if args.only else list(every)
+    for name in names:
+        if (name in found and not args.again and not args.only) or time.monotonic() - start > args.seconds:
+            continue
+        found[name] = row(every[name])
+        print(name, found[name], flush=True)
+        ordered = {each: found[each] for each in every if each in found}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+        before, _, rest = PAGE.read_text().partition(START)
+        PAGE.write_text(before + START + table(ordered) + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
