@@ -47,7 +47,7 @@ def parse_arguments(argv=None):
     parser.add_argument("--batch-size", type=at_least(1), default=4, help="blocks per process and forward")
     parser.add_argument("--block-size", type=at_least(2), default=128, help="tokens per block")
     parser.add_argument("--gradient-accumulation", type=at_least(1), default=1, metavar="N", help="forwards per step")
-    parser.add_argument("--learning-rate", type=at_least(0.0, float), default=1e-4)
+    parser.add_argument("--learning-rate", type=at_least(0.0, float), help="default 1e-4, and 1e-3 with --lora")
     parser.add_argument("--seed", type=SEED, default=0)
     parser.add_argument("--lora", action="store_true", help="train rank 8 adapters on all linears, not the model")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16; the weights stay float32")
@@ -57,7 +57,10 @@ def parse_arguments(argv=None):
                         help="go on from this checkpoint, by default the last one in --output-dir, if any")  # fmt: skip
     parser.add_argument("--fsdp2", action="store_true", help="fully_shard each layer; for torchrun, without a config")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU though there is a GPU")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.learning_rate is None:  # adapters begin at no change at all, and learn with more
+        args.learning_rate = 1e-3 if args.lora else 1e-4
+    return args
 
 
 def make_accelerator(args):
@@ -216,7 +219,7 @@ def finetune(args):
         except RuntimeError as error:
             stop(f"--backend triton: {error}; without it each device is served by what it has")
     blocks = read_blocks(args, tokenizer)
-    names = ("batch_size", "block_size", "gradient_accumulation", "learning_rate", "seed", "lora")
+    names = ("batch_size", "block_size", "gradient_accumulation", "lora", "learning_rate", "seed")
     settings = {
         "model": Path(os.path.abspath(args.model)).name,
         "tokens": hashlib.sha256(blocks.numpy().tobytes()).hexdigest()[:16],

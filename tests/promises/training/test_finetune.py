@@ -238,6 +238,13 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path,
         assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [[], ["--lora"]])
+def test_the_loss_falls_with_the_defaults(flags, train):
+    found = losses(train("run", *flags, "--batch-size", 4, "--block-size", 128))
+    assert len(found) == 20 and found[-1] < found[0] and sum(found[-5:]) < sum(found[:5])
+
+
 def test_the_model_of_an_earlier_run_is_not_written_over_or_mixed_with_another(train, capsys):
     folder = train("run", "--max-steps", 1, "--save-every", 0)
     kept = weights(folder)
