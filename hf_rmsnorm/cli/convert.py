@@ -21,11 +21,13 @@ _ARGUMENT = re.compile(
     (?:=True|=["'](\w+)["'])?""",
     re.VERBOSE,
 )
+# Of a hub's repository: this model in other formats, and from earlier in its training.
+_NOT_READ = ("*.pt", "*.pth", "*.ckpt", "*.h5", "*.gguf", "*.msgpack", "*.onnx*", "*.ot", "*.tflite", "*/*.safetensors")
 
 
 def add_arguments(parser) -> None:
     add = parser.add_argument
-    add("src", metavar="SRC", help="a local folder with safetensors, or demo:gpt2; or an adapter's")
+    add("src", metavar="SRC", help="a local folder with safetensors, a hub id, or demo:gpt2; or an adapter's folder")
     add("dst", metavar="DST", nargs="?", type=os.path.expanduser, help="the folder to make; leave it out with --plan")
     add("--plan", action="store_true", help="print what would be done, and write nothing")
     told = "for an adapter: the model that it was trained on, and what convert made of that"
@@ -83,8 +85,6 @@ def _run(args) -> Result:
     if args.base:
         raise CliError(f"{args.src} has no adapter_config.json: --base goes with the folder of a PEFT adapter")
     source = models.find(args.src, args.trust_remote_code)
-    if not source.is_local:
-        raise CliError(f"{args.src} is no folder: download it first, with hf download {args.src} --local-dir FOLDER")
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
     if args.plan and (idle := _given(args, "no_verify", "prompt", "max_shard_size", "restart")):
@@ -94,6 +94,8 @@ def _run(args) -> Result:
     from .. import conversion
     from ..conversion.checkpoint.staging import destination
 
+    left = ("*.safetensors", "*.bin", "*.index.json") if args.plan else () if args.allow_pickle else ("*.bin",)
+    source = models.on_disk(source, (*_NOT_READ, *left))
     size = args.max_shard_size
     size = int(size) if size and size.isdecimal() else size
     if args.dst is not None:

@@ -66,7 +66,8 @@ def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:
     """Parse, run the subcommand, print its result or its error in one line; returns the exit code."""
     args = parser.parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():  # on a terminal a download is seen
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("once", UserWarning)
         try:

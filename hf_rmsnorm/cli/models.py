@@ -78,6 +78,17 @@ def _loading(source: Source, what: str):
         raise CliError(f"cannot load {what} of {source.name}: {cure} ({told})") from error
 
 
+def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:
+    """The same in a folder: a hub's files, but for those patterns, are downloaded into its cache."""
+    if source.is_local:
+        return source
+    from huggingface_hub import snapshot_download
+
+    with _loading(source, "the files"):
+        where = snapshot_download(source.where, ignore_patterns=ignored, local_files_only=not _hub_answers())
+    return source._replace(where=where, is_local=True)
+
+
 def _config_and_class(source: Source):
     """The config, and the class that it was saved from, where transformers has it; else an auto class that takes it."""
     import transformers

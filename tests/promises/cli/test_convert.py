@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hf_rmsnorm.cli.main import build_parser, main
 from hf_rmsnorm.conversion.api import POST_NORM, TARGETS
 from hf_rmsnorm.conversion.twin.run import quiet
 from hf_rmsnorm.conversion.twin.twin import give_weights
+from hf_rmsnorm.demo import demo_path
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -215,3 +217,40 @@ def test_a_broken_config_is_named(way, text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
     code, _, err = run(capsys, tmp_path, Path("dst"), *way.split())
     assert code == 2 and str(tmp_path / "config.json") in err and "download it again" in err and err.count("\n") == 1
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that has the demo GPT-2 as org/gpt2, downloaded as links into a cache."""
+
+    def download(repository, *, ignore_patterns, local_files_only):
+        assert repository == "org/gpt2" and local_files_only
+        cache = tmp_path / "cache"
+        cache.mkdir(exist_ok=True)
+        files = [
+            path for path in demo_path("gpt2").iterdir() if not any(fnmatch(path.name, p) for p in ignore_patterns)
+        ]
+        for path in files:
+            (cache / path.name).symlink_to(path)
+        asked.append({path.name for path in files})
+        return str(cache)
+
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("hf_rmsnorm.cli.models._hub_answers", lambda: False)
+    return asked
+
+
+def test_a_hub_id_is_downloaded_and_converted(hub, tmp_path, capsys):
+    for source, folder in (("org/gpt2", "from_hub"), ("demo:gpt2", "from_folder")):
+        assert main(["convert", source, str(tmp_path / folder), "--no-verify"]) == 0, capsys.readouterr().err
+    assert "model.safetensors" in hub[0] and len(hub) == 1
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("from_hub", "from_folder"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert not any(path.is_symlink() for path in (tmp_path / "from_hub").iterdir())
+
+
+def test_the_plan_of_a_hub_id_downloads_no_weights(hub, capsys):
+    assert main(["convert", "org/gpt2", "--plan"]) == 0, capsys.readouterr().err
+    assert "config.json" in hub[0] and not any(name.endswith(".safetensors") for name in hub[0])
+    assert "11 of 11" in capsys.readouterr().out
