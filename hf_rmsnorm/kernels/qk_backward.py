@@ -16,9 +16,8 @@ def reciprocal(divisor):
 
 @triton.jit
 def rows_backward(
-    DY, X, W, COS, SIN, RSTD, MEAN, DX, DW, part, parts, stats_at, rows_total, length, heads,
-    of_dy, of_x, of_dx, of_tables, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
+    DY, X, W, COS, SIN, RSTD, MEAN, DX, DW, part, parts, stats_at, rows_total, length, heads, of_dy, of_x, of_dx,
+    of_tables, eps, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -110,16 +109,14 @@ def qk_norm_backward(
         rows_backward(
             DYQ, Q, WQ, COS, SIN, RSTD, MEAN, DXQ, DW, part, q_parts, 0, q_rows, length, q_heads,
             (dyq_batch, dyq_position, dyq_head), (q_batch, q_position, q_head), (dxq_batch, dxq_position, dxq_head),
-            of_tables, eps,
-            N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
+            of_tables, eps, N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
         )  # fmt: skip
     else:
         rows_backward(
             DYK, K, WK, COS, SIN, RSTD, MEAN, DXK, DW, part - q_parts, tl.num_programs(0) - q_parts,
             q_rows, tokens * k_heads, length, k_heads,
             (dyk_batch, dyk_position, dyk_head), (k_batch, k_position, k_head), (dxk_batch, dxk_position, dxk_head),
-            of_tables, eps,
-            N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
+            of_tables, eps, N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, STAGES,
         )  # fmt: skip
 
 

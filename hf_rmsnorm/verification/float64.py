@@ -90,8 +90,8 @@ class Float64Mode(TorchDispatchMode):
             return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
         for write, value in zip(written, args, strict=False):
             if write and _is_narrow(value):
-                # What float32 holds exactly was chosen among stored values; float64 arithmetic leaves more digits.
-                if func is aten.copy_.default and bool((args[1] == args[1].float()).all()):
+                # What it holds exactly was chosen among stored values; float64 arithmetic leaves more digits.
+                if func is aten.copy_.default and bool((args[1] == args[1].to(value.dtype)).all()):
                     self._overwritten.append((value, value.clone()))
                     return func(*args, **kwargs)
                 raise RuntimeError(

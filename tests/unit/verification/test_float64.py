@@ -152,3 +152,22 @@ def test_float64_run_refuses_a_forward_that_writes_to_stored_tensors(write):
     with pytest.raises(RuntimeError, match="writes in place to a tensor stored in torch.float32"), in_float64(model):
         model(torch.ones(2))
     assert model.kept.tolist() == [0, 0]
+
+
+def test_float64_run_refuses_to_round_what_it_stores_to_half_precision():
+    class Keeper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.weight = (
+                nn.Buffer(torch.zeros(1, dtype=torch.bfloat16)),
+                nn.Parameter(torch.tensor([1.001])),
+            )
+
+        def forward(self, x):
+            self.kept.copy_(self.weight)
+            return x * self.kept
+
+    model = Keeper()
+    with in_float64(model), pytest.raises(RuntimeError, match="writes in place to a tensor stored in torch.bfloat16"):
+        model(torch.ones(1, dtype=torch.float64))
+    assert not model.kept.any()

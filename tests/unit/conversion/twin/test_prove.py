@@ -1,5 +1,6 @@
 """The bound of a proof: what rounding makes of a twin's outputs, and nothing that is wrong."""
 
+import math
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import CohereConfig
 
 from hf_rmsnorm.conversion.twin import prove as prove_module
 from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.prove import BOUND, MOST, bound_of, prove
+from hf_rmsnorm.conversion.twin.prove import BOUND, MOST, bound_of, difference, prove
 from hf_rmsnorm.conversion.twin.twin import make_twin
 
 
@@ -74,3 +75,13 @@ def test_no_noise_explains_more_than_a_billionth():
         expected = [*model()]
     assert bound_of(model, {}, expected, found=1.0) == MOST
     assert bound_of(model, {}, expected, found=BOUND) == BOUND
+
+
+def test_outputs_that_are_no_numbers_or_of_other_shapes_are_infinitely_apart():
+    x, odd = torch.ones(3, dtype=torch.float64), torch.tensor([1.0, math.nan, 1.0], dtype=torch.float64)
+    for outputs in ([x, odd], [odd, x], [x], [x, x[:1]], [x, x[None]]):
+        assert difference([x, x], outputs) == math.inf
+    assert difference([x, odd], [x, odd]) == math.inf
+    masked = torch.tensor([2.0, -math.inf], dtype=torch.float64)  # as logits of words that are hidden
+    assert difference([x, masked], [x, masked]) == 0.0 and difference([x, masked], [x + 1, masked]) == 0.5
+    assert difference([x, masked], [x, masked.abs()]) == math.inf
