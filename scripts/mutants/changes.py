@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = Path(__file__).with_name("known.json")
-KEYS = ("key", "of_k", "keys", "like", "dtypes", "strides", "dy_strides", "table", "versions", "alike")
+KEYS = ("key", "keys", "like", "dtypes", "strides", "table", "tables", "versions", "alike")
 MAKERS = ("launch_key", "qk_launch_key", "_operands", "state")  # functions that return keys
 TAKERS = ("remember", "bind")  # and that are given some
 TURNED = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,

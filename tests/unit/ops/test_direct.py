@@ -70,14 +70,23 @@ def test_queries_and_keys_that_need_other_launches_have_other_keys():
         assert keys[a] != keys[b], (list(calls)[a], list(calls)[b])
 
 
-def test_views_of_queries_and_keys_that_need_other_launches_have_other_keys():
-    rows, one = torch.ones(2, 3, 4, 16), torch.ones(2, 1, 4, 16)
-    for x, w in ((rows, W), (one, W)):
-        norm = launch_key(x, w, None, False)
-        pairs = itertools.product((x, x.transpose(1, 2)), repeat=2)
-        keys = [qk_launch_key(norm, norm, *pair, *tables) for pair in pairs for tables in ((), (rows, rows))]
-        assert len(set(keys)) == len(keys) == 8 and None not in keys
-        assert qk_launch_key(norm, None, x, x) is None and qk_launch_key(None, norm, x, x) is None
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2, 3, 4, 16), torch.ones(2, 1, 4, 16), torch.ones(2, 3, 3, 16),
+        torch.ones(128).as_strided((2, 1, 4, 16), (64, 16, 16, 1)),  # and so lies the transposed one
+    ],
+    ids=["any", "one position", "as many heads as positions", "equal strides"],
+)  # fmt: skip
+def test_views_of_queries_and_keys_that_need_other_launches_have_other_keys(x):
+    norm, other = launch_key(x, W, None, False), launch_key(x[:1], W, None, False)
+    views = list(itertools.product((x, x.transpose(1, 2)), repeat=2))
+    for tables in ((), (x, x)):
+        keys = [qk_launch_key(norm, norm, *pair, *tables) for pair in views]
+        keys += [qk_launch_key(*norms, x, x, *tables) for norms in ((norm, other), (other, norm), (other, other))]
+        assert len(set(keys)) == len(keys) == 7 and None not in keys
+        assert qk_launch_key(norm, None, x, x, *tables) is None and qk_launch_key(None, norm, x, x, *tables) is None
+    assert qk_launch_key(norm, norm, x, x, x, None) != qk_launch_key(norm, norm, x, x)
 
 
 @pytest.mark.parametrize(
