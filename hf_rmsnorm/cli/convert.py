@@ -21,8 +21,6 @@ _ARGUMENT = re.compile(
     (?:=True|=["'](\w+)["'])?""",
     re.VERBOSE,
 )
-# Of a hub's repository: this model in other formats, and from earlier in its training.
-_NOT_READ = ("*.pt", "*.pth", "*.ckpt", "*.h5", "*.gguf", "*.msgpack", "*.onnx*", "*.ot", "*.tflite", "*/*.safetensors")
 
 
 def add_arguments(parser) -> None:
@@ -92,10 +90,12 @@ def _run(args) -> Result:
     texts = [line for line in read_text(args.text).splitlines() if line.strip()] if args.text else None
     models.quieten()
     from .. import conversion
+    from ..conversion.checkpoint.source import OTHER_WEIGHTS
     from ..conversion.checkpoint.staging import destination
 
-    left = ("*.safetensors", "*.bin", "*.index.json") if args.plan else () if args.allow_pickle else ("*.bin",)
-    source = models.on_disk(source, (*_NOT_READ, *left))
+    kinds = OTHER_WEIGHTS - {".bin"} if args.allow_pickle and not args.plan else OTHER_WEIGHTS
+    weights = ("*.safetensors", "*.index.json") if args.plan else ("*/*.safetensors",)  # in folders: of earlier steps
+    source = models.on_disk(source, (*(f"*{kind}" for kind in sorted(kinds)), *weights))
     size = args.max_shard_size
     size = int(size) if size and size.isdecimal() else size
     if args.dst is not None:

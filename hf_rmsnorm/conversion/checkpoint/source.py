@@ -69,7 +69,7 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
     if pickled:
         if not any(name in files for name in pickles):
             missing = f"neither {single} nor {index_name} is there" if index_name else f"{single} is not there"
-            raise ConversionError(f"{folder}: {missing}: download the weights; allow_pickle=True if pickles")
+            raise ConversionError(f"{folder}: {missing}: download the weights, pickles with allow_pickle=True")
         single, index_name = pickles
         if not allow_pickle:
             cure = "pass allow_pickle=True to read them by torch.load(weights_only=True), or save them as safetensors"

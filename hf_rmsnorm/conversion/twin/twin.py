@@ -278,10 +278,8 @@ def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    bins, frames = (
-        number("num_mel_bins", "input_feat_per_channel", default=80),
-        number("max_source_positions", default=50),
-    )
+    bins = number("num_mel_bins", "input_feat_per_channel", default=80)
+    frames = number("max_source_positions", default=50)
     shapes = {
         "pixel_values": (number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]),
         "input_values": (4000,),
