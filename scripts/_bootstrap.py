@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "hf-rmsnorm.json"  # its presence says that the environment is ours, its content that it is complete
 
-REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "setuptools")  # setuptools builds the project
+# setuptools builds the project.
+REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "filelock", "setuptools")
 EXTRAS = {"test": ("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "build", "peft", "torchao", "bitsandbytes",
                    "matplotlib", "rich", "mkdocs-material", "mkdocstrings[python]",
                    "kernels; python_version >= '3.11'", "trl; python_version >= '3.11'")}  # fmt: skip

@@ -5,7 +5,6 @@
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -13,10 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from .shard import ConversionError
 
 LOCK, JOURNAL, REPORT = "lock", "journal.json", "report.txt"
 PARTIAL = ".partial"
+WINDOWS = os.name == "nt"  # which opens no folder, and neither flushes what is open to be read nor removes what is open
 
 
 def write_all(fd: int, data) -> None:
@@ -38,8 +40,10 @@ def reserve(fd: int, size: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes durable, or the names in a folder."""
-    fd = os.open(path, os.O_RDONLY)
+    """Make a file's bytes durable, or, but on Windows, the names in a folder."""
+    if WINDOWS and path.is_dir():
+        return
+    fd = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -50,7 +54,7 @@ def sync(path: Path) -> None:
 def durable_file(target: Path, partial: Path | None = None) -> Iterator[int]:
     """A file descriptor to write to; at the end the file is on the disk and then has its name, or it has it never."""
     partial = partial or target.parent.parent / (target.name + PARTIAL)
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
         yield fd
         os.fsync(fd)
@@ -66,6 +70,7 @@ class Staging:
     def __init__(self, dst: Path, identity: dict):
         self.dst, self.folder = dst, dst.with_name(f"{dst.name}.converting")
         self.model = self.folder / "model"  # which becomes DST
+        self.lock = FileLock(self.folder / LOCK)
         self.journal = {"identity": identity, "shards": {}, "publishing": False}
 
     @property
@@ -97,6 +102,8 @@ class Staging:
         for path in self.folder.iterdir():
             if path.name not in (LOCK, JOURNAL):
                 _remove(path)
+        if WINDOWS:
+            self.lock.release()
         for name in (LOCK, JOURNAL):
             (self.folder / name).unlink(missing_ok=True)
         self.folder.rmdir()
@@ -111,8 +118,8 @@ def _remove(path: Path) -> None:
 
 def destination(src: str | os.PathLike, dst: str | os.PathLike) -> Path:
     """DST as an absolute path; refused inside of the source, and where it exists or cannot be made."""
-    dst, inside = Path(os.path.abspath(dst)), os.path.realpath(src)
-    if os.path.commonpath([inside, os.path.realpath(dst.parent)]) == inside:
+    dst = Path(os.path.abspath(dst))
+    if Path(os.path.realpath(dst.parent)).is_relative_to(os.path.realpath(src)):
         raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
     if os.path.lexists(dst) and not os.path.lexists(f"{dst}.converting"):
         raise already_exists(dst)
@@ -144,7 +151,7 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
         if present and not {LOCK, JOURNAL} & {*present}:
             what = "in the way, and of another program: move it, or choose another DST"
             raise ConversionError(f"{staging.folder}: {what}")
-    with _locked(staging.folder):
+    with _locked(staging.folder, staging.lock):
         found = _read_journal(staging.folder / JOURNAL)
         same = found is not None and found["identity"] == identity
         staging.journal = found if same else staging.journal
@@ -180,22 +187,16 @@ def _read_journal(path: Path) -> dict | None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    while True:
+def _locked(folder: Path, lock: FileLock) -> Iterator[None]:
+    while not lock.is_locked:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-        except FileNotFoundError:
-            continue  # the other process finished and removed the folder in between
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            busy = "another process is converting into it: wait for it, or choose another DST"
-            raise ConversionError(f"{folder}: {busy}") from None
-        try:
-            if os.fstat(fd).st_nlink:  # else it is the removed one of a process that finished
-                yield
-                return
-        finally:
-            os.close(fd)  # gives the lock back, as the end of the process does
+            lock.acquire(blocking=False)
+        except (FileNotFoundError, Timeout):  # or the other process finished and removed the folder in between
+            if (folder / LOCK).exists():
+                busy = "another process is converting into it: wait for it, or choose another DST"
+                raise ConversionError(f"{folder}: {busy}") from None
+    try:
+        yield
+    finally:
+        lock.release()  # as the end of the process does
