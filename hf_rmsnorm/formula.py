@@ -11,6 +11,9 @@ from typing import Literal
 
 import torch
 
+if torch.__version__ < "2.10":  # which brings a Triton older than 3.6
+    raise ImportError(f"hf_rmsnorm needs torch 2.10 or newer, this is {torch.__version__}: pip install -U torch")
+
 Rounding = Literal["once", "before_weight", "weight_dtype", "rstd", "every_step"]
 ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype", "rstd", "every_step")
 Gate = Literal["silu_before", "silu_after", "sigmoid_after"]

@@ -126,7 +126,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
                 or not (gate is None or (isinstance(gate, torch.Tensor) and (any_gate or gate.dtype == x.dtype)))
                 or (bias is not None and weight is not None and bias.dtype != weight.dtype)
                 or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
-                or (functional and not one_dtype(rows, weight, bias))
+                or (functional and not one_dtype(spec, rows, weight, bias))
             ):
                 return own_forward(self, *args, **kwargs)
             backend = resolve_backend(rows, weight, bias, spec, gate)

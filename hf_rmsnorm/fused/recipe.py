@@ -9,6 +9,7 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import formula_refusal, keeps_output, parameters_refusal
+from ..ops.norm import autocasts_functional
 
 InputLayout = Literal["last", "channels_first", "heads"]
 
@@ -111,7 +112,7 @@ class Recipe:
             shapes_fit(x, weight, bias, None, self.spec)
             and (bias is None or weight is None or bias.dtype == weight.dtype)
             and self.hidden_size in (None, x.shape[-1])
-            and not (self.spec.functional and not one_dtype(x, weight, bias))
+            and not (self.spec.functional and not one_dtype(self.spec, x, weight, bias))
         )
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -190,8 +191,7 @@ def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:
     )
 
 
-def one_dtype(x, weight, bias) -> bool:
+def one_dtype(spec: NormSpec, x, weight, bias) -> bool:
     # torch's own operators refuse some mixtures of dtypes: leave those to torch, unless autocast resolves them.
-    if (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype):
-        return True
-    return x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)
+    same = (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype)
+    return same or autocasts_functional(spec, x.device.type)

@@ -42,7 +42,9 @@ def faithful_interpreter():
         names = tuple(any(module is value for value in function.__globals__.values()) for module in (tl, tl.core))
         if names not in patched:
             patched.add(names)
-            return patch(function)
+            scope = patch(function)  # which undoes the next line too
+            tl.tensor.__index__ = lambda x: int(x.handle.data.item())  # Triton 3.6 has what NumPy 2.4 refuses
+            return scope
 
     # The lock is held and the launch is ours, so nobody else sees the replacement; `with np.errstate`: inf and nan
     # inputs are the caller's business, not a warning.

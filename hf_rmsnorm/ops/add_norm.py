@@ -69,7 +69,7 @@ def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch
     if plan is None:
         with torch.no_grad():
             if spec.functional:
-                _, weight, bias = autocast_to_float32(x, weight, bias)
+                _, weight, bias = autocast_to_float32(spec, x, weight, bias)
             weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
     operands = weight, bias, spec, plan
     if not torch.is_grad_enabled():
@@ -116,7 +116,7 @@ def add_norm_backend(x, residual, weight, bias, spec: NormSpec) -> str:
             return "original"
     if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
         return "original"
-    if spec.functional and dtype != torch.float32 and autocasts_functional(x.device.type):
+    if spec.functional and dtype != torch.float32 and autocasts_functional(spec, x.device.type):
         return "original"
     return "triton"
 
@@ -157,7 +157,7 @@ def fused_add_norm(
         h = residual + x
         return h, reference_norm(h, weight, bias, spec) if backend != "original" else fused_norm(h, weight, bias, spec)
     if spec.functional:
-        _, weight, bias = autocast_to_float32(x, weight, bias)
+        _, weight, bias = autocast_to_float32(spec, x, weight, bias)
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()

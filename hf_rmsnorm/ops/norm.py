@@ -14,6 +14,7 @@ from .loading import kernels, load_sharding_rules
 from .operators import norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
+_lists_rms_norm = torch.__version__ >= "2.12"
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -72,7 +73,7 @@ def fused_norm(
     if backend is None:
         backend = resolve_backend(x, weight, bias, spec, gate)
     if spec.functional:
-        x, weight, bias = autocast_to_float32(x, weight, bias)
+        x, weight, bias = autocast_to_float32(spec, x, weight, bias)
     if backend != "triton" or (not _is_compiling() and under_transform()):
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
@@ -109,14 +110,14 @@ def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_outp
     return precomputed[0] if precomputed is not None else _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
 
 
-def autocasts_functional(device_type: str) -> bool:
-    """Whether F.layer_norm and F.rms_norm compute in float32: they are on every accelerator's autocast list for it."""
-    return device_type != "cpu" and torch.is_autocast_enabled(device_type)
+def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
+    """Whether F.layer_norm, or F.rms_norm, computes in float32: is it on an accelerator's autocast list for that?"""
+    return device_type != "cpu" and torch.is_autocast_enabled(device_type) and (spec.centered or _lists_rms_norm)
 
 
-def autocast_to_float32(*tensors):
+def autocast_to_float32(spec: NormSpec, *tensors):
     """The operands of a functional norm as autocast hands them on."""
-    if not autocasts_functional(tensors[0].device.type):
+    if not autocasts_functional(spec, tensors[0].device.type):
         return tensors
     return tuple(t if t is None else t.to(torch.float32) for t in tensors)
 

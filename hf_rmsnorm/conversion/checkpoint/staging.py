@@ -16,8 +16,7 @@ from filelock import FileLock, Timeout
 
 from .shard import ConversionError
 
-LOCK, JOURNAL, REPORT = "lock", "journal.json", "report.txt"
-PARTIAL = ".partial"
+LOCK, JOURNAL, REPORT, PARTIAL = "lock", "journal.json", "report.txt", ".partial"
 WINDOWS = os.name == "nt"  # which opens no folder, and neither flushes what is open to be read nor removes what is open
 
 
@@ -30,10 +29,9 @@ def write_all(fd: int, data) -> None:
 
 def reserve(fd: int, size: int) -> None:
     """Have the disk set the bytes of a file aside: a full one says so now, and writing them is faster."""
-    if not hasattr(os, "posix_fallocate") or size == 0:
-        return
     try:
-        os.posix_fallocate(fd, 0, size)
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # a file system that cannot
             raise
@@ -86,9 +84,8 @@ class Staging:
     def publish(self) -> None:
         """Make every file durable and give the folder the name DST, then clean up."""
         for parent, _, names in os.walk(self.model):
-            for name in names:
+            for name in (*names, ""):  # the folder itself last
                 sync(Path(parent, name))
-            sync(Path(parent))
         self.journal["publishing"] = True
         self.save()
         if os.path.lexists(self.dst):
@@ -149,8 +146,7 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
     if os.path.lexists(staging.folder):
         present = os.listdir(staging.folder) if staging.folder.is_dir() else [staging.folder.name]
         if present and not {LOCK, JOURNAL} & {*present}:
-            what = "in the way, and of another program: move it, or choose another DST"
-            raise ConversionError(f"{staging.folder}: {what}")
+            raise ConversionError(f"{staging.folder}: in the way, of another program: move it, or choose another DST")
     with _locked(staging.folder, staging.lock):
         found = _read_journal(staging.folder / JOURNAL)
         same = found is not None and found["identity"] == identity

@@ -105,6 +105,7 @@ def test_a_norm_of_groups_is_not_simple():
 BIASED = Recipe(NormSpec(False, 1e-6, has_bias=True), weight="weight", bias="bias")
 FUNCTIONAL = Recipe(NormSpec(True, 1e-6, has_bias=True, functional=True), weight="weight", bias="bias")
 ONES = torch.ones(4)
+LAYER = NormSpec(True, 1e-5, functional=True)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +151,16 @@ def test_shapes_that_broadcast_are_not_the_formulas(weight, bias, gate, group_si
 
 def test_dtypes_that_torchs_own_operators_take_together():
     half = ONES.bfloat16()
-    assert one_dtype(HALF, half, half) and one_dtype(HALF, None, None)
-    assert not one_dtype(HALF, ONES, half) and not one_dtype(HALF, half, ONES) and not one_dtype(HALF, None, ONES)
+    assert one_dtype(LAYER, HALF, half, half) and one_dtype(LAYER, HALF, None, None)
+    for weight, bias in ((ONES, half), (half, ONES), (None, ONES)):
+        assert not one_dtype(LAYER, HALF, weight, bias)
     with torch.autocast("cpu", torch.bfloat16):  # whose operators in float32 are others on a CPU
-        assert not one_dtype(HALF, ONES, ONES)
+        assert not one_dtype(LAYER, HALF, ONES, ONES)
 
 
 def test_an_accelerators_autocast_takes_any_dtypes(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "meta")
-    assert one_dtype(HALF.to("meta"), ONES, ONES) and not one_dtype(HALF, ONES, ONES)
+    assert one_dtype(LAYER, HALF.to("meta"), ONES, ONES) and not one_dtype(LAYER, HALF, ONES, ONES)
 
 
 def test_what_keeps_its_output():

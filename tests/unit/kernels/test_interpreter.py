@@ -1,5 +1,7 @@
 """What Triton's interpreter converts as hardware does, and that nothing of it is left behind."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -59,3 +61,14 @@ def test_the_interpreter_is_put_back_after_an_error():
     with pytest.raises(ZeroDivisionError), faithful_interpreter():
         1 / 0  # noqa: B018
     assert (interpreter._convert_float, interpreter._patch_lang, interpreter.ReduceOps.sum) == before
+
+
+def test_an_array_of_one_element_is_a_number():
+    """Which Triton 3.6 leaves to NumPy, and NumPy 2.4 refuses; afterwards it is Triton's again."""
+    kernel, one = SimpleNamespace(__globals__={"tl": tl}), SimpleNamespace(handle=SimpleNamespace(data=np.array([3])))
+    before = tl.tensor.__dict__.get("__index__")
+    with faithful_interpreter():
+        scope = interpreter._patch_lang(kernel)
+        assert tl.tensor.__index__(one) == 3
+        scope.restore()
+    assert tl.tensor.__dict__.get("__index__") is before

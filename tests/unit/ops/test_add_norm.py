@@ -469,7 +469,7 @@ def test_a_sum_ahead_of_its_norm_is_the_sum_and_the_norm(asks, strided):
 
 
 def test_a_functional_norm_ahead_under_a_devices_autocast(monkeypatch):
-    monkeypatch.setattr("hf_rmsnorm.ops.norm.autocasts_functional", lambda device_type: True)
+    monkeypatch.setattr("hf_rmsnorm.ops.norm.autocasts_functional", lambda *of: True)
     spec = NormSpec(True, 1e-5, has_bias=True, functional=True)
     x, residual, _, _ = operands((3, 64), torch.float32)
     half = torch.rand(64, device=DEVICE).bfloat16(), torch.rand(64, device=DEVICE).bfloat16()
@@ -515,7 +515,7 @@ def test_parameters_of_heads_are_added_apart(which):
 def test_a_sum_in_half_precision_is_not_a_functional_norms_under_autocast(monkeypatch):
     spec = NormSpec(True, 1e-5, functional=True)
     weight = torch.ones(64, device=DEVICE)
-    monkeypatch.setattr("hf_rmsnorm.ops.add_norm.autocasts_functional", lambda device_type: True)
+    monkeypatch.setattr("hf_rmsnorm.ops.add_norm.autocasts_functional", lambda *of: True)
     x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
     with use_backend("triton"):
         assert add_norm_backend(x, residual, weight, None, spec) == "original"
