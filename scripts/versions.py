@@ -1,29 +1,38 @@
 """Run each promise once under every version that is served: ``python3 scripts/versions.py [ROW ...] [options]``.
 
-A row is TRANSFORMERS/TORCH/TRITON, as in 4.57.6/2.13.0/3.9.0; without any, all rows below. Each gets an environment of
-its own with the newest packages that these versions allow, and runs tests/promises/test_versions.py in it, kernels by
-Triton's interpreter. What came of these rows is kept in scripts/results/versions.json and shown in docs/versions.md.
+A row is PYTHON/TRANSFORMERS/TORCH/TRITON, as in 3.11/4.57.6/2.13.0/3.9.0; without any, all rows below. Each gets an
+environment of its own with the newest packages that these versions allow, and runs tests/promises/test_versions.py in
+it, kernels by Triton's interpreter. What came of these rows is kept in scripts/results/versions.json and shown in
+docs/versions.md. pip looks where it is configured to: an environment with a torch for CUDA takes 6 GB, and one with a
+torch for CPUs, from an index that has those, takes 1 GB.
 
-    --python COMMAND   makes the environments (default: this Python)
-    --folder FOLDER    keeps them there (default: a temporary folder)
+A row that is a Transformers alone, as in 4.57.6, has this Python, and links to the torch and the Triton that it has. It
+takes a minute, and CI runs two.
+
+    --folder FOLDER    keeps the environments there (default: each is removed when its row is done)
     --no-write         prints what came of it, and writes nothing
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "scripts/results/versions.json", ROOT / "docs/versions.md"
-ROWS = ("4.57.6/2.13.0/3.9.0", "5.5.4/2.13.0/3.9.0", "5.9.0/2.13.0/3.9.0", "5.14.1/2.13.0/3.9.0",
-        "5.17.0/2.13.0/3.9.0", "5.23.0/2.13.0/3.9.0", "5.23.0/2.13.0/3.6.0")  # fmt: skip
+ROWS = ("3.10/4.57.6/2.10.0/3.6.0", "3.12/5.9.0/2.11.0/3.6.0", "3.11/4.57.6/2.13.0/3.9.0", "3.11/5.5.4/2.13.0/3.9.0",
+        "3.11/5.9.0/2.13.0/3.9.0", "3.11/5.14.1/2.13.0/3.9.0", "3.11/5.17.0/2.13.0/3.9.0", "3.11/5.23.0/2.13.0/3.9.0",
+        "3.11/5.23.0/2.13.0/3.6.0", "3.13/4.57.6/2.15.0/3.9.0", "3.13/5.23.0/2.15.0/3.9.0")  # fmt: skip
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
 TESTS = "tests/promises/test_versions.py"
 PLACE = re.compile(r"(<!-- versions: .*? -->\n).*?(\n<!-- end -->)", re.DOTALL)
@@ -32,38 +41,87 @@ ASK = "import json, platform; from importlib.metadata import version; print(json
       f"platform.python_version()}} | {{n: version(n) for n in {NAMES}}}))"  # fmt: skip
 
 
-def run_row(row: str, python: str, folder: Path) -> dict:
-    """The versions of a row's environment, and what its tests said."""
-    transformers, torch, triton = row.split("/")
+class Unavailable(Exception):
+    """A row cannot be made here, in one line."""
+
+
+def interpreter(wanted: str) -> str:
+    """The command of a Python, as in 3.12: from PATH, or one that pyenv has."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    candidates = [shutil.which(f"python{wanted}"), sys.executable, *sorted(pyenv.glob(f"{wanted}.*/bin/python"))]
+    for command in filter(None, candidates):
+        # pyenv puts commands on PATH that do not run.
+        said = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
+        if said.startswith(f"Python {wanted}."):
+            return str(command)
+    raise Unavailable(f"there is no python{wanted} on PATH, nor in {pyenv}: install one")
+
+
+def install(python: str, *arguments: str) -> None:
+    """pip's, of what is not there yet: what an earlier run left may lack something."""
+    command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise Unavailable(errors[-1])
+
+
+def link_torch(place: Path) -> None:
+    """Let an environment see this one's torch and Triton and what these need, and nothing else that is here."""
+    links, wanted, seen = place / "linked", ["torch", "triton"], set()
+    links.mkdir(exist_ok=True)
+    while wanted:
+        seen.add(name := wanted.pop())
+        with contextlib.suppress(PackageNotFoundError):  # it is for another system
+            found = distribution(name)
+            for top in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
+                if not (links / top).exists():
+                    (links / top).symlink_to(found.locate_file(top))
+            needs = (re.match(r"[\w.-]+", line)[0] for line in found.requires or () if "extra ==" not in line)
+            wanted += set(needs) - seen
+    # A path of its own, behind the environment's packages: pip writes nothing there.
+    (next(place.glob("lib/python*/site-packages")) / "linked.pth").write_text(f"{links}\n")
+
+
+def make(row: str, folder: Path) -> str:
+    """The interpreter of a row's environment."""
     place = folder / row.replace("/", "-")
-    own = place / "bin/python"
-    pip = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if not own.exists():
-        subprocess.run([python, "-m", "venv", str(place)], check=True)
-    # Into an environment that is kept too: an earlier run may have been stopped before it had all.
-    # Triton 3.6's interpreter takes an array of one element for a number, which NumPy 2.4 is not any more.
-    numpy = "numpy<2.4" if triton.startswith("3.6.") else "numpy"
-    subprocess.run([*pip, f"torch=={torch}", f"transformers=={transformers}", numpy, *OTHERS], check=True)
-    # No dependencies: a torch for CUDA names the Triton that it was built with.
-    subprocess.run([*pip, "--no-deps", f"triton=={triton}"], check=True)
+    version, transformers, torch, triton = row.split("/") if "/" in row else ("", row, "", "")
+    python = str(place / "bin/python")
+    if not os.path.exists(python):
+        subprocess.run([interpreter(version) if version else sys.executable, "-m", "venv", str(place)], check=True)
+    if not torch:
+        link_torch(place)
+    install(python, f"torch=={torch}" if torch else "torch", f"transformers=={transformers}", *OTHERS)
+    if triton:  # without dependencies: a torch for CUDA names the Triton that it was built with
+        install(python, "--no-deps", f"triton=={triton}")
+    return python
+
+
+def run_row(row: str, folder: Path) -> dict:
+    """The versions of a row's environment, and what its tests said."""
+    python = make(row, folder)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
-    versions = json.loads(subprocess.run([str(own), "-c", ASK], check=True, capture_output=True, text=True).stdout)
-    command = [str(own), "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", TESTS]
+    asked = subprocess.run([python, "-c", ASK], check=True, capture_output=True, text=True)
+    command = [python, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", TESTS]
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = (said.stdout + said.stderr).strip().splitlines()
     passed = re.search(r"(\d+) passed", said.stdout)
-    failures = [line.split(" - ")[0].split("::")[-1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failures = [line.split("::")[-1] for line in lines if line.startswith(("FAILED", "ERROR"))]
     if said.returncode and not failures:
         failures = lines[-1:]
-    return {"row": row, "versions": versions, "passed": int(passed[1]) if passed else 0, "failures": failures}
+    return {
+        "row": row, "versions": json.loads(asked.stdout), "passed": int(passed[1]) if passed else 0,
+        "failures": failures,
+    }  # fmt: skip
 
 
 def table(results: list[dict]) -> str:
-    lines = ["| Transformers | torch | Triton | NumPy | Python | passed | failed |", "|---|---|---|---|---|---|---|"]
+    lines = ["| Python | Transformers | torch | Triton | NumPy | passed | failed |", "|---|---|---|---|---|---|---|"]
     for each in results:
         v = each["versions"]
-        failed = ", ".join(each["failures"]) or "none"
-        cells = (v["transformers"], v["torch"], v["triton"], v["numpy"], v["python"], each["passed"], failed)
+        failed = ", ".join(each["failures"]).replace("|", "\\|") or "none"
+        cells = (v["python"], v["transformers"], v["torch"], v["triton"], v["numpy"], each["passed"], failed)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -71,22 +129,26 @@ def table(results: list[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", default=ROWS, metavar="ROW")
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--no-write", action="store_true")
     args = parser.parse_args()
     kept = {} if not RESULTS.exists() else {each["row"]: each for each in json.loads(RESULTS.read_text())}
-    now = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        for row in args.rows:
-            found = now[row] = run_row(row, args.python, args.folder or Path(temporary))
-            print(f"{row}: {found['passed']} passed, failed: {', '.join(found['failures']) or 'none'}", flush=True)
+    now, unavailable = {}, 0
+    for row in args.rows:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as temporary:
+            try:
+                found = now[row] = run_row(row, args.folder or Path(temporary))
+                text = f"{found['passed']} passed, failed: {', '.join(found['failures']) or 'none'}"
+            except Unavailable as error:
+                text, unavailable = f"not run: {error}", unavailable + 1
+        print(f"{row}: {text} ({time.monotonic() - start:.0f} s)", flush=True)
     if not args.no_write:
         merged = [(kept | now)[row] for row in ROWS if row in kept | now]
         RESULTS.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(PLACE.sub(lambda m: m[1] + table(merged) + m[2], page), encoding="utf-8")
-    return int(any(each["failures"] for each in now.values()))
+    return int(bool(unavailable) or any(each["failures"] for each in now.values()))
 
 
 if __name__ == "__main__":

@@ -2,21 +2,62 @@
 
 import json
 import re
+import runpy
+import sys
 
+import pytest
+import torch
 from places import ROOT
 
-from scripts.versions import PAGE, PLACE, RESULTS, ROWS, table
+from scripts import versions
+from scripts.versions import PAGE, PLACE, RESULTS, ROWS, Unavailable, install, table
+
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def test_every_row_passed_and_is_on_the_page():
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert [each["row"] for each in results] == [*ROWS]
     assert all(each["passed"] and not each["failures"] for each in results)
-    assert all(each["versions"]["transformers"] == each["row"].split("/")[0] for each in results)
+    for each in results:
+        had = each["versions"]
+        python, transformers, torch_version, triton = each["row"].split("/")
+        assert had["python"].startswith(python + ".") and had["torch"].split("+")[0] == torch_version
+        assert (had["transformers"], had["triton"]) == (transformers, triton)
     (found,) = PLACE.finditer(PAGE.read_text(encoding="utf-8"))
     assert found[0] == found[1] + table(results) + found[2]
 
 
 def test_the_package_asks_for_the_oldest_row():
-    least = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
-    assert ROWS[0].startswith(least + ".")
+    python, *packages = ROWS[0].split("/")
+    assert re.search(r'requires-python = ">=([\d.]+)"', PROJECT)[1] == python
+    for name, version in zip(("transformers", "torch", "triton"), packages, strict=True):
+        assert version.startswith(re.search(rf'"{name}>=([\d.]+)', PROJECT)[1] + ".")
+
+
+def test_every_python_of_the_package_is_in_a_row():
+    named = re.findall(r"Python :: (3\.\d+)", PROJECT)
+    assert {row.split("/")[0] for row in ROWS} == {*named} and len(named) == 4
+
+
+def test_an_older_torch_is_told_in_one_line(monkeypatch):
+    least = re.search(r'"torch>=([\d.]+)"', PROJECT)[1]
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0+cpu"))
+    with pytest.raises(ImportError) as error:
+        runpy.run_path(str(ROOT / "hf_rmsnorm/formula.py"))
+    assert str(error.value).startswith(f"hf_rmsnorm needs torch {least} or newer, this is 2.6.0+cpu: ")
+
+
+def test_a_row_whose_python_is_not_here_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["versions.py", "2.1/4.57.6/2.10.0/3.6.0", "--no-write"])
+    assert versions.main() == 1
+    said = capsys.readouterr().out
+    assert said.startswith("2.1/4.57.6/2.10.0/3.6.0: not run: there is no python2.1 on PATH") and said.count("\n") == 1
+
+
+@pytest.mark.full
+def test_what_pip_cannot_install_is_one_line():
+    with pytest.raises(Unavailable, match=r"^ERROR: No matching distribution found for hf-rmsnorm-of-no-index$"):
+        install(sys.executable, "--no-index", "hf-rmsnorm-of-no-index")
