@@ -90,15 +90,16 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
             itself, whose gradient is that of the unfused sum; under `inference_mode` nobody could tell that it was
             written to, so there it is left alone.
     """
-    reader, seen = site
-    if _is_compiling() or (seen and torch.is_inference_mode_enabled()):
+    if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
-    if type(left) is not torch.Tensor or type(right) is not torch.Tensor:
+    graded = torch.is_grad_enabled()
+    if not (graded or observers) and left.numel() < LEAST_ELEMENTS and not capturing(left):
+        return left + right
+    reader, seen = site
+    if seen and torch.is_inference_mode_enabled():
         return left + right
     if observers:
         tell(layer, "sum", site, (left, right))
-    elif left.numel() < LEAST_ELEMENTS and not (torch.is_grad_enabled() or capturing(left)):
-        return left + right
     norm = layer._modules.get(reader) if reader else _next_norm(layer, left)
     found = None if norm is None else operands_ahead(norm)
     if found is None or (left.dtype != right.dtype and norm in given_otherwise):
@@ -118,10 +119,10 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
         if backend == "original" or not recipe.fits(wider, weight, bias):
             return left + right
         plan = None if key is None else plans.keep(key, backend, plan_of, right, weight, bias, spec, left)
-    if torch.is_grad_enabled() and not (left.requires_grad or right.requires_grad):
+    if graded and not (left.requires_grad or right.requires_grad):
         seen = True  # a node of both would have the sum ask for gradients where the norm's weight does
     if not seen or backend != "triton":
-        if seen and torch.is_grad_enabled():
+        if seen and graded:
             return left + right
         keep_output = recipe.keeps_output(norm, weight, bias, spec)
         total, output = fused_add_norm(right, left, weight, bias, spec, backend, keep_output, plan)

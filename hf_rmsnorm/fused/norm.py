@@ -15,10 +15,10 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
-from ..ops.direct import LaunchCache, launch_key
+from ..ops.direct import LaunchCache
 from ..ops.norm import launched_norm, plan_of
 from .handover import handed_over
-from .recipe import Recipe, one_dtype, operands, shapes_fit, tensor_of
+from .recipe import Recipe, one_dtype, operands, shapes_fit
 from .subclass import derive, exchanged, marked
 
 _is_compiling = torch.compiler.is_compiling
@@ -93,6 +93,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
     own_forward = _rms_forward(input_name, recipe) if recipe.as_rms else base_forward
+    # Where nothing but eps can change: what it was found with, which is then no NaN and no None.
+    eps_name, eps_value = (None, math.nan) if recipe.settings or recipe.absent else (recipe.eps, recipe.eps_value)
     is_simple, memory_efficient = recipe.is_simple, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
@@ -109,13 +111,18 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             x = args[0]
         else:
             x, gate = _inputs(args, kwargs, input_name, gate_name)
-        weight = None if weight_name is None else tensor_of(self, weight_name)
-        bias = None if bias_name is None else tensor_of(self, bias_name)
-        spec = recipe.spec_of(self)
+        # Most weights are parameters, and nn.Module's own attribute look-up takes as long as a launch's bookkeeping.
+        parameters = self._parameters
+        weight, bias = parameters.get(weight_name), parameters.get(bias_name)
+        if weight is None and weight_name is not None:
+            weight = getattr(self, weight_name)
+        if bias is None and bias_name is not None:
+            bias = getattr(self, bias_name)
+        spec = recipe.spec if self.__dict__.get(eps_name) is eps_value else recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
-        key = launch_key(x, weight, bias, functional) if is_simple and spec is not None else None
-        plan, backend = None if key is None else plans.get(key), "triton"  # Dynamo guards on a dictionary that it sees
+        key, plan = plans.find(x, weight, bias, functional) if is_simple and spec is not None else (None, None)
+        backend = "triton"
         if plan is None:
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
@@ -133,7 +140,9 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)
-        precomputed = handed_over(self, x, weight, bias, spec, backend) if is_simple and not _is_compiling() else None
+        precomputed = None
+        if is_simple and (plan is not None or not _is_compiling()):
+            precomputed = handed_over(self, x, weight, bias, spec, backend)
         if isinstance(precomputed, torch.Tensor):
             return precomputed
         keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)

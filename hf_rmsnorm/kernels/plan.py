@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formula import NormSpec
 from . import backward, backward_wide, forward
 from .compiled import BoundKernel, Kernel
+from .quick import never
 from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
 from .sizes import COLUMNS, backward_config, forward_config, reduce_config
@@ -36,7 +37,8 @@ class ForwardPlan:
 
     `other` is the second operand of x's shape, a gate or a residual; `sum_dtype` and `sum_strides` are those
     of residual + x. `in_place` says that nothing is copied, neither operands nor outputs. `backward` holds the plans of
-    backwards of such calls.
+    backwards of such calls, `quick` what serves more of them, without statistics and with. `last` is of the last
+    backward, in one piece: what was asked for, what tells that operands are alike, and what serves more of them.
     """
 
     launch: BoundKernel
@@ -55,6 +57,8 @@ class ForwardPlan:
     flat_sum: bool
     in_place: bool
     backward: dict
+    quick: list
+    last: list
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
             output_like_input=output_dtype == total.dtype and memory_format == torch.preserve_format,
             sum_strides=None if residual is None else total.stride(),
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
-            backward={},
+            backward={}, quick=[never, never], last=[(None, never, never)],
         )  # fmt: skip
 
     strides = x.stride(), None if other is None else other.stride()

@@ -9,12 +9,18 @@ from torch.nn import Parameter
 
 from .settings import chosen
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+
 DIRECT_TYPES = (torch.Tensor, Parameter)
 
 _is_compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_cuda_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # which torch.cuda's own calls
 _count_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -40,7 +46,7 @@ def _is_capturing(device_type: str) -> Callable[[], bool]:
 
 def capturing(t: torch.Tensor) -> bool:
     """Whether a graph is captured on the device of a tensor: what is launched now runs again, on other values."""
-    return not t.is_cpu and _is_capturing(t.device.type)()
+    return _cuda_capturing() if t.is_cuda else not t.is_cpu and _is_capturing(t.device.type)()
 
 
 def version(t: torch.Tensor | None) -> int | None:
@@ -62,9 +68,21 @@ class LaunchCache(dict):
     """Plans of calls that the kernels serve, by their `launch_key`: the next such call skips the checks.
 
     Each cache is for one formula (whose eps may differ) that has a weight and a bias, or has not, in all calls.
+
+    Attributes:
+        last: what tells whether operands are like those of the last call that was found here, and its key and plan.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
+
+    def __init__(self):
+        self._alike: dict[tuple, Callable] = {}
+        self.clear()
+
+    def clear(self):
+        super().clear()
+        self._alike.clear()
+        self.last = _unlike, None, None
 
     def keep(self, key: tuple, backend: str, make: Callable, *operands):
         """The plan ``make(*operands)`` of a call, kept by its key; None where another backend serves it."""
@@ -74,6 +92,45 @@ class LaunchCache(dict):
             self.clear()
         plan = self[key] = make(*operands)
         return plan
+
+    def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
+        """(key, plan) of a call: None, None where it has no key, and (key, None) where no plan is kept for it."""
+        if chosen.backend == "reference" or _is_compiling():
+            return None, None
+        alike, key, plan = self.last
+        like = alike(x, weight) if bias is None else alike(x, weight, bias)
+        if like and not is_watched():
+            return key, plan
+        key = launch_key(x, weight, bias, functional)
+        plan = None if key is None else self.get(key)
+        if plan is not None:
+            if key not in self._alike:
+                check = alike_to([t for t in (x, weight, bias) if t is not None])
+                self._alike[key] = check if weight is not None else lambda x, _, *bias: check(x, *bias)
+            self.last = self._alike[key], key, plan
+        return key, plan
+
+
+def is_watched() -> bool:
+    """Whether something may see or change operators of which `alike_to` cannot tell."""
+    return bool(_count_modes()) or _is_tracing() or forward_ad._current_level >= 0
+
+
+def _unlike(*_) -> bool:
+    return False
+
+
+def alike_to(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    """What tells whether as many tensors have the types, dtypes, devices, shapes and strides of these, one by one.
+
+    It is what Dynamo guards its graphs by, quicker than any key. A tensor is another under functorch, autocast or
+    `inference_mode` than outside of it.
+    """
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    try:
+        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except Exception:  # a private part of torch, without which calls are found by their keys
+        return _unlike
 
 
 def launch_key(

@@ -7,7 +7,7 @@ import torch
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, reference_norm
 from .backend import resolve_backend
-from .direct import LaunchCache, is_direct, launch_key, under_transform
+from .direct import LaunchCache, is_direct, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
 from .loading import kernels, load_sharding_rules
@@ -97,7 +97,12 @@ def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_outp
         plan: what `plan_of` answered for such tensors; if None, the operator is called where that is to be seen.
         the rest: as in `fused_norm`; parameters contiguous.
     """
-    if torch.is_grad_enabled() and (
+    if not torch.is_grad_enabled():
+        if plan is not None and precomputed is None:
+            found = plan.quick[False](x, weight, bias, None, spec.eps)
+            if found is not None:
+                return found[0]
+    elif (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
@@ -183,11 +188,10 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functiona
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
     formula = weight is not None, bias is not None, float(eps), weight_offset, rounding, functional
     if _is_compiling():
-        spec, plans, key = _spec(*formula), None, None
+        spec, plans, key, plan = _spec(*formula), None, None, None
     else:
         spec, plans = _kept(*formula)
-        key = launch_key(x, weight, bias, functional)
-    plan = None if key is None else plans.get(key)
+        key, plan = plans.find(x, weight, bias, functional)
     if plan is None:
         _check(x, weight, bias)
         backend = resolve_backend(x, weight, bias, spec)

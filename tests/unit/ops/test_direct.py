@@ -5,10 +5,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from hf_rmsnorm import use_backend
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.ops.direct import launch_key
+from hf_rmsnorm.ops import direct
+from hf_rmsnorm.ops.direct import LaunchCache, alike_to, is_watched, launch_key
 from hf_rmsnorm.ops.qk import qk_launch_key
 from tests.unit.kernels.test_plan_keys import BF16, RMS, B, D, W, X, layouts, pairs
 
@@ -138,3 +141,61 @@ def test_the_reference_has_no_launches():
         assert launch_key(X, W, None, False) is None
     with use_backend("triton"):
         assert launch_key(X, nn.Parameter(W), None, False) == launch_key(X, W, None, False) is not None
+
+
+def test_a_call_is_found_by_its_operands_and_no_other():
+    calls = [call for call in norms() if call[1] is not None or call[2] is None]
+    for one, other in itertools.permutations(calls, 2):
+        if (one[2] is None) != (other[2] is None) or (one[1] is None) != (other[1] is None):
+            continue  # each cache is of calls that have a weight and a bias, or have not
+        plans = LaunchCache()
+        key, plan = plans.find(*one)
+        assert key == launch_key(*one) and plan is None
+        plans[key] = "one"
+        assert plans.find(*one) == plans.find(*one) == (key, "one")
+        assert plans.find(*other) == (launch_key(*other), None)
+        plans[launch_key(*other)] = "other"
+        assert [plans.find(*call)[1] for call in (other, one, one, other)] == ["other", "one", "one", "other"]
+        plans.clear()
+        assert plans.find(*one) == (key, None)
+
+
+def test_a_call_is_found_without_what_torch_keeps_to_itself(monkeypatch):
+    monkeypatch.setattr(direct, "TensorGuards", None)
+    plans = LaunchCache()
+    plans[launch_key(X, W, None, False)] = "kept"
+    assert plans.find(X, W, None, False)[1] == plans.find(X, W, None, False)[1] == "kept"
+    assert plans.find(X[:1], W, None, False)[1] is None
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        lambda: torch.autocast("cpu", BF16), torch.inference_mode, FakeTensorMode, lambda: use_backend("reference"),
+        forward_ad.dual_level, lambda: torch.utils._python_dispatch.TorchDispatchMode(),
+    ],
+    ids=["autocast", "inference", "fake", "reference", "forward-mode AD", "a mode"],
+)  # fmt: skip
+def test_a_call_elsewhere_is_another(surroundings):
+    plans, functional = LaunchCache(), (X, W, B, True)
+    plans[launch_key(*functional)] = "kept"
+    assert plans.find(*functional)[1] == plans.find(*functional)[1] == "kept"
+    with surroundings():
+        alike = plans.last[0](X, W, B) and not is_watched() and direct.chosen.backend != "reference"
+        assert not alike
+    assert plans.find(*functional)[1] == "kept"
+
+
+def test_transforms_see_the_operators_of_calls_that_were_found():
+    alike = alike_to([X, W])
+    assert alike(X, W) and not is_watched()
+    seen = []
+
+    def look(x):
+        seen.append((alike(x, W) or alike(X, W)) and not is_watched())
+        return x * 2
+
+    torch.func.vmap(look)(torch.stack([X, X]))
+    torch.func.grad(lambda x: look(x).sum())(X)
+    torch.jit.trace(look, X, check_trace=False)  # which would run it once more, untraced
+    assert seen and not any(seen)
