@@ -64,8 +64,10 @@ def saved_bytes(function: Callable, parameters: Iterable[torch.Tensor] = ()) -> 
 @contextmanager
 def no_launch_kept() -> Iterator[None]:
     """Empty the caches of launches before and after: what serves a device is another meanwhile."""
+    from hf_rmsnorm.kernels import plan
 
     def empty():
+        plan.forget()
         for cache in [found for found in gc.get_objects() if type(found) is LaunchCache]:
             cache.clear()
 

@@ -1,23 +1,20 @@
-"""From tensors to kernel launches: outputs, copies where rows cannot be read in place, and the launches themselves."""
+"""From tensors to kernel launches: outputs, copies where rows cannot be read in place, and the launches themselves.
+
+Where a model waits for the host, as in decoding, each look-up counts: what a plan fixes is looked up once, by functions
+that are made for the plan.
+"""
 
 from collections.abc import Callable
 
 import torch
 
-from . import quick
+from . import counting
 from .compiled import INTERPRETED, BoundKernel, Kernel, aligned_pointers, device_limits
-from .plan import KERNELS, NORM_FORWARD, NORM_FORWARD_LOOP, REDUCE_PARTIALS, ForwardPlan, backward_plan, forward_plan
+from .plan import KERNELS, NORM_FORWARD, NORM_FORWARD_LOOP, REDUCE_PARTIALS, BackwardPlan, ForwardPlan
 
-__all__ = [
-    "INTERPRETED",
-    "KERNELS",
-    "Kernel",
-    "device_limits",
-    "forward_plan",
-    "norm_backward",
-    "norm_forward",
-    "quick_backward",
-]
+from .plan import backward_plan, forward_plan  # isort: skip
+
+__all__ = ["INTERPRETED", "KERNELS", "Kernel", "device_limits", "forward_plan"]
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
@@ -44,42 +41,55 @@ def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None, p
     """
     if plan is None:
         plan = forward_plan(x, weight, bias, gate, spec, residual)
-    elif (found := plan.quick[stats](x, weight, bias, residual, spec.eps)) is not None:
-        return found
-    device, like, h, rstd, mean = x.device, x, None, None, None
-    if residual is not None:
-        like = h = torch.empty_strided(x.shape, plan.sum_strides, dtype=plan.sum_dtype, device=device)
-    if plan.output_like_input:  # without options, which take as long again as a dictionary look-up
-        y = torch.empty_like(like)
-    else:
-        y = torch.empty_like(like, dtype=plan.output_dtype, memory_format=plan.memory_format)
-    if stats:
-        rstd = torch.empty(plan.rows, dtype=torch.float32, device=device)
-        mean = torch.empty_like(rstd) if plan.centered else None
-    if plan.rows == 0:
+    serve = plan.serve[stats] or _forward(plan, stats)
+    return serve(x, weight, bias, gate, residual, spec.eps)
+
+
+def _forward(plan: ForwardPlan, stats: bool) -> Callable:
+    bound, kernel, order, rows = plan.launch, NORM_FORWARD_LOOP if plan.loop else NORM_FORWARD, plan.order, plan.rows
+    pack, values, vectorised, ready = bound.pack, bound.values, bound.vectorised, bound.ready
+    codes, counters, centered, in_place = (
+        [each[stats] for each in bound.codes],
+        counting.active,
+        plan.centered,
+        plan.in_place,
+    )
+    strides, sum_dtype, like_input = plan.sum_strides, plan.sum_dtype, plan.output_like_input
+    dtype, memory_format, flat_output, flat_sum = plan.output_dtype, plan.memory_format, plan.flat_output, plan.flat_sum
+    empty_like, empty, float32 = torch.empty_like, torch.empty, torch.float32
+
+    def serve(x, weight, bias, gate, residual, eps):
+        device, like, h, rstd, mean = x.device, x, None, None, None
+        if residual is not None:
+            like = h = torch.empty_strided(x.shape, strides, dtype=sum_dtype, device=device)
+        # Without options, which take as long again as a dictionary look-up.
+        y = empty_like(like) if like_input else empty_like(like, dtype=dtype, memory_format=memory_format)
+        if stats:
+            rstd = empty(rows, dtype=float32, device=device)
+            mean = empty_like(rstd) if centered else None
+        if rows == 0:
+            return y, rstd, mean, h
+        out, out_h = y, h
+        if not in_place:
+            if plan.x.copy:
+                x = _in_order(x, order).contiguous()
+            if plan.other.copy:
+                gate, residual = (None if t is None else _in_order(t, order).contiguous() for t in (gate, residual))
+            out = y if flat_output else _flat_like(y, order)
+            out_h = h if h is None or flat_sum else _flat_like(h, order)
+        aligned = vectorised and aligned_pointers(x, weight, bias, gate, residual)
+        args = pack(values[aligned], x, weight, bias, gate, residual, out_h, out, rstd, mean, eps)
+        start = ready.get(codes[aligned])
+        if start is None or counters or not start(args):
+            kernel(device, bound, args, aligned, stats)
+        if out is not y:
+            _in_order(y, order).copy_(out)
+        if out_h is not h:
+            _in_order(h, order).copy_(out_h)
         return y, rstd, mean, h
-    out, out_h = y, h
-    if not plan.in_place:
-        if plan.x.copy:
-            x = _in_order(x, plan.order).contiguous()
-        if plan.other.copy:
-            gate, residual = (None if t is None else _in_order(t, plan.order).contiguous() for t in (gate, residual))
-        out = y if plan.flat_output else _flat_like(y, plan.order)
-        out_h = h if h is None or plan.flat_sum else _flat_like(h, plan.order)
-    launch, kernel = plan.launch, NORM_FORWARD_LOOP if plan.loop else NORM_FORWARD
-    aligned = launch.vectorised and aligned_pointers(x, weight, bias, gate, residual)
-    args = launch.pack(
-        launch.values[aligned], X=x, W=weight, B=bias, G=gate, RES=residual, H=out_h, Y=out, RSTD=rstd, MEAN=mean,
-        eps=spec.eps,
-    )  # fmt: skip
-    kernel(device, launch, args, aligned, stats)
-    if gate is None:
-        plan.quick[stats] = quick.forward(plan, stats)
-    if out is not y:
-        _in_order(y, plan.order).copy_(out)
-    if out_h is not h:
-        _in_order(h, plan.order).copy_(out_h)
-    return y, rstd, mean, h
+
+    plan.serve[stats] = serve
+    return serve
 
 
 def norm_backward(
@@ -116,50 +126,62 @@ def norm_backward(
             if from_output:  # a CUDA graph keeps inputs, and can load no kernel: those that read them are loaded here
                 stats = rstd, rstd if spec.centered else None
                 norm_backward(dy, x, weight, bias, *stats, spec, need, gate, dh, False, forward, launch=False)
-    need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
-    dx = torch.empty_like(x, memory_format=plan.memory_format) if need_dx else None
-    dg = torch.empty_like(x, dtype=gate.dtype, memory_format=plan.memory_format) if need_dg else None
-    if plan.rows == 0:
-        return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None, dg
-    out, out_gate = dx, dg
-    if not plan.in_place:
-        x, dy, gate, dh = (
-            _in_order(t, plan.order).contiguous() if t is not None and rows.copy else t
-            for t, rows in ((x, plan.x), (dy, plan.dy), (gate, plan.other), (dh, plan.other))
-        )
-        if not plan.flat_output:
-            out, out_gate = (t if t is None else _flat_like(t, plan.order) for t in (dx, dg))
-    shift = bias if plan.reads_bias else None
-    pointers = aligned_pointers(x, dy, weight, shift, gate, dh)
-    dw = torch.empty(plan.partials, dtype=torch.float32, device=device) if need_dw else None
-    db = torch.empty(plan.partials, dtype=torch.float32, device=device) if need_db else None
-    for kernel, bound in plan.launches:
-        aligned = bound.vectorised and pointers
-        args = bound.pack(
-            bound.values[aligned], DY=dy, X=x, W=weight, B=shift, G=gate, DH=dh, RSTD=rstd, MEAN=mean, DX=out, DW=dw,
-            DB=db, DG=out_gate, eps=spec.eps,
-        )  # fmt: skip
-        kernel(device, bound, args, aligned, launch=launch)
-    if not launch:
-        return dx, dw, db, dg
-    if out is not dx:
-        _in_order(dx, plan.order).copy_(out)
-    if out_gate is not dg:
-        _in_order(dg, plan.order).copy_(out_gate)
-    if need_dw:
-        dw = _summed(plan.sums[0], dw, weight)
-    if need_db:
-        db = _summed(plan.sums[1], db, bias)
-    return dx, dw, db, dg
+    serve = plan.serve.get(need) or _backward(plan, need)
+    return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps, launch)
 
 
-def quick_backward(forward: ForwardPlan, dy, need: tuple[bool, ...], from_output: bool, dh) -> Callable:
-    """What serves backwards like the one that was just launched."""
-    return quick.backward(forward.backward[_backward_key(dy, need, from_output, dh)], need)
+def backward_like(forward: ForwardPlan, dy, need: tuple[bool, ...], from_output: bool, dh) -> Callable:
+    """What serves backwards like one that was launched: (dy, x, weight, bias, rstd, mean, gate, dh, eps)."""
+    return forward.backward[_backward_key(dy, need, from_output, dh)].serve[need]
 
 
 def _backward_key(dy, need, from_output, dh) -> tuple:
     return dy.stride(), dy.dtype, need, from_output, None if dh is None else (dh.stride(), dh.dtype)
+
+
+def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
+    need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
+    order, memory_format, reads_bias, shape = plan.order, plan.memory_format, plan.reads_bias, plan.partials
+    empty_like, empty, float32 = torch.empty_like, torch.empty, torch.float32
+
+    def serve(dy, x, weight, bias, rstd, mean, gate, dh, eps, launch=True):
+        device = x.device
+        dx = empty_like(x, memory_format=memory_format) if need_dx else None
+        dg = empty_like(x, dtype=gate.dtype, memory_format=memory_format) if need_dg else None
+        if plan.rows == 0:
+            return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None, dg
+        out, out_gate = dx, dg
+        if not plan.in_place:
+            x, dy, gate, dh = (
+                _in_order(t, order).contiguous() if t is not None and rows.copy else t
+                for t, rows in ((x, plan.x), (dy, plan.dy), (gate, plan.other), (dh, plan.other))
+            )
+            if not plan.flat_output:
+                out, out_gate = (t if t is None else _flat_like(t, order) for t in (dx, dg))
+        shift = bias if reads_bias else None
+        pointers = aligned_pointers(x, dy, weight, shift, gate, dh)
+        dw = empty(shape, dtype=float32, device=device) if need_dw else None
+        db = empty(shape, dtype=float32, device=device) if need_db else None
+        for kernel, bound in plan.launches:
+            aligned = bound.vectorised and pointers
+            args = bound.pack(
+                bound.values[aligned], dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, eps
+            )
+            kernel(device, bound, args, aligned, launch=launch)
+        if not launch:
+            return dx, dw, db, dg
+        if out is not dx:
+            _in_order(dx, order).copy_(out)
+        if out_gate is not dg:
+            _in_order(dg, order).copy_(out_gate)
+        if need_dw:
+            dw = _summed(plan.sums[0], dw, weight)
+        if need_db:
+            db = _summed(plan.sums[1], db, bias)
+        return dx, dw, db, dg
+
+    plan.serve[need] = serve
+    return serve
 
 
 def _summed(launch: BoundKernel, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

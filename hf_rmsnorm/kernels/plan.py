@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formula import NormSpec
 from . import backward, backward_wide, forward
 from .compiled import BoundKernel, Kernel
-from .quick import never
 from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
 from .sizes import COLUMNS, backward_config, forward_config, reduce_config
@@ -29,6 +28,7 @@ KERNELS = (
 
 _PLANS_KEPT = 8_192  # a plan is some hundred bytes; generation with a growing prompt makes one per length
 _plans: dict = {}
+forget = _plans.clear
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ForwardPlan:
 
     `other` is the second operand of x's shape, a gate or a residual; `sum_dtype` and `sum_strides` are those
     of residual + x. `in_place` says that nothing is copied, neither operands nor outputs. `backward` holds the plans of
-    backwards of such calls, `quick` what serves more of them, without statistics and with. `last` is of the last
-    backward, in one piece: what was asked for, what tells that operands are alike, and what serves more of them.
+    backwards of such calls, and `serve` what launches it, without statistics and with. `last` is what was asked of the
+    last backward, what tells that operands are like those, and what launches it for them.
     """
 
     launch: BoundKernel
@@ -57,7 +57,7 @@ class ForwardPlan:
     flat_sum: bool
     in_place: bool
     backward: dict
-    quick: list
+    serve: list
     last: list
 
 
@@ -66,7 +66,8 @@ class BackwardPlan:
     """One backward: `launches` with their kernels, for dx and parameters or, where the row loops, for each.
 
     `other` is the gate, or the gradient that is added to dx. `reads_bias` says that the bias is read. `partials` is the
-    shape of the parameters' partial sums, and `sums` what adds them up, of the weight and of the bias.
+    shape of the parameters' partial sums, and `sums` what adds them up, of the weight and of the bias. `serve` is what
+    launches it all, by what is needed.
     """
 
     launches: tuple[tuple[Kernel, BoundKernel], ...]
@@ -81,6 +82,7 @@ class BackwardPlan:
     reads_bias: bool
     partials: tuple[int, int]
     sums: tuple[BoundKernel, BoundKernel]
+    serve: dict
 
 
 def remember(key: tuple, make: Callable):
@@ -161,7 +163,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
             output_like_input=output_dtype == total.dtype and memory_format == torch.preserve_format,
             sum_strides=None if residual is None else total.stride(),
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
-            backward={}, quick=[never, never], last=[(None, never, never)],
+            backward={}, serve=[None, None], last=[(None, None, None)],
         )  # fmt: skip
 
     strides = x.stride(), None if other is None else other.stride()
@@ -226,6 +228,7 @@ def backward_plan(
             in_place=flat_output and not any(operand.copy for operand in operands),
             reads_bias=shift is not None, partials=(parts, heads * hidden_size),
             sums=tuple(_sum_of_partials(x.device, _dtype(t), parts, heads * hidden_size) for t in (weight, bias)),
+            serve={},
         )  # fmt: skip
 
     strides = x.stride(), dy.stride(), None if other is None else other.stride()

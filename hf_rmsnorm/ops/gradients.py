@@ -52,18 +52,16 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
         note_backward()
     asked = need, from_output, dh is None
     if plan is not None and not (compiling or torch.is_grad_enabled() or is_watched()):
-        like, alike, quick = plan.last[0]
+        like, alike, serve = plan.last[0]
         if like == asked and alike(*_given(dy, x, weight, bias, gate, rstd, mean, dh)):
-            grads = quick(dy, x, weight, bias, rstd, mean, dh, spec.eps)
-            if grads is not None:
-                return grads
+            return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps)
     x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
     seen_through = not compiling and _seen_through(dy, dh)
     if not (compiling or seen_through) and is_direct(dy, x, weight, bias, gate, dh):
         grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output, plan)
         if plan is not None:
             alike = alike_to(_given(dy, x, weight, bias, gate, rstd, mean, dh))
-            plan.last[0] = asked, alike, kernels().quick_backward(plan, dy, need, from_output, dh)
+            plan.last[0] = asked, alike, kernels().backward_like(plan, dy, need, from_output, dh)
         return grads
     if from_output:
         return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)

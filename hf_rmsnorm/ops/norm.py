@@ -98,10 +98,8 @@ def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_outp
         the rest: as in `fused_norm`; parameters contiguous.
     """
     if not torch.is_grad_enabled():
-        if plan is not None and precomputed is None:
-            found = plan.quick[False](x, weight, bias, None, spec.eps)
-            if found is not None:
-                return found[0]
+        if plan is not None and precomputed is None and (serve := plan.serve[False]) is not None:
+            return serve(x, weight, bias, gate, None, spec.eps)[0]
     elif (
         x.requires_grad
         or (weight is not None and weight.requires_grad)

@@ -1,7 +1,6 @@
-"""Calls like an earlier one: what that looked up serves them with the same bits, and nothing else is served by it."""
+"""Calls like an earlier one: what that looked up launches them with the same bits, and no others."""
 
 import itertools
-from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -14,8 +13,8 @@ from hf_rmsnorm.ops.backend import device_refusal
 
 pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 if device_refusal("cpu") is None:
-    from hf_rmsnorm.kernels import compiled, launch, quick
-    from hf_rmsnorm.kernels.plan import forward_plan
+    from hf_rmsnorm.kernels import compiled, launch
+    from hf_rmsnorm.kernels.plan import forget, forward_plan
     from hf_rmsnorm.ops.gradients import norm_gradients
 
     compiles = pytest.mark.skipif(compiled.INTERPRETED, reason="the interpreter keeps no launch")
@@ -54,11 +53,11 @@ def assert_same(found, expected):
 def test_the_next_forward_has_the_bits_of_the_first(spec, has_residual, stats, size):
     x, weight, bias = operands(spec, size)
     residual = rows(2, 3, size, seed=1) if has_residual else None
+    forget()
     plan = forward_plan(x, weight, bias, None, spec, residual)
-    plan.quick[:] = quick.never, quick.never
     first = launch.norm_forward(x, weight, bias, spec, stats, None, residual, plan)
-    assert plan.quick[stats] is not quick.never
-    found = plan.quick[stats](x, weight, bias, residual, spec.eps)
+    assert plan.launch.ready
+    found = launch.norm_forward(x, weight, bias, spec, stats, None, residual, plan)
     assert_same(found, first)
     assert all(a is None or a.data_ptr() != b.data_ptr() for a, b in zip(found, first, strict=True))
 
@@ -68,20 +67,20 @@ def test_the_next_forward_has_the_bits_of_the_first(spec, has_residual, stats, s
 @pytest.mark.parametrize("size", [24, 16_392])
 @pytest.mark.parametrize("has_dh", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_the_next_backward_has_the_bits_of_the_first(spec, has_dh, need, size):
+def test_the_next_backward_has_the_bits_of_the_first(spec, has_dh, need, size, monkeypatch):
     x, weight, bias = operands(spec, size)
     need = (need[0], need[1] and spec.has_weight, need[2] and spec.has_bias, False)
     if not any(need):
         return
     dy, dh = rows(2, 3, size, seed=4), rows(2, 3, size, seed=5) if has_dh and need[0] else None
+    forget()
     plan = forward_plan(x, weight, bias, None, spec)
-    plan.last[0] = None, quick.never, quick.never
     _, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, True, None, None, plan)
     kept = spec, False, plan, x.stride(), need, dh
     with torch.no_grad():
         first = norm_gradients(dy, x, weight, bias, None, rstd, mean, *kept)
-        assert plan.last[0][0] == (need, False, dh is None) and plan.last[0][2] is not quick.never
-        assert_same(plan.last[0][2](dy, x, weight, bias, rstd, mean, dh, spec.eps), first)
+        assert plan.last[0][0] == (need, False, dh is None)
+        monkeypatch.setattr(launch, "norm_backward", None)  # what is not called
         assert_same(norm_gradients(dy, x, weight, bias, None, rstd, mean, *kept), first)
 
 
@@ -115,7 +114,6 @@ def test_pointers_that_are_not_aligned_are_served_by_the_other_code():
     for place in range(4):
         given = [aligned, weight[:-1], bias[:-1], aligned]
         given[place] = [other, weight[1:], bias[1:], other][place]
-        assert plan.quick[False](*given, spec.eps) is None
         found = launch.norm_forward(*given[:3], spec, False, None, given[3], plan)
         expected = launch.norm_forward(*(t.clone() for t in given[:3]), spec, False, None, given[3].clone())
         torch.testing.assert_close((found[0], found[3]), (expected[0], expected[3]))  # its sums have another order
@@ -136,14 +134,15 @@ def test_another_current_device_has_its_own_launch(monkeypatch):
     x, weight, _ = operands(RMS, 40)
     now = [0]
     monkeypatch.setattr(compiled, "current_device", lambda _: lambda: now[0])
+    forget()
     plan = forward_plan(x, weight, None, None, RMS)
-    plan.launch.ready.clear()
-    plan.quick[:] = quick.never, quick.never
     first = launch.norm_forward(x, weight, None, RMS, False, None, None, plan)
+    (before,) = plan.launch.ready.values()
     now[0] = 1
-    assert plan.quick[False](x, weight, None, None, RMS.eps) is None
+    assert before(()) is False
     assert_same(launch.norm_forward(x, weight, None, RMS, False, None, None, plan), first)
-    assert_same(plan.quick[False](x, weight, None, None, RMS.eps), first)
+    assert [*plan.launch.ready.values()] != [before]
+    assert_same(launch.norm_forward(x, weight, None, RMS, False, None, None, plan), first)
 
 
 def test_hooks_of_launches_are_told(monkeypatch):
@@ -178,9 +177,3 @@ def test_the_launcher_of_triton_is_given_what_it_gives_itself(monkeypatch):
     for run in (other, lambda *args: called.append(args)):
         compiled._starter((1, 2, 3), run, "function", "metadata")("stream", ("x", 7))
     assert called == [(1, 2, 3, "stream", "function", "metadata", None, None, None, "x", 7)] * 2 and len(given) == 2
-
-
-def test_a_plan_that_was_not_launched_serves_nothing():
-    assert quick.never(1, 2, 3) is None
-    bound = SimpleNamespace(pack=None, values=((), ()), vectorised=True, ready={}, codes=((0,), (1,)))
-    assert quick.forward(SimpleNamespace(launch=bound, in_place=True), False) is quick.never
