@@ -77,7 +77,8 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
                 gate, residual = (None if t is None else _in_order(t, order).contiguous() for t in (gate, residual))
             out = y if flat_output else _flat_like(y, order)
             out_h = h if h is None or flat_sum else _flat_like(h, order)
-        aligned = vectorised and aligned_pointers(x, weight, bias, gate, residual)
+        pointers = x.data_ptr() if weight is None else x.data_ptr() | weight.data_ptr()  # mostly these are all
+        aligned = vectorised and not pointers & 15 and aligned_pointers(bias, gate, residual)
         args = pack(values[aligned], x, weight, bias, gate, residual, out_h, out, rstd, mean, eps)
         start = ready.get(codes[aligned])
         if start is None or counters or not start(args):
