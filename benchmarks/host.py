@@ -15,7 +15,18 @@ import torch.nn.functional as F
 
 from benchmarks.counting import Operators, build, kernels_left_out, no_launch_kept
 from benchmarks.driver import StubDriver
-from benchmarks.peers import EAGER, EPS, OURS, Case, Implementation, calls_of, implementations, make_norms, make_set
+from benchmarks.peers import (
+    COMPILED,
+    EAGER,
+    EPS,
+    OURS,
+    Case,
+    Implementation,
+    calls_of,
+    implementations,
+    make_norms,
+    make_set,
+)
 from benchmarks.peers import other_libraries as find_libraries
 from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
@@ -166,13 +177,14 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
     for name, implementation in made.items():
         try:
             modes = modes_of(implementation, *make_set(case, device, dtype))
-            with torch.no_grad(), Operators() as operators:
-                modes["inference"]()
+            if name != COMPILED:  # Dynamo compiles nothing while a mode watches the operators
+                with torch.no_grad(), Operators() as operators:
+                    modes["inference"]()
+                entries[name]["operators"] = operators.computing
             modes["forward+backward"]()
         except Exception as error:  # a peer may fail in any way it likes; which way is in the result
             entries[name]["error"] = f"{type(error).__name__}: {error}"[:300]
             continue
-        entries[name]["operators"] = operators.computing
         for mode, call in modes.items():
             calls[mode][name] = call
     for mode, of_mode in calls.items():

@@ -24,6 +24,7 @@ from hf_rmsnorm.reference import reference_norm
 EPS = 1e-6
 OURS, EAGER = "hf_rmsnorm", "hf_eager"
 AGAIN = f"{OURS} again"  # the same once more: what lies between the two is what a difference has to exceed
+COMPILED = "torch.compile"
 Kind = Literal["RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm", "q/k norm + rotary"]
 
 
@@ -238,7 +239,7 @@ def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile
     if compile_backend is not None:
         copies = [copy.deepcopy(norm) for norm in norms]
         call = torch.compile(composed(kind, copies, tables), dynamic=False, fullgraph=True, backend=compile_backend)
-        made["torch.compile"] = Implementation(call, [p for norm in copies for p in norm.parameters()])
+        made[COMPILED] = Implementation(call, [p for norm in copies for p in norm.parameters()])
     for name, functions in libraries.items():
         if kind == "add + RMSNorm" and kind in functions:
             call = lambda x, residual, f=functions[kind]: f(x, residual, norms[0])  # noqa: E731

@@ -12,7 +12,8 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
-from ..ops.direct import launch_key, version
+from ..ops.backend import left_alone
+from ..ops.direct import version
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
 from .layer import observers, operands_ahead, tell
@@ -30,13 +31,15 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     if norm is None:
         return getattr(attention, name)(x)
     called = _is_compiling() or type(x) is not torch.Tensor or type(norm).__call__ is not _CALL
+    called = called or (x.is_cpu and not observers and left_alone(x))
     found = None if called else operands_ahead(norm)
     if found is None or (found[0] is not None and found[0].dim() != 1):
         return norm(x)
     weight, bias, spec = found
     casts = spec.functional or spec.rounding == "every_step"  # as `qk_norm_backend` asks
-    key, plans = launch_key(x, weight, bias, casts), type(norm)._hf_rmsnorm_plans
-    if plans.get(key) is None:
+    plans = type(norm)._hf_rmsnorm_plans
+    key, plan = plans.find(x, weight, bias, casts)
+    if not plan:
         backend = resolve_backend(x, weight, bias, spec)
         if backend == "original" or not type(norm)._hf_rmsnorm_recipe.fits(x, weight, bias):
             return norm(x)
@@ -57,6 +60,8 @@ def norm_and_rotate(
     """
     q_name, k_name = names
     of_q, of_k = held.get(q_name), held.get(k_name)
+    if not held:
+        return (q, k) if rotate is None else rotate(q, k, *tables)
     for of_x, name, x in ((of_q, q_name, q), (of_k, k_name, k)):
         if of_x is not None and (version(x) != of_x[4] or version(of_x[0]) != of_x[5]):
             raise RuntimeError(f"what {name} is yet to read was written to: patch the model with fuse_residual=False")

@@ -123,6 +123,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             spec = _ungated(spec) if recipe.gate_optional else None
         key, plan = plans.find(x, weight, bias, functional) if is_simple and spec is not None else (None, None)
         backend = "triton"
+        if plan is False:
+            return own_forward(self, *args, **kwargs)
         if plan is None:
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
@@ -137,6 +139,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             ):
                 return own_forward(self, *args, **kwargs)
             backend = resolve_backend(rows, weight, bias, spec, gate)
+            if backend == "original" and key is not None:
+                plans.left.add(key)
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)

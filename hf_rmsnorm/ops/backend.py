@@ -44,6 +44,11 @@ def device_refusal(device_type: str, index: int | None = None) -> str | None:
     return _device_refusal(device_type, index)
 
 
+def left_alone(x: torch.Tensor) -> bool:
+    """Whether no kernel can serve x where it is, and nobody has chosen what shall."""
+    return chosen.backend == "auto" and _device_refusal(x.device.type, x.device.index) is not None
+
+
 def describe_backend(device: torch.device | str) -> tuple[str, str]:
     """What ``auto`` does on a device: ("triton" or "original", the reason in words)."""
     device = torch.device(device)

@@ -70,44 +70,55 @@ class LaunchCache(dict):
     Each cache is for one formula (whose eps may differ) that has a weight and a bias, or has not, in all calls.
 
     Attributes:
-        last: what tells whether operands are like those of the last call that was found here, and its key and plan.
+        last: by the shape of x, what tells whether operands are like those of the last call that was found here, and
+            its key and plan.
+        left: keys of calls that nothing but the module's own forward serves, while the backend is ``"auto"``.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
 
     def __init__(self):
         self._alike: dict[tuple, Callable] = {}
-        self.clear()
+        self.last: dict[torch.Size, tuple] = {}
+        self.left: set[tuple] = set()
 
     def clear(self):
-        super().clear()
-        self._alike.clear()
-        self.last = _unlike, None, None
+        for each in (super(), self._alike, self.last, self.left):
+            each.clear()
 
     def keep(self, key: tuple, backend: str, make: Callable, *operands):
         """The plan ``make(*operands)`` of a call, kept by its key; None where another backend serves it."""
         if backend != "triton":
             return None
-        if len(self) >= self.MOST:
+        if len(self) + len(self.left) >= self.MOST:
             self.clear()
         plan = self[key] = make(*operands)
         return plan
 
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
-        """(key, plan) of a call: None, None where it has no key, and (key, None) where no plan is kept for it."""
-        if chosen.backend == "reference" or _is_compiling():
+        """(key, plan) of a call: plan is None where none is kept, and key too where none can be.
+
+        plan is False where the call was left to the module's own forward, and is so again.
+        """
+        if (
+            _is_compiling()
+            or chosen.backend == "reference"
+            or (functional and torch.is_autocast_enabled(x.device.type))
+        ):
             return None, None
-        alike, key, plan = self.last
+        alike, key, plan = self.last.get(x.shape, _NOTHING)
         like = alike(x, weight) if bias is None else alike(x, weight, bias)
         if like and not is_watched():
-            return key, plan
+            return key, plan if plan or chosen.backend == "auto" else None
         key = launch_key(x, weight, bias, functional)
         plan = None if key is None else self.get(key)
+        if key in self.left and chosen.backend == "auto":
+            plan = False
         if plan is not None:
             if key not in self._alike:
                 check = alike_to([t for t in (x, weight, bias) if t is not None])
                 self._alike[key] = check if weight is not None else lambda x, _, *bias: check(x, *bias)
-            self.last = self._alike[key], key, plan
+            self.last[x.shape] = self._alike[key], key, plan
         return key, plan
 
 
@@ -118,6 +129,9 @@ def is_watched() -> bool:
 
 def _unlike(*_) -> bool:
     return False
+
+
+_NOTHING = _unlike, None, None
 
 
 def alike_to(tensors: list[torch.Tensor]) -> Callable[..., bool]:
