@@ -121,8 +121,9 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
         spec = recipe.spec if self.__dict__.get(eps_name) is eps_value else recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
-        key, plan = plans.find(x, weight, bias, functional) if is_simple and spec is not None else (None, None)
-        backend = "triton"
+        key, plan, backend = None, None, "triton"
+        if is_simple and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary that it sees
+            key, plan = plans.find(x, weight, bias, functional)
         if plan is False:
             return own_forward(self, *args, **kwargs)
         if plan is None:

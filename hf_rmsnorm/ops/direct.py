@@ -96,12 +96,12 @@ class LaunchCache(dict):
         return plan
 
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
-        """(key, plan) of a call: plan is None where none is kept, and key too where none can be.
+        """(key, plan) of a call that nobody compiles: plan is None where none is kept, and key too where none can be.
 
         plan is False where the call was left to the module's own forward, and is so again.
         """
         if (
-            _is_compiling()
+            type(x) not in DIRECT_TYPES
             or chosen.backend == "reference"
             or (functional and torch.is_autocast_enabled(x.device.type))
         ):
