@@ -118,12 +118,12 @@ def empty_model(source: Source):
         return cls(config).eval()
 
 
-def load_model(source: Source, dtype: str, device, instead: str):
+def load_model(source: Source, dtype: str, device, instead: str = ""):
     """A model with its weights, in evaluation mode; `instead` is said of one that takes something else than a text."""
     _, cls = _config_and_class(source)
     with _loading(source, "the weights"):
         model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs).to(device).eval()
-    if (takes := model.main_input_name) != "input_ids":
+    if instead and (takes := model.main_input_name) != "input_ids":
         raise CliError(f"{source.name} is a {type(model).__name__}, which takes {takes} and not a text: {instead}")
     return model
 
@@ -151,6 +151,36 @@ def tokens(model, tokenizer, text: str, limit: int | None):
         if ids.shape[1] == 0:
             raise CliError("the prompt has no tokens: pass some text with --prompt")
     return ids.to(model.device)
+
+
+def other_inputs(model, file: Path | None) -> dict | None:
+    """What a model is given that needs more than a text: the tensors of `file`, else random images or audio."""
+    from ..conversion.twin.twin import default_inputs
+
+    if file is not None:
+        given = _tensors(file)
+    else:
+        try:
+            given = default_inputs(model)
+        except ValueError as error:
+            raise CliError(f"{type(model).__name__}: {error}; pass its inputs with --inputs") from error
+        if not set(given) - {"input_ids", "decoder_input_ids", "use_cache"}:
+            return None
+    cast = {"device": model.device, "dtype": model.dtype}
+    return {k: v.to(**cast) if getattr(v, "is_floating_point", bool)() else v for k, v in given.items()}
+
+
+def _tensors(file: Path) -> dict:
+    from safetensors.torch import load_file
+
+    try:
+        given = load_file(file)
+    except Exception as error:  # of safetensors or of the system
+        told = f"{one_line(error, 200)}; pass a .safetensors file of the arguments of the model's forward, by name"
+        raise CliError(f"cannot read {file}: {told}") from error
+    if not given:
+        raise CliError(f"{file} holds no tensors: pass the arguments of the model's forward, by name")
+    return given
 
 
 def quieten():

@@ -4,6 +4,8 @@ Without a GPU the Triton kernels run in Triton's interpreter, which is exact and
 on FAIL, and where no kernel ran.
 """
 
+from pathlib import Path
+
 from . import models
 from .common import DTYPES, Result, add_count, add_device, add_model, interpret_on_cpu, pick_device
 
@@ -25,6 +27,8 @@ _SAID = {
 def add_arguments(parser) -> None:
     add_model(parser)
     parser.add_argument("--prompt", default=PROMPT, help="the text to compare on (default: a built-in one)")
+    told = "a .safetensors file with the arguments of the model's forward (default: the prompt, images or audio)"
+    parser.add_argument("--inputs", metavar="FILE", type=Path, help=told)
     told = "the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)"
     parser.add_argument("--dtype", choices=[*DTYPES, "all"], help=told)
     add_count(parser, "--max-tokens", 64, "use the first N tokens of the prompt")
@@ -53,12 +57,16 @@ def run(args) -> Result:
     dtype = args.dtype or ("all" if source.is_demo else "auto")
     runs = []
     for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
-        model = models.load_model(source, each, device, "call verify_equivalence(model, inputs=...) from Python")
+        model = models.load_model(source, each, device)
         new = args.max_new_tokens
-        length = prompt_length(model.config, args.max_tokens, new)
-        inputs = models.tokens(model, models.load_tokenizer(source), args.prompt, length)
+        inputs = models.other_inputs(model, args.inputs)
+        if inputs is None:
+            length = prompt_length(model.config, args.max_tokens, new)
+            inputs = models.tokens(model, models.load_tokenizer(source), args.prompt, length)
+            if model.config.is_encoder_decoder:
+                inputs = {"input_ids": inputs, "decoder_input_ids": inputs}
         if model.config.is_encoder_decoder:  # it would generate from the decoder's start token, not from a text
-            inputs, new = {"input_ids": inputs, "decoder_input_ids": inputs}, 0
+            new = 0
         conversion = conversion_of(model)
         pair, norms = (model, None), True
         if conversion and conversion.trained:  # its own forward is not what it computes

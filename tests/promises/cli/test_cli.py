@@ -14,6 +14,7 @@ import tiny_models
 import torch
 import transformers
 from places import ROOT
+from safetensors.torch import save_file
 
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
@@ -208,17 +209,45 @@ def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenize
     assert [(run["dtype"], run["logits"]["tokens"]) for run in data["runs"]] == [("bfloat16", 3)]
 
 
+def test_verify_of_what_gives_no_logits_fails_in_one_line(capsys, tmp_path):
+    transformers.LlamaModel(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    capsys.readouterr()  # its progress bar
+    assert "returns no logits" in fails(capsys, "verify", tmp_path, "--max-tokens", "2")
+
+
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGE, TEXT = {**TOWER, "image_size": 16, "patch_size": 8}, {**TOWER, "vocab_size": 64, "max_position_embeddings": 16}
+AUDIO = {"conv_dim": (16, 16), "conv_stride": (5, 16), "conv_kernel": (10, 16), "num_conv_pos_embedding_groups": 2}
+
+
 @pytest.mark.parametrize(
-    "name, config, part",
+    "name, config, norms",
     [
-        ("WhisperForConditionalGeneration", transformers.WhisperConfig(**WHISPER), "takes input_features and not a"),
-        ("LlamaModel", transformers.LlamaConfig(**SMALL), "returns no logits"),
+        ("WhisperForConditionalGeneration", transformers.WhisperConfig(**WHISPER), 7),
+        ("ViTForImageClassification", transformers.ViTConfig(**IMAGE), 3),
+        ("CLIPModel", transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, projection_dim=16), 7),
+        ("SiglipModel", transformers.SiglipConfig(text_config=TEXT, vision_config=IMAGE), 7),
+        ("Wav2Vec2ForCTC", transformers.Wav2Vec2Config(vocab_size=32, **TOWER, **AUDIO), 4),
     ],
-    ids=["no text", "no logits"],
+    ids=["whisper", "vit", "clip", "siglip", "wav2vec2"],
 )
-def test_verify_of_what_gives_no_logits_for_a_text_fails_in_one_line(capsys, tmp_path, name, config, part):
+def test_verify_needs_no_inputs_for_images_and_audio(capsys, tmp_path, name, config, norms):
+    torch.manual_seed(0)
     getattr(transformers, name)(config).save_pretrained(tmp_path)
-    assert part in fails(capsys, "verify", tmp_path, "--max-tokens", "2")
+    (found,) = run_json(capsys, "verify", tmp_path, "--no-backward")["runs"]
+    assert found["passed"] and len(found["norms"]) == norms
+
+
+def test_verify_takes_inputs_from_a_file(capsys, tmp_path):
+    transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGE)).save_pretrained(tmp_path)
+    file, other = tmp_path / "inputs.safetensors", tmp_path / "empty.safetensors"
+    save_file({"pixel_values": torch.randn(5, 3, 16, 16)}, file)
+    (found,) = run_json(capsys, "verify", tmp_path, "--inputs", file, "--no-backward")["runs"]
+    assert found["passed"] and found["logits"]["tokens"] == 5
+    assert "pass a .safetensors file" in fails(capsys, "verify", tmp_path, "--inputs", tmp_path / "config.json")
+    assert "cannot read" in fails(capsys, "verify", tmp_path, "--inputs", tmp_path / "not there")
+    save_file({}, other)
+    assert "holds no tensors" in fails(capsys, "verify", tmp_path, "--inputs", other)
 
 
 def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
