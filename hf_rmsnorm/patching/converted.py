@@ -115,6 +115,8 @@ def _doubt(found: Recorded) -> str:
 
 def moved(tensors: Weights, record: dict) -> str:
     """What is wrong with the model's own parameters, or with those that adapters add to writers."""
+    if not record["writers"]:
+        return "its record names nothing that writes to the residual stream; convert the original again"
     names = own_names(tensors)
     own = tensors.renamed(names)
     if doubt := complaint(own, record):

@@ -144,8 +144,9 @@ def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator
     if os.path.lexists(dst) and not (staging.folder / JOURNAL).exists():
         raise already_exists(dst)
     if os.path.lexists(staging.folder):
-        present = os.listdir(staging.folder) if staging.folder.is_dir() else [staging.folder.name]
-        if present and not {LOCK, JOURNAL} & {*present}:
+        present = {*os.listdir(staging.folder)} if staging.folder.is_dir() else {staging.folder.name}
+        begun = LOCK in present and present <= {LOCK, JOURNAL + PARTIAL, staging.model.name}  # what precedes a journal
+        if present and JOURNAL not in present and not (begun and not any(staging.model.glob("*"))):
             raise ConversionError(f"{staging.folder}: in the way, of another program: move it, or choose another DST")
     with _locked(staging.folder, staging.lock):
         found = _read_journal(staging.folder / JOURNAL)

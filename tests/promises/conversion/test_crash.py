@@ -149,6 +149,17 @@ def test_a_folder_in_the_way_is_not_touched(job):
     assert contents(staging_of(dst)).keys() == {"mine"}
 
 
+@pytest.mark.parametrize("name", ["mine", "journal.json.partial.mine", "model/mine"])
+def test_a_lock_alone_makes_no_folder_ours(job, name):
+    dst = job[2]
+    (staging_of(dst) / "model").mkdir(parents=True)
+    for each in ("lock", name):
+        (staging_of(dst) / each).write_text("x")
+    assert_refused(job, str(staging_of(dst)), "in the way")
+    assert_refused(job, "in the way", restart=True)
+    assert (staging_of(dst) / name).read_text() == (staging_of(dst) / "lock").read_text() == "x"
+
+
 @pytest.mark.parametrize("kind", ["full folder", "empty folder", "file", "dangling link"])
 def test_dst_that_exists_is_not_touched(job, kind):
     dst = job[2]

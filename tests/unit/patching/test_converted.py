@@ -95,6 +95,14 @@ def test_a_writer_that_has_moved_keeps_layer_norm(folders):
         assert torch.equal(logits(model), expected)
 
 
+def test_a_record_without_writers_keeps_layer_norm(folders):
+    model = load(folders[1])
+    model.config.hf_rmsnorm = {**model.config.hf_rmsnorm, "writers": {}}
+    report = patch_model(model)
+    assert "names nothing that writes to the residual stream" in str(report)
+    assert all(record.formula.centered for record in report.swapped)
+
+
 def test_a_model_trained_as_rms_norm_says_so_in_its_record(folders):
     model = load(folders[1])
     model.config.hf_rmsnorm["computes"] = "rms_norm"
