@@ -64,7 +64,7 @@ class Measurement:
         picture = getattr(args, "plot", None)
         if picture and device.type not in self.draws:
             raise CliError(f"{args.command} has nothing to draw on this device: host --plot draws host costs")
-        plt = load_matplotlib() if picture else None
+        plt = load_matplotlib(picture) if picture else None
         if args.command == "kernels":
             interpret_on_cpu(device)  # the others count launches and run no kernel there
         data = self._result(args, {name: every[name] for name in names}, device)

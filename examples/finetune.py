@@ -19,7 +19,7 @@ import launched
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_deepspeed_available, set_seed
-from refusals import SEED, UNREADABLE, Parser, at_least, one_line_endings, output_folder, stopper, writing
+from refusals import SEED, UNREADABLE, Parser, at_least, model_source, one_line_endings, output_folder, stopper, writing
 from saving import NAME, load_optimizer, save_checkpoint, save_model
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_rmsnorm import patch_model, rms_norm, use_backend
-from hf_rmsnorm.demo import demo_path
 
 BUNDLED = Path(__file__).with_name("text.txt")
 
@@ -38,7 +37,8 @@ stop = stopper("finetune.py")
 
 def parse_arguments(argv=None):
     parser = Parser(stop, __doc__)
-    parser.add_argument("--model", default=str(demo_path("llama")), help="a local folder or a hub id")
+    told = "a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2"
+    parser.add_argument("--model", type=model_source, default="demo:llama", help=told)
     parser.add_argument("--text", type=Path, default=BUNDLED, help="the text file to train on")
     parser.add_argument("--output-dir", type=Path, default=Path("finetuned"))
     parser.add_argument("--patch", action=argparse.BooleanOptionalAction, default=True, help="fuse the norms")
@@ -187,15 +187,18 @@ def make_optimizer(model, learning_rate):
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate)
 
 
-def write_losses(losses, folder):
+def write_losses(losses, folder, name):
     (folder / "losses.json").write_text(json.dumps({"losses": losses}) + "\n", encoding="utf-8")
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         print("No losses.png: pip install matplotlib draws it")
         return
     figure = Figure(layout="constrained")
-    figure.add_subplot(xlabel="step", ylabel="loss").plot(range(1, len(losses) + 1), losses)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss", title=f"Fine-tuning {name}")
+    axes.plot(range(1, len(losses) + 1), losses, marker="." if len(losses) < 50 else "")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(folder / "losses.png")
 
 
@@ -218,6 +221,8 @@ def finetune(args):
                 rms_norm(torch.ones(1, 8, device=accelerator.device))
         except RuntimeError as error:
             stop(f"--backend triton: {error}; without it each device is served by what it has")
+    if args.text == BUNDLED:
+        accelerator.print(f"No --text: it trains on {BUNDLED.name} beside this script, docstrings of hf_rmsnorm")
     blocks = read_blocks(args, tokenizer)
     names = ("batch_size", "block_size", "gradient_accumulation", "lora", "learning_rate", "seed")
     settings = {
@@ -235,7 +240,7 @@ def finetune(args):
         if accelerator.is_main_process:
             with writing(args.output_dir):
                 tokenizer.save_pretrained(args.output_dir)
-                write_losses(losses, args.output_dir)
+                write_losses(losses, args.output_dir, settings["model"])
             print(f"Loss {losses[0]:.4f} at first and {losses[-1]:.4f} at last; all is in {args.output_dir}")
     accelerator.end_training()
 

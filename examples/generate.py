@@ -15,17 +15,18 @@ HAS_GPU = torch.accelerator.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this when it is imported, by the next lines
 
+from refusals import model_source  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from hf_rmsnorm import patched, verify_equivalence  # noqa: E402
-from hf_rmsnorm.demo import demo_path  # noqa: E402
 from hf_rmsnorm.ops import describe_backend  # noqa: E402
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo_path("llama")), help="a local folder or a hub id")
+    told = "a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2"
+    parser.add_argument("--model", type=model_source, default="demo:llama", help=told)
     parser.add_argument("--prompt", default="The following table")
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time")

@@ -9,6 +9,8 @@ import tempfile
 
 from safetensors import SafetensorError
 
+from hf_rmsnorm.demo import demo_path
+
 UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)  # what from_pretrained raises
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)  # RuntimeError is torch.save's, for a full disk
 
@@ -38,6 +40,14 @@ def at_least(least, kind=int, most=math.inf):
     limit = "" if most == math.inf else f", less than {most}"
     number.__name__ = f"number, at least {least}{limit}:"  # argparse: "invalid number, at least 1: value: '0'"
     return number
+
+
+def model_source(model):
+    """What `from_pretrained` takes: the folder of demo:llama and the like, else a folder or a hub id as it is."""
+    try:
+        return str(demo_path(model.removeprefix("demo:"))) if model.startswith("demo:") else model
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 SEED = at_least(0, most=2**31)  # numpy takes twice that, and a step adds its number

@@ -88,13 +88,19 @@ def interpret_on_cpu(device) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def load_matplotlib():
-    """matplotlib.pyplot, drawing into files."""
+def load_matplotlib(file):
+    """matplotlib.pyplot, drawing into files; refused before any work where it could not write this one."""
     try:
         from matplotlib import pyplot
     except ImportError:
         raise CliError("--plot needs matplotlib: pip install matplotlib") from None
     pyplot.switch_backend("Agg")
+    kinds = pyplot.figure().canvas.get_supported_filetypes()
+    pyplot.close()
+    if file.suffix.lower().lstrip(".") not in kinds:
+        raise CliError(f"cannot write {file}: no kind of picture has that ending; pass a name that ends in .png")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise CliError(f"cannot write {file}: there is no such folder, or no permission; pass another file with --plot")
     return pyplot
 
 
@@ -104,7 +110,5 @@ def save_figure(plt, figure, file) -> None:
         figure.savefig(file, dpi=150)
     except OSError as error:
         raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --plot") from error
-    except ValueError as error:
-        raise CliError(f"cannot write {file}: {error}; pass a name that ends in .png") from error
     finally:
         plt.close(figure)

@@ -20,7 +20,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    plt = common.load_matplotlib() if args.plot else None
+    plt = common.load_matplotlib(args.plot) if args.plot else None
     text = read_text(args.text)
     before = _inspect(args.model, args, text)
     after = _inspect(args.after, args, text) if args.after else None
@@ -28,7 +28,7 @@ def run(args) -> Result:
         raise CliError(f"{args.after} has other norms than {args.model}: pass its conversion to --after")
     data = {"model": args.model, **before.to_dict(), "after": after and {"model": args.after, **after.to_dict()}}
     if plt is not None:
-        _draw(plt, args.plot, before, after)
+        _draw(plt, args.plot, args.model, before, after)
         data["plot"] = str(args.plot)
     return Result(data, _table(args, before, after))
 
@@ -84,12 +84,13 @@ def _table(args, before, after) -> str:
     return "\n".join(lines)
 
 
-def _draw(plt, file: Path, before, after) -> None:
+def _draw(plt, file: Path, name: str, before, after) -> None:
     figure, axes = plt.subplots(figsize=(max(6.0, 0.22 * len(before.norms)), 4.5), layout="constrained")
     for inspection, label, marker in ((before, "before", "o"), (after, "after conversion", "s")):
         if inspection is not None:
             axes.semilogy([max(norm.median, 1e-18) for norm in inspection.norms], marker=marker, label=label)
     axes.set_xticks(range(len(before.norms)), [norm.path for norm in before.norms], rotation=90, fontsize=6)
     axes.set_ylabel("median of |mean| / RMS of the norm's input")
+    axes.set_title(f"How much of a mean each norm of {name} sees")
     axes.legend()
     common.save_figure(plt, figure, file)

@@ -93,8 +93,6 @@ def judge_folders(src, folder: Path, how: Running) -> Verification:
         if pair.missing:
             return Verification(False, f"{type(pair.result).__name__} does not load what was made: {pair.missing[0]}")
         pair.source = as_it_computes(pair.source)
-        if pair.source.dtype == torch.float64:  # parts of a forward stay in float32, and not the same ones in both
-            pair.source, pair.result = pair.source.float(), pair.result.float()
         return Verification.of({"result": pair.judge()[0]}, f"{names} run side by side")
 
 
@@ -128,17 +126,21 @@ def _judge(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, Cen
 def not_centred(folder: Path, plan: CentringPlan) -> str:
     """Which tensors the files of a folder do not hold as the plan says, or ""; one is in memory at a time."""
     wanted: dict[str, Centre] = {c.key: c for c in plan.centre}
-    wrong, broken = set(wanted), set()
+    wrong, broken, past = set(wanted), set(), set()
     for shard in sorted(folder.glob("*.safetensors")):
         with safe_open(shard, "pt") as file:
             for key in wanted.keys() & file.keys():
                 tensor, how = file.get_tensor(key), wanted[key]
                 if is_centred(tensor, how.axis, how.block, how.blocks):
                     wrong.discard(key)
-                elif not bool(tensor.isfinite().all()):
+                elif bool(tensor.isnan().any()):
                     broken.add(key)
+                elif bool(tensor.isinf().any()):  # of an infinity in the source, the mean is none, and so all is NaN
+                    past.add(f"{key} ({str(tensor.dtype).removeprefix('torch.')})")
     if broken:
         return f"NaN or infinity in {and_more(sorted(broken))}, as in the source: mend that"
+    if past:
+        return f"centring takes {and_more(sorted(past))} past the largest number of its dtype: convert a bfloat16 copy"
     return f"not centred as the plan says: {and_more(sorted(wrong))}" if wrong else ""
 
 

@@ -16,7 +16,7 @@ from ...verification.context import prompt_length
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.shard import ConversionError
-from ..twin.run import hooked, loaded, one_line, output_tensors
+from ..twin.run import and_more, hooked, loaded, one_line, output_tensors
 from ..twin.twin import TOKENS as RANDOM_TOKENS
 from ..twin.twin import config_and_class, default_inputs
 
@@ -115,7 +115,12 @@ def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
         if streamed:
             room = int(_FOR_EACH * psutil.virtual_memory().available)
             loading |= {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": scratch}
-        (source, _), (result, missing) = loaded(cls, src, **loading), loaded(cls, folder, **loading)
+        (source, absent), (result, missing) = loaded(cls, src, **loading), loaded(cls, folder, **loading)
+        if absent:  # by which nothing can be compared: what is made up for it is another in each of the two
+            raise ConversionError(f"{src}: has no {and_more(absent)}: add what is missing, or pass verify=False")
+        # Nothing is wider to tell its own error by; and parts of a forward stay in float32, not the same ones in both.
+        if source.dtype == torch.float64 and not streamed:
+            source, result = source.float(), result.float()
         given = [how.inputs(source)] if how.inputs else _prompts(src, source, how)
         batches = [_in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
         pair = ModelPair(source, result, batches[: 1 if streamed else None], streamed, missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -90,7 +91,7 @@ def _recognise(module: torch.nn.Module, args: tuple) -> TwinNorm | None:
     if not torch.is_tensor(y) or y.shape != x.shape:
         return None
     own = [p.detach().double() for p in module.parameters(recurse=False) if p.shape == x.shape[x.ndim - p.ndim :]]
-    numbers = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
+    numbers = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < math.inf]
     bound = TOLERANCE * y.abs().max().clamp_min(1e-30)
     weights = [(None, 0.0), *((p, offset) for offset in (0.0, 1.0) for p in own)]
     for eps, (weight, offset), bias in product(dict.fromkeys((*numbers, *USUAL_EPS)), weights, (None, *own)):

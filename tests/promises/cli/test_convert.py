@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from hf_rmsnorm import convert_adapter, convert_checkpoint, plan_conversion
@@ -254,3 +254,40 @@ def test_the_plan_of_a_hub_id_downloads_no_weights(hub, capsys):
     assert main(["convert", "org/gpt2", "--plan"]) == 0, capsys.readouterr().err
     assert "config.json" in hub[0] and not any(name.endswith(".safetensors") for name in hub[0])
     assert "11 of 11" in capsys.readouterr().out
+
+
+GPT2 = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=96, n_positions=32)
+
+
+@pytest.mark.parametrize("dtype, eps", [("float64", 1e-5), ("float32", 0.5)], ids=["float64", "a large eps"])
+def test_it_converts(dtype, eps, tmp_path, capsys):
+    src = save(tmp_path / "src", "GPT2LMHeadModel", "gpt2", {**GPT2, "layer_norm_epsilon": eps, "dtype": dtype})
+    model = transformers.AutoModelForCausalLM.from_pretrained(src).to(getattr(torch, dtype))
+    model.save_pretrained(src)
+    code, out, err = run(capsys, src, tmp_path / "dst")
+    assert code == 0 and "side by side: PASS" in out, err
+    assert {t.dtype for t in load_file(tmp_path / "dst" / "model.safetensors").values()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("fault", ["missing", "NaN", "no room"])
+def test_a_fault_of_the_source_is_named(fault, tmp_path, capsys):
+    src, name = save(tmp_path / "src", "GPT2LMHeadModel", "gpt2", GPT2), "transformer.h.0.mlp.c_proj.weight"
+    model = transformers.AutoModelForCausalLM.from_pretrained(src).half()
+    weight = model.get_parameter(name)
+    with torch.no_grad():
+        if fault == "NaN":
+            weight[0, 0] = float("nan")
+        if fault == "no room":
+            weight[0], weight[0, 0] = 60_000.0, -60_000.0
+    model.save_pretrained(src)
+    if fault == "missing":
+        tensors = load_file(src / "model.safetensors")
+        del tensors["transformer.h.0.mlp.c_fc.bias"]
+        save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    code, out, err = run(capsys, src, tmp_path / "dst")
+    words = {
+        "missing": "src: has no 'transformer.h.0.mlp.c_fc.bias'",
+        "NaN": f"NaN or infinity in {name!r}, as in the source",
+        "no room": f"centring takes '{name} (float16)' past the largest number",
+    }
+    assert words[fault] in out + err and code in (2, 3) and not (tmp_path / "dst").exists()

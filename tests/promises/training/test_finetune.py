@@ -85,7 +85,7 @@ def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_file
 WAYS = {
     "all of it": ["--gradient-accumulation", 2, "--gradient-checkpointing"],
     "adapters, bf16": ["--lora", "--bf16"],
-    "tied, q and k norms": ["--model", demo_path("qwen3")],
+    "tied, q and k norms": ["--model", "demo:qwen3"],
     "LayerNorm": ["--model", demo_path("gpt2")],
 }
 
@@ -181,6 +181,7 @@ BAD = {
     "--text binary": "invalid start byte; it has to be a file of UTF-8 text",
     "--text short": "has 2 tokens, fewer than one block of 32 (--block-size)",
     "--model nowhere/model": "cannot load --model nowhere/model: ",
+    "--model demo:bert": "argument --model: unknown demo model 'bert': choose one of llama, qwen3, gpt2",
     "--model cut": "cannot load --model cut: Error while deserializing header",
     "--model few": "cannot train --model few: it embeds 50 tokens, its tokenizer has given the text 125",
     "--resume nowhere": "--resume nowhere: no checkpoint of finetune.py",
