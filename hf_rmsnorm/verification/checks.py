@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..formula import HALF_DTYPES
+from .context import one_line
 from .float64 import Float64Mode
 from .noise import Sizes
 from .pieces import Piece
@@ -94,7 +95,7 @@ def check(path: str, class_name: str, pieces: list[Piece], grad: bool = False) -
             with torch.set_grad_enabled(grad):
                 compared += zip(piece.run(*operands), piece.expected, strict=True)
         except Exception as error:  # whatever a broken kernel or forward raises is the verdict on it
-            return _failed(path, class_name, f"raises {_told(error)}")
+            return _failed(path, class_name, f"raises {one_line(error)}")
     if not compared:
         return NormCheck(path, class_name, reason=NOT_COMPARED if pieces else NOT_REACHED)
     return _judge(path, class_name, compared)
@@ -102,10 +103,6 @@ def check(path: str, class_name: str, pieces: list[Piece], grad: bool = False) -
 
 def _failed(path: str, class_name: str, reason: str, dtype: str = "") -> NormCheck:
     return NormCheck(path, class_name, dtype, worst_ulp=math.inf, passed=False, reason=reason)
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @torch.no_grad()
@@ -163,7 +160,7 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
     try:
         ours = _grads(piece.run, piece.norms, piece.operands, cotangents)
     except Exception as error:  # whatever a broken backward raises is the verdict on it
-        yield GradientCheck(piece.path, "all", reason=f"raises {_told(error)}")
+        yield GradientCheck(piece.path, "all", reason=f"raises {one_line(error)}")
         return
     theirs: list[list[Sizes | None]] = []
     exact: list = []

@@ -28,3 +28,24 @@ def prompt_length(config, tokens: int, new_tokens: int) -> int:
     """How many of `tokens` to give where `new_tokens` are then to be generated; half of a context that is too short."""
     most = max_positions(config)
     return max(1, min(tokens, max(most - new_tokens, most // 2)))
+
+
+@contextmanager
+def hooked(model, paths, hook):
+    """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`.
+
+    What the hook returns, where it is not None, becomes the output.
+    """
+    with ExitStack() as stack:
+        for path in paths:
+
+            def called(module, args, kwargs, output, path=path):
+                return hook(path, (*args, *kwargs.values()), output)
+
+            stack.enter_context(model.get_submodule(path).register_forward_hook(called, with_kwargs=True))
+        yield
+
+
+def one_line(error: BaseException) -> str:
+    """An error as others name it: its type, and what it says without line ends."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

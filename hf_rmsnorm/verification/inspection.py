@@ -5,19 +5,16 @@ agree; where it is not, a LayerNorm that is merely replaced gives another model.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
 
 from ..fused.norm import recipe_of
-from ..fused.recipe import Recipe
 from ..patching import patched
 from ..reference import reference_norm
-from .context import evaluating
+from .context import evaluating, hooked
 from .noise import compare_logits
 
 
@@ -80,19 +77,30 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     ids = given.get("input_ids")
     ratios: dict[str, list[torch.Tensor]] = {path: [] for path in recipes}
 
-    def record(path, module, args, kwargs, output):
-        x = _first_tensor(args, kwargs).detach().double().flatten(0, -2)
+    def note(path, args, output):
+        x = _first_tensor(args).detach().double().flatten(0, -2)
         rms = x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
         ratios[path].append((x.mean(-1).abs() / rms).cpu())
 
+    def as_rms(path, args, output):
+        """The output which the module would have without centring, computed in float64."""
+        module, recipe = model.get_submodule(path), recipes[path]
+        parameters = (None if name is None else getattr(module, name).double() for name in (recipe.weight, recipe.bias))
+        spec = replace(recipe.spec_of(module), centered=False)
+        return reference_norm(_first_tensor(args).double(), *parameters, spec).to(output.dtype)
+
+    def logits_with(hook, paths):
+        with torch.no_grad(), hooked(model, paths, hook):
+            return getattr(model(**given), "logits", None)
+
     naive = perplexity = None
     with evaluating(model):
-        logits = _logits(model, given, {path: partial(record, path) for path in recipes})
-        centered = {path: partial(_as_rms, recipes[path]) for path in recipes if path in layer_norms and ratios[path]}
+        logits = logits_with(note, recipes)
+        centered = [path for path in recipes if path in layer_norms and ratios[path]]
         if logits is not None and ids is not None:
             perplexity = _perplexity(logits, ids)
             if centered:
-                swapped = _logits(model, given, centered)
+                swapped = logits_with(as_rms, centered)
                 rows, others = logits.flatten(0, -2), swapped.flatten(0, -2)
                 difference, _ = compare_logits([rows], [others], [rows.double()])
                 naive = NaiveSwap(difference.kl_mean, difference.top1_agreement, _perplexity(swapped, ids))
@@ -103,23 +111,8 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     return Inspection(tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive)
 
 
-@torch.no_grad()
-def _logits(model: nn.Module, given: dict, hooks: dict[str, Callable]) -> torch.Tensor | None:
-    with ExitStack() as stack:
-        for path, hook in hooks.items():
-            stack.callback(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True).remove)
-        return getattr(model(**given), "logits", None)
-
-
-def _first_tensor(args: Sequence, kwargs: Mapping) -> torch.Tensor:
-    return next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
-
-
-def _as_rms(recipe: Recipe, module: nn.Module, args: Sequence, kwargs: Mapping, output: torch.Tensor) -> torch.Tensor:
-    """The output which the module would have without centring, computed in float64."""
-    parameters = (None if name is None else getattr(module, name).double() for name in (recipe.weight, recipe.bias))
-    spec = replace(recipe.spec_of(module), centered=False)
-    return reference_norm(_first_tensor(args, kwargs).double(), *parameters, spec).to(output.dtype)
+def _first_tensor(args: Sequence) -> torch.Tensor:
+    return next(v for v in args if isinstance(v, torch.Tensor))
 
 
 def _perplexity(logits: torch.Tensor, ids: torch.Tensor) -> float:

@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from ...patching import patched
 from ...verification import NoiseFloor, verify_equivalence
-from ...verification.context import prompt_length
+from ...verification.context import hooked, one_line, prompt_length
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.shard import ConversionError
-from ..twin.run import and_more, hooked, loaded, one_line, output_tensors
+from ..twin.run import and_more, loaded, output_tensors
 from ..twin.twin import TOKENS as RANDOM_TOKENS
 from ..twin.twin import config_and_class, default_inputs
 

@@ -9,11 +9,12 @@ import torch
 
 from ... import __version__
 from ...record import RECORD_KEY, make_record
+from ...verification.context import one_line
 from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
 from .gauge import ZERO_MEAN, Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, input_means
 from .keys import Hit, KeyMap, named_as_stored, stored_names
 from .layer_norms import TwinNorm, find_layer_norms
-from .run import alike, and_more, hooked, is_float, one_line, run
+from .run import alike, and_more, is_float, run
 from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
@@ -164,8 +165,7 @@ def _causes(work, twin: Twin, norms: dict[str, TwinNorm], bad: list[str], gauge:
         if is_float(first) and first.ndim and first.shape[-1] in widths:
             outputs.append((path, first.mean(-1)))
 
-    with hooked(work, [path for path in modules if path], note):
-        run(work, twin.inputs)
+    run(work, twin.inputs, [path for path in modules if path], note)
     return causes
 
 
@@ -173,8 +173,7 @@ def _causes(work, twin: Twin, norms: dict[str, TwinNorm], bad: list[str], gauge:
 def _returns_stream(work, twin: Twin, norms: dict[str, TwinNorm]) -> bool:
     """Whether an output as wide as the rows of a norm is the output of none."""
     normed: list[torch.Tensor] = []
-    with hooked(work, norms, lambda path, args, output: normed.append(output)):
-        outputs = run(work, twin.inputs)
+    outputs = run(work, twin.inputs, norms, lambda path, args, output: normed.append(output))
     wide = [o for o in outputs if o.ndim > 2 and o.shape[-1] in {y.shape[-1] for y in normed}]
     return not all(any(o.shape == y.shape and torch.equal(o, y) for y in normed) for o in wide)
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ...record import centre_
 from .keys import Hit
 from .layer_norms import TwinNorm
-from .run import hooked, linear_paths, run, weight_axis
+from .run import linear_paths, run, weight_axis
 
 GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
 WRITES = 1e-9  # of the largest derivative of a norm's mean
@@ -41,8 +41,8 @@ def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm])
     parameters = dict(model.named_parameters())
     for p in parameters.values():
         p.requires_grad_(True)
-    with torch.enable_grad(), hooked(model, norms, note):
-        outputs = run(model, inputs)
+    with torch.enable_grad():
+        outputs = run(model, inputs, norms, note)
     generator = torch.Generator().manual_seed(1)
     of_outputs = gradients(outputs, parameters, generator)
     of_means = {n: gradients([x.mean(-1) for x in xs], parameters, generator) for n, xs in sorted(entered.items())}
@@ -96,9 +96,8 @@ def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
 
 def centre(model: torch.nn.Module, hits: list[Hit]) -> None:
     """Subtract its mean from each block, in place."""
-    parameters = dict(model.named_parameters())
     for hit in hits:
-        centre_(parameters[hit.parameter], hit.axis, hit.block, hit.blocks)
+        centre_(model.get_parameter(hit.parameter), hit.axis, hit.block, hit.blocks)
 
 
 @torch.no_grad()
@@ -111,8 +110,7 @@ def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]
         ratio = x.mean(-1).abs() / x.square().mean(-1).sqrt().clamp_min(1e-300)
         largest[path] = max(largest.get(path, 0.0), float(ratio.max()))
 
-    with hooked(model, norms, note):
-        run(model, inputs)
+    run(model, inputs, norms, note)
     return largest
 
 
@@ -150,8 +148,8 @@ def find_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, i
             kept.append(output)
             made[output.untyped_storage().data_ptr()] = path
 
-    with hooked(model, linear_paths(model), note), _Products(vectors, made) as products:
-        run(model, inputs)
+    with _Products(vectors, made) as products:
+        run(model, inputs, linear_paths(model), note)
     found = []
     for path, by in dict.fromkeys(products.found):
         module = model.get_submodule(path)

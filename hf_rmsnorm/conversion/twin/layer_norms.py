@@ -11,7 +11,7 @@ import torch
 
 from ...formula import NormSpec
 from ...reference import reference_norm
-from .run import MISFITS, hooked, in_double, is_float, leaves, run, weight_axis
+from .run import MISFITS, in_double, is_float, leaves, run, weight_axis
 
 TOLERANCE = 1e-9  # of the largest output; a wrong formula or eps is off by 1e-6 and more
 USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute may have in its code
@@ -53,8 +53,7 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[
         if args and is_float(args[0]) and torch.is_tensor(output) and args[0].shape == output.shape:
             seen[path] = args
 
-    with hooked(model, paths, note):
-        run(model, inputs)
+    run(model, inputs, paths, note)
     found = {path: _recognise(model.get_submodule(path), args) for path, args in seen.items()}
     found = {path: norm for path, norm in found.items() if norm is not None}
     silent = [path for path in paths if path not in seen and _is_layer_norm(model.get_submodule(path))]

@@ -12,7 +12,7 @@ from ..plan import CentringPlan, ConversionRefused
 from .gauge import input_means
 from .keys import named_as_stored, saved_tensors
 from .layer_norms import TwinNorm, find_layer_norms
-from .run import hooked, is_float, loaded, run
+from .run import is_float, loaded, run
 from .twin import Twin, give_weights, new_model, with_settings
 
 BOUND, MOST = 1e-12, 1e-9
@@ -92,8 +92,8 @@ def bound_of(model: torch.nn.Module, inputs: dict, expected: list[torch.Tensor],
 
 def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm], chosen) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
-    with torch.no_grad(), hooked(model, chosen, lambda path, args, _: norms[path].as_rms(args[0])):
-        return run(model, inputs)
+    with torch.no_grad():
+        return run(model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0]))
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):

@@ -1,14 +1,15 @@
 """Run a model of Transformers in float64, look at what its modules take and give, and take its outputs apart."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...verification.context import hooked
 from ...verification.float64 import Float64Mode
 
 NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss")
@@ -29,9 +30,12 @@ def in_double():
         torch.set_default_dtype(before)
 
 
-def run(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
-    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients."""
-    with in_double(), torch.random.fork_rng(devices=[]):
+def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=None) -> list[torch.Tensor]:
+    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
+
+    While it runs, `hook` is on the modules at `paths`, as by `hooked`.
+    """
+    with in_double(), torch.random.fork_rng(devices=[]), hooked(model, paths, hook):
         torch.manual_seed(0)  # some models mask at random in eval mode too
         outputs = list(output_tensors(model(**inputs)))
     if not outputs:
@@ -85,26 +89,6 @@ def and_more(names: Sequence[str]) -> str:
 def alike(name: str) -> str:
     """A name with its numbers taken out: equal for parameters that differ in layer or expert alone."""
     return re.sub(r"\d+", "*", name)
-
-
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-@contextmanager
-def hooked(model: torch.nn.Module, paths, hook):
-    """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`.
-
-    What the hook returns, where it is not None, becomes the output.
-    """
-    with ExitStack() as stack:
-        for path in paths:
-
-            def called(module, args, kwargs, output, path=path):
-                return hook(path, (*args, *kwargs.values()), output)
-
-            stack.enter_context(model.get_submodule(path).register_forward_hook(called, with_kwargs=True))
-        yield
 
 
 def weight_axis(module: torch.nn.Module) -> int | None:

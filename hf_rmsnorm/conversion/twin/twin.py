@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +16,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
-from ...verification.context import max_positions
+from ...verification.context import max_positions, one_line
 from ..checkpoint.source import read_json
 from ..plan import ConversionRefused
 from .keys import Hit
-from .run import MISFITS, is_float, one_line, run
+from .run import MISFITS, is_float, run
 from .shrink import shrunk
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
@@ -217,10 +218,7 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
     `lean` is how far the means of matrices are from zero; 0 for what chance alone makes them.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     for p in model.parameters():
         if not p.is_floating_point() or not p.numel():
@@ -275,9 +273,7 @@ def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int
         free = torch.tensor([i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary)))
         return free[torch.randint(len(free), tokens, generator=generator)]
 
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     bins = number("num_mel_bins", "input_feat_per_channel", default=80)
     frames = number("max_source_positions", default=50)
     shapes = {

@@ -19,7 +19,7 @@ from ...twin.discover import would_tie_a_head
 from ...twin.gauge import ZERO_MEAN, centre, gauge_test, input_means
 from ...twin.keys import Hit, KeyMap
 from ...twin.layer_norms import Norms, find_layer_norms
-from ...twin.run import MISFITS, hooked, linear_paths, run, weight_axis
+from ...twin.run import MISFITS, linear_paths, run, weight_axis
 from ...twin.twin import Twin, make_twin, new_model, plain, shapes_of, with_settings
 
 NEURONS = 2
@@ -70,8 +70,7 @@ def find_sums(model: torch.nn.Module, inputs: dict, norms: Norms) -> list[Sum]:
                     found[path] = Sum(path, writer, readers)
                     break
 
-    with hooked(model, [*linear_paths(model), *norms], note):
-        run(model, inputs)
+    run(model, inputs, [*linear_paths(model), *norms], note)
     return list(found.values())
 
 
@@ -110,8 +109,7 @@ def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[li
             z, other, kept = numbers[path]
             return (z, -z, torch.where(kept, z.roll(1, -1), other))[which].to(output.dtype)
 
-        with hooked(model, firsts | {s.writer for s, _ in candidates}, swap):
-            run(model, inputs)
+        run(model, inputs, firsts | {s.writer for s, _ in candidates}, swap)
         return arrived
 
     positive, negative, mixed = (probe(which) for which in range(3)) if candidates else ({}, {}, {})
@@ -154,11 +152,8 @@ def grow_config(cls, config: PretrainedConfig, ffns: list[FFN], by: int) -> dict
     keys = [k for k, v in values.items() if type(v) is int and v in widths]
     for chosen in (some for count in range(1, len(keys) + 1) for some in itertools.combinations(keys, count)):
         changes = {key: values[key] + by for key in chosen}
-        grown = type(config).from_dict(config.to_dict())
-        for key, value in changes.items():
-            setattr(grown, key, value)
         try:
-            got = shapes_of(cls, grown)
+            got = shapes_of(cls, with_settings(config, changes))
         except MISFITS:  # a width that something else has to divide
             continue
         if {k: list(v) for k, v in got.items()} == wanted:

@@ -33,7 +33,7 @@ from ...twin.gauge import ZERO_MEAN, input_means
 from ...twin.keys import Hit, saved_tensors
 from ...twin.layer_norms import Norms, find_layer_norms
 from ...twin.prove import BOUND, difference, run_as_rms
-from ...twin.run import hooked, loaded, run, weight_axis
+from ...twin.run import loaded, run, weight_axis
 from ...twin.twin import config_and_class, default_inputs
 from ..centred import PlannedConversion
 from .build import NEURONS, Structure, Sum, as_double, converted, hits_of, look, put_neurons, tie_changes
@@ -238,9 +238,8 @@ def fit_means(model, batches: Iterable[dict], sums: list[Sum], norms) -> dict[st
         rows = _masked(rows * (x.var(-1, unbiased=False, keepdim=True) + norms[path].spec.eps).rsqrt(), inputs)
         grams[path] = grams.get(path, 0.0) + rows.T @ rows
 
-    with hooked(model, [*by_path, *{s.writer for s in sums}], note):
-        for inputs in batches:
-            run(model, inputs)
+    for inputs in batches:
+        run(model, inputs, [*by_path, *{s.writer for s in sums}], note)
     found = {}
     for path, gram in grams.items():
         a, b = gram[:-1, :-1], gram[:-1, -1]
