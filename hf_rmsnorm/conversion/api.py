@@ -81,14 +81,12 @@ def plan_conversion(
     """
     _check_folders(src=src)
     post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
+    loading = {"trust_remote_code": trust_remote_code, "model_class": model_class}
     if post_norm is not None:
-        return plan_post_norm(
-            src, post_norm, texts=texts, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code,
-            model_class=model_class,
-        )  # fmt: skip
+        return plan_post_norm(src, post_norm, texts=texts, allow_pickle=allow_pickle, **loading)
     if target == "native":
         return plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
-    twin = make_twin(src, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    twin = make_twin(src, inputs=inputs, **loading)
     planned = plan_centring(src, twin)
     return with_folds(planned, twin) if fold_affine else planned
 

@@ -250,9 +250,7 @@ class FoldedBias(_Of):
     shift: Expression
     bias: Expression | None = None
 
-    @property
-    def like(self):
-        return (self.bias or self.of).like
+    like = property(lambda self: (self.bias or self.of).like)
 
     def shape(self, values):
         return self.of.shape(values)[:1]

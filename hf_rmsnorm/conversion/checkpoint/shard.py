@@ -134,9 +134,8 @@ def open_pickled(path: Path) -> PickledShard:
     tensors, start = {}, 0
     # Largest elements first, as safetensors writes them: then every tensor is aligned.
     for name, tensor in sorted(_load(path).items(), key=lambda item: (-item[1].itemsize, item[0])):
-        stop = start + tensor.numel() * tensor.itemsize
-        tensors[name] = StoredTensor(name, CODES[tensor.dtype], tuple(tensor.shape), start, stop)
-        start = stop
+        place = (start, start := start + tensor.nbytes)
+        tensors[name] = StoredTensor(name, CODES[tensor.dtype], tuple(tensor.shape), *place)
     name = path.name.replace("pytorch_model", "model", 1).removesuffix(".bin") + ".safetensors"
     return PickledShard(path, name, b"", {"format": "pt"}, tensors)  # Transformers asks for the format
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from .shard import ConversionError, SafetensorsShard, StoredTensor, changed, fingerprint, open_pickled, open_safetensors
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-MODEL_FILES = ("config.json", SINGLE, INDEX, PICKLED, PICKLED_INDEX)
+INDEX = "model.safetensors.index.json"
+MODEL_FILES = ("config.json", "model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "", "adapter_model.bin", "")
 # Not part of this checkpoint, and no longer the same model once it is converted.
 OTHER_WEIGHTS = {
@@ -55,7 +54,10 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
     folder = Path(folder)
     if not folder.is_dir():
         raise ConversionError(f"{folder}: no such folder: pass a local checkpoint folder")
-    files = _files(folder)
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - NOT_OF_THE_MODEL)
+        files += [os.path.relpath(os.path.join(parent, name), folder) for name in sorted(names)]
     config_name, single, index_name, *pickles = ADAPTER_FILES if adapter else MODEL_FILES
     if config_name not in files:
         what = "PEFT adapter" if adapter else "Transformers checkpoint"
@@ -95,14 +97,6 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
             raise ConversionError(f"{folder}: {both[0]} is in two shards, {where}: remove the stale one")
         tensors |= {name: (shard, tensor) for name, tensor in shard.tensors.items()}
     return Checkpoint(folder, shards, tensors, index, index_name, config, config_name, others, not_copied, fingerprints)
-
-
-def _files(folder: Path) -> list[str]:
-    found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(set(folders) - NOT_OF_THE_MODEL)
-        found += [os.path.relpath(os.path.join(parent, name), folder) for name in sorted(names)]
-    return found
 
 
 def _is_old_model(folder: Path, name: str, config: dict) -> bool:

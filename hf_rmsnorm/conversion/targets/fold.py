@@ -150,9 +150,7 @@ def folded(folds, tensors: dict[str, Expression]) -> dict[str, Expression]:
 
 def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
     norms, _ = find_layer_norms(model, inputs)
-    parameters = dict(model.named_parameters())
-    for p in parameters.values():
-        p.requires_grad_(True)
+    parameters = dict(model.requires_grad_().named_parameters())
     keys = KeyMap(model)
     folds, kept, taken = [], {}, set()
     with torch.enable_grad():

@@ -47,9 +47,7 @@ class NativeTarget:
         return f"{self.source_type} as {self.config.architectures[0]}: {len(self.tensors)} tensors{must}"
 
 
-def native_targets(
-    config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool = False
-) -> list[NativeTarget]:
+def native_targets(config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool) -> list[NativeTarget]:
     """The targets of a source's config, the first one that fits is best; refused where there is none.
 
     Args:

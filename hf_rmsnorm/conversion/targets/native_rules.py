@@ -36,10 +36,6 @@ def _gated_or_sparse(config, index: int) -> Linears:
         yield from _gated(config, index, block)
 
 
-def _router(config, index: int) -> Linears:
-    yield "block_sparse_moe.gate", "ffn.router.layer", False
-
-
 def _theta(config) -> float:
     return config.rope_parameters["rope_theta"]
 
@@ -116,72 +112,66 @@ def _dense_cohere(rotate_all: bool) -> Callable[[PretrainedConfig], dict[str, An
     }
 
 
+def _only(*args, **how) -> tuple[NativePair]:
+    return (NativePair(*args, **how),)
+
+
 PAIRS: dict[str, tuple[NativePair, ...]] = {
-    "olmo": (NativePair("llama", 1e-5, biases=("attention_bias",), clip=lambda c: c.clip_qkv),),
-    "cohere": (
-        NativePair(**COHERE, settings=_dense_cohere(rotate_all=True), refusals=((QK_NORMS, lambda c: c.use_qk_norm),)),
+    "olmo": _only("llama", 1e-5, biases=("attention_bias",), clip=lambda c: c.clip_qkv),
+    "cohere": _only(**COHERE, settings=_dense_cohere(rotate_all=True), refusals=((QK_NORMS, lambda c: c.use_qk_norm),)),
+    "cohere2": _only(**COHERE, settings=_dense_cohere(rotate_all=False)),
+    "cohere2_moe": _only(
+        **COHERE,
+        mlp=_gated_or_sparse,
+        refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
     ),
-    "cohere2": (NativePair(**COHERE, settings=_dense_cohere(rotate_all=False)),),
-    "cohere2_moe": (
-        NativePair(
-            **COHERE,
-            mlp=_gated_or_sparse,
-            refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
-        ),
-    ),
-    "dbrx": (
-        NativePair(
-            "mixtral",
-            1e-5,
-            _router,
-            _stacked_experts,
-            embedding="transformer.wte",
-            layer="transformer.blocks.{}.",
-            attention_norm="norm_attn_norm.norm_1",
-            mlp_norm="norm_attn_norm.norm_2",
-            projections=("norm_attn_norm.attn.Wqkv",),
-            output="norm_attn_norm.attn.out_proj",
-            final_norm="transformer.norm_f",
-            settings=lambda c: {
-                "intermediate_size": c.ffn_config.ffn_hidden_size,
-                "num_local_experts": c.ffn_config.moe_num_experts,
-                "num_experts_per_tok": c.ffn_config.moe_top_k,
-                "hidden_act": c.ffn_config.ffn_act_fn.get("name", "silu"),
-                "attention_dropout": c.attn_config.attn_pdrop,
-                "router_aux_loss_coef": c.ffn_config.moe_loss_weight,
-                "sliding_window": None,
-            },
-            refusals=(
-                (
-                    "the weights of its experts do not sum to 1 (moe_normalize_expert_weights)",
-                    lambda c: c.ffn_config.moe_normalize_expert_weights != 1,
-                ),
-                (
-                    "attn_config names a rope_theta that Transformers does not run it with: set rope_parameters in "
-                    "config.json to the one that it was trained with",
-                    lambda c: getattr(c.attn_config, "rope_theta", _theta(c)) != _theta(c),
-                ),
+    "dbrx": _only(
+        "mixtral",
+        1e-5,
+        lambda config, index: iter([("block_sparse_moe.gate", "ffn.router.layer", False)]),
+        _stacked_experts,
+        embedding="transformer.wte",
+        layer="transformer.blocks.{}.",
+        attention_norm="norm_attn_norm.norm_1",
+        mlp_norm="norm_attn_norm.norm_2",
+        projections=("norm_attn_norm.attn.Wqkv",),
+        output="norm_attn_norm.attn.out_proj",
+        final_norm="transformer.norm_f",
+        settings=lambda c: {
+            "intermediate_size": c.ffn_config.ffn_hidden_size,
+            "num_local_experts": c.ffn_config.moe_num_experts,
+            "num_experts_per_tok": c.ffn_config.moe_top_k,
+            "hidden_act": c.ffn_config.ffn_act_fn.get("name", "silu"),
+            "attention_dropout": c.attn_config.attn_pdrop,
+            "router_aux_loss_coef": c.ffn_config.moe_loss_weight,
+            "sliding_window": None,
+        },
+        refusals=(
+            (
+                "the weights of its experts do not sum to 1 (moe_normalize_expert_weights)",
+                lambda c: c.ffn_config.moe_normalize_expert_weights != 1,
             ),
-            clip=lambda c: c.attn_config.clip_qkv,
+            (
+                "attn_config names a rope_theta that Transformers does not run it with: set rope_parameters in "
+                "config.json to the one that it was trained with",
+                lambda c: getattr(c.attn_config, "rope_theta", _theta(c)) != _theta(c),
+            ),
         ),
+        clip=lambda c: c.attn_config.clip_qkv,
     ),
-    "starcoder2": (
-        NativePair(
-            **ARCEE,
-            eps="norm_epsilon",
-            mlp=_plain_mlp("mlp.c_fc", "mlp.c_proj"),
-            refusals=(
-                (
-                    "its attention has a window shorter than its context (sliding_window)",
-                    lambda c: c.sliding_window is not None and c.sliding_window < c.max_position_embeddings,
-                ),
+    "starcoder2": _only(
+        **ARCEE,
+        eps="norm_epsilon",
+        mlp=_plain_mlp("mlp.c_fc", "mlp.c_proj"),
+        refusals=(
+            (
+                "its attention has a window shorter than its context (sliding_window)",
+                lambda c: c.sliding_window is not None and c.sliding_window < c.max_position_embeddings,
             ),
         ),
     ),
-    "jais2": (NativePair(**ARCEE, eps="layer_norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj")),),
-    "nemotron": (
-        NativePair(**ARCEE, eps="norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0),
-    ),
+    "jais2": _only(**ARCEE, eps="layer_norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj")),
+    "nemotron": _only(**ARCEE, eps="norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0),
     "stablelm": (
         NativePair("llama", **STABLELM, biases=("attention_bias", "mlp_bias")),
         NativePair(
@@ -193,19 +183,17 @@ PAIRS: dict[str, tuple[NativePair, ...]] = {
             interleaved=(False, True),
         ),
     ),
-    "gpt_neox": (
-        NativePair(
-            **ARCEE,
-            eps="layer_norm_eps",
-            mlp=_plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-            embedding="gpt_neox.embed_in",
-            layer="gpt_neox.layers.{}.",
-            projections=("attention.query_key_value",),
-            fused_by_head=True,
-            output="attention.dense",
-            final_norm="gpt_neox.final_layer_norm",
-            head=("lm_head", "embed_out"),
-            refusals=(PARALLEL,),
-        ),
+    "gpt_neox": _only(
+        **ARCEE,
+        eps="layer_norm_eps",
+        mlp=_plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        embedding="gpt_neox.embed_in",
+        layer="gpt_neox.layers.{}.",
+        projections=("attention.query_key_value",),
+        fused_by_head=True,
+        output="attention.dense",
+        final_norm="gpt_neox.final_layer_norm",
+        head=("lm_head", "embed_out"),
+        refusals=(PARALLEL,),
     ),
 }

@@ -191,9 +191,8 @@ def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cau
         return Cause("", False, "its input has a mean that is the work of several modules or of an activation")
     what = f"{source} ({type(module).__name__})"
     if source in norms:
-        return Cause(
-            source, True, f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
-        )
+        carried = f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
+        return Cause(source, True, carried)
     own = {f"{source}.{name}" for name, _ in module.named_parameters()}
     if own & unsaved:
         why = "whose table is not in the checkpoint"

@@ -38,9 +38,7 @@ def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm])
     def note(path, args, output):
         entered[norms[path].hidden_size].append(args[0])
 
-    parameters = dict(model.named_parameters())
-    for p in parameters.values():
-        p.requires_grad_(True)
+    parameters = dict(model.requires_grad_().named_parameters())
     with torch.enable_grad():
         outputs = run(model, inputs, norms, note)
     generator = torch.Generator().manual_seed(1)
@@ -90,8 +88,7 @@ def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.
 
 def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
     """(other elements, blocks, n)"""
-    tensor = tensor.movedim(axis, -1)
-    return tensor.reshape(-1, tensor.shape[-1] // n, n)
+    return tensor.movedim(axis, -1).reshape(-1, tensor.shape[axis] // n, n)
 
 
 def centre(model: torch.nn.Module, hits: list[Hit]) -> None:
@@ -119,39 +116,35 @@ def all_centred(model: torch.nn.Module, inputs: dict, norms) -> bool:
     return max(input_means(model, inputs, norms).values(), default=0.0) <= ZERO_MEAN
 
 
-class _Products(TorchFunctionMode):
-    """Notes each product of a vector parameter with what a linear module returned."""
-
-    def __init__(self, vectors: dict[int, str], made: dict[int, str]):
-        super().__init__()
-        self.vectors, self.made, self.found = vectors, made, []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func.__name__ in ("mul", "__mul__", "__rmul__", "multiply") and len(args) == 2:
-            for vector, x in (args, args[::-1]):
-                if id(vector) in self.vectors and torch.is_tensor(x):
-                    maker = self.made.get(x.untyped_storage().data_ptr())
-                    if maker is not None and x.shape[-1] == vector.numel():
-                        self.found.append((maker, self.vectors[id(vector)]))
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def find_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, int, str]]:
     """(parameter of a linear module, axis, parameter that its output is multiplied by) of each such product."""
     vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
     made: dict[int, str] = {}
     kept = []  # a storage that is freed may be given to another tensor
+    products: list[tuple[str, str]] = []
+
+    class Products(TorchFunctionMode):
+        """Notes each product of a vector parameter with what a linear module returned."""
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ in ("mul", "__mul__", "__rmul__", "multiply") and len(args) == 2:
+                for vector, x in (args, args[::-1]):
+                    if id(vector) in vectors and torch.is_tensor(x):
+                        maker = made.get(x.untyped_storage().data_ptr())
+                        if maker is not None and x.shape[-1] == vector.numel():
+                            products.append((maker, vectors[id(vector)]))
+            return func(*args, **(kwargs or {}))
 
     def note(path, args, output):
         if torch.is_tensor(output):
             kept.append(output)
             made[output.untyped_storage().data_ptr()] = path
 
-    with _Products(vectors, made) as products:
+    with Products():
         run(model, inputs, linear_paths(model), note)
     found = []
-    for path, by in dict.fromkeys(products.found):
+    for path, by in dict.fromkeys(products):
         module = model.get_submodule(path)
         found.append((f"{path}.weight", weight_axis(module), by))
         found += [(f"{path}.bias", 0, by)] if module.bias is not None else []

@@ -41,10 +41,9 @@ class ProofReport:
 
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
-        return (
-            f"{self.model_class}: {verdict}, {self.norms[0]} of {self.norms[1]} norms as RMSNorm; "
-            f"float64 outputs differ by {self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm) of their scale"
-        )
+        apart = f"{self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm) of their scale"
+        norms = f"{self.norms[0]} of {self.norms[1]} norms as RMSNorm"
+        return f"{self.model_class}: {verdict}, {norms}; float64 outputs differ by {apart}"
 
 
 @torch.no_grad()

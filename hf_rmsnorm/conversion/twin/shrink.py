@@ -89,14 +89,11 @@ def _rotation(values: dict, factor: int) -> dict:
 def _number(name: str, value: int, factor: int, inner: bool) -> int:
     if _TOKEN.search(name):
         return value if value < VOCABULARY else value % VOCABULARY
-    if _VOCABULARY.search(name):
-        return min(value, VOCABULARY)
-    if _POSITIONS.search(name):
-        return min(value, POSITIONS)
+    for pattern, most in ((_VOCABULARY, VOCABULARY), (_POSITIONS, POSITIONS)):
+        if pattern.search(name):
+            return min(value, most)
     if _NO_WIDTH.search(name) or value < 2:
         return value
     if _INNER.search(name):
         return min(value, INNER) if inner else max(1, value // factor)
-    if _WIDTH.search(name):
-        return value // factor if value % factor == 0 else value
-    return value
+    return value // factor if _WIDTH.search(name) and value % factor == 0 else value

@@ -154,8 +154,7 @@ def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
 def with_settings(config: PretrainedConfig, changes: dict) -> PretrainedConfig:
     """A copy with other values under these keys."""
     config = copy.deepcopy(config)
-    for key, value in changes.items():
-        setattr(config, key, value)
+    config.update(changes)
     return config
 
 

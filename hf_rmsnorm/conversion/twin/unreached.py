@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ...patching.formula.effects import codes
 from ..plan import ConversionRefused
 from .gauge import Gauge, all_centred, centre, gauge_test
 from .keys import Hit, KeyMap
@@ -95,13 +96,9 @@ def _mentioned(model: torch.nn.Module) -> set[str]:
         for name, member in vars(cls).items():
             function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
             if name not in ("__init__", "_init_weights") and (code := getattr(function, "__code__", None)):
-                names |= _names_in(code)
+                for each in codes(code):
+                    names.update(each.co_names, (c for c in each.co_consts if isinstance(c, str)))
     return names
-
-
-def _names_in(code) -> set[str]:
-    inner = [_names_in(constant) for constant in code.co_consts if hasattr(constant, "co_names")]
-    return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}.union(*inner)
 
 
 def _may_write(twin: Twin, name: str, lengths: set[int]) -> bool:

@@ -342,7 +342,10 @@ def plan_post_norm(
         raise ConversionRefused(f"{src}: {what}: download it whole, or pass the model_class it was saved from")
     if level == "exact":
         return PlannedPostNorm(provenance(src), exact_post_norm(model), fingerprints)
-    batches = _batches(src, config, cls, texts or _sentences(), trust_remote_code)
+    if not texts:
+        words = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
+        texts = [sentence.strip() for sentence in words.split(". ") if 20 < len(sentence) < 300][:SENTENCES]
+    batches = _batches(src, config, cls, texts, trust_remote_code)
     if not batches:
         raise ConversionRefused(f"{src}: fit needs text, and there is no tokenizer: add one, or choose exact")
     if len(batches) < HELD_OUT:
@@ -361,8 +364,3 @@ def _batches(src, config, cls, texts: list[str], trust_remote_code: bool) -> lis
     if config.is_encoder_decoder:
         inputs = [{**each, "decoder_input_ids": each["input_ids"]} for each in inputs]
     return [each for each in inputs if isinstance(each["input_ids"], torch.Tensor) and each["input_ids"].numel()]
-
-
-def _sentences() -> list[str]:
-    text = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
-    return [sentence.strip() for sentence in text.split(". ") if 20 < len(sentence) < 300][:SENTENCES]
