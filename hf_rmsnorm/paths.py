@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 
 def compact_paths(paths: Sequence[str]) -> list[str]:
@@ -12,10 +13,8 @@ def compact_paths(paths: Sequence[str]) -> list[str]:
         template = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "{}", path.replace("{", "{{").replace("}", "}}"))
         numbers = tuple(int(part) for part in path.split(".") if part.isdecimal())
         families.setdefault(template, []).append(numbers)
-    written = []
-    for template, tuples in families.items():
-        written += [template.format(*axes) or "(the model itself)" for axes in _boxes(tuples)]
-    return written
+    boxes = ((template, axes) for template, tuples in families.items() for axes in _boxes(tuples))
+    return [template.format(*axes) or "(the model itself)" for template, axes in boxes]
 
 
 def _boxes(tuples: list[tuple[int, ...]]) -> list[list[str]]:
@@ -28,11 +27,7 @@ def _boxes(tuples: list[tuple[int, ...]]) -> list[list[str]]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    # In a run of neighbours each number is ahead of its place by as much.
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0])]
+    texts = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return texts[0] if texts == [f"{runs[0][0]}"] else f"[{','.join(texts)}]"

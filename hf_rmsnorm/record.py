@@ -106,10 +106,8 @@ def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
         exact = stored != tensor.dtype and torch.equal(narrow.to(tensor.dtype), tensor)
         if exact and _holds(narrow, how):
             stored, wide = (str(dtype).removeprefix("torch.") for dtype in (stored, tensor.dtype))
-            return (
-                f"{which} has {stored} values, whose rounding leaves more of a mean than {wide} does: load it with "
-                f'dtype="auto", or convert the {wide} original'
-            )
+            cure = f'load it with dtype="auto", or convert the {wide} original'
+            return f"{which} has {stored} values, whose rounding leaves more of a mean than {wide} does: {cure}"
     return f"{which} no longer has zero mean along the residual stream, by fine-tuning perhaps"
 
 

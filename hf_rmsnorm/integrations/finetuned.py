@@ -45,15 +45,11 @@ class Recentre:
         found = _recorded(model, "Recentre")
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
-            raise ValueError(
-                "FSDP1 keeps parameters as pieces of a flat one, without rows to centre: use FSDP2 (fully_shard), or "
-                "train as RMSNorm (train_as_rms)"
-            )
+            cure = "use FSDP2 (fully_shard), or train as RMSNorm (train_as_rms)"
+            raise ValueError(f"FSDP1 keeps parameters as pieces of a flat one, without rows to centre: {cure}")
         if found.followed:
-            raise ValueError(
-                "this model's config says that it was trained as RMSNorm: its weights may have any mean, and taking it "
-                "off would change what the model computes"
-            )
+            why = "its weights may have any mean, and taking it off would change what the model computes"
+            raise ValueError(f"this model's config says that it was trained as RMSNorm: {why}")
         tensors = Weights(found.model, found.head)
         if doubt := outside_of(model, found.model) or tensors.hooked(found.record):
             raise ValueError(f"this model cannot be kept centred: {doubt}")
@@ -83,20 +79,17 @@ class Recentre:
         trained = [(name, module._parameters[key]) for name, module, key, _ in self._steps]
         missed = [name for name, p in trained if p.requires_grad and id(p) not in stepped]
         if missed and stepped - ours:
-            raise ValueError(
-                f"this optimizer updates copies of the parameters, and not {missed[0]} itself: the centring would be "
-                "undone; use one that updates the parameters, or train as RMSNorm (train_as_rms)"
-            )
+            what = f"this optimizer updates copies of the parameters, and not {missed[0]} itself"
+            cure = "use one that updates the parameters, or train as RMSNorm (train_as_rms)"
+            raise ValueError(f"{what}: the centring would be undone; {cure}")
 
     @torch.no_grad()
     def _run(self, frozen: bool) -> None:
         for name, module, key, how in self._steps:
             parameter = module._parameters[key]
             if parameter.shape != self._shapes[name] or parameter.is_meta:
-                raise ValueError(
-                    f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: build Recentre after that, "
-                    "under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
-                )
+                cure = "build Recentre after that, under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
+                raise ValueError(f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: {cure}")
             if not (frozen or parameter.requires_grad):
                 continue
             sharded = is_dtensor(parameter)

@@ -105,11 +105,9 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
     if strict and not entries:
         raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
     if strict and unserved:
-        first = unserved[0]
-        raise ValueError(
-            f"strict: {len(unserved)} of the norms cannot be swapped, first {first.paths[0]!r} "
-            f"({type(first.module).__name__}): {first.reason}; list it in exclude to accept that"
-        )
+        first, cure = unserved[0], "list it in exclude to accept that"
+        which = f"first {first.paths[0]!r} ({type(first.module).__name__})"
+        raise ValueError(f"strict: {len(unserved)} of the norms cannot be swapped, {which}: {first.reason}; {cure}")
     with contextlib.ExitStack() as undo:
         for entry in entries:
             if entry.already and entry.chosen:

@@ -95,10 +95,9 @@ def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     converted = next((m for m in owners if getattr(getattr(m, "config", None), RECORD_KEY, None) == record), converted)
     inside = {id(parameter) for parameter in converted.parameters()}
     name = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
-    told = (
-        f"{name} is outside of the {type(converted).__name__} that was converted and may write to its residual stream"
-    )
-    return "" if name is None else f"{told}; where it does not, patch that model by itself"
+    told = f"{name} is outside of the {type(converted).__name__} that was converted"
+    told += " and may write to its residual stream; where it does not, patch that model by itself"
+    return "" if name is None else told
 
 
 def _doubt(found: Recorded) -> str:
@@ -118,7 +117,8 @@ def moved(tensors: Weights, record: dict) -> str:
     if not record["writers"]:
         return "its record names nothing that writes to the residual stream; convert the original again"
     names = own_names(tensors)
-    own = tensors.renamed(names)
+    own = copy(tensors)
+    own.data = {new: tensors.data[old] for old, new in names.items()}
     if doubt := complaint(own, record):
         return doubt
     writers, added, how = Writers(record, own), {}, {}
@@ -146,12 +146,6 @@ class Weights(UserDict):
         module, name = self.data[key]
         with align_module_device(module):
             return module._parameters[name]
-
-    def renamed(self, names: Mapping[str, str]) -> Weights:
-        """Those of these names, by their new ones."""
-        some = copy(self)
-        some.data = {new: self.data[old] for old, new in names.items()}
-        return some
 
     def hooked(self, record: Mapping) -> str:
         """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""

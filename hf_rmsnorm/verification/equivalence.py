@@ -198,10 +198,9 @@ def _batches(inputs, vocabulary: int | None, device: torch.device) -> list[dict]
             if ids.is_floating_point() or ids.dim() not in (1, 2):
                 raise ValueError(f"inputs[{i}]: input_ids is {kind}; pass integers (batch, tokens)")
             if vocabulary is not None and not 0 <= ids.min() <= ids.max() < vocabulary:
-                raise ValueError(
-                    f"inputs[{i}]: token ids from {ids.min()} to {ids.max()} where the model knows 0 to "
-                    f"{vocabulary - 1}; use its own tokenizer"
-                )
+                there, known = f"{ids.min()} to {ids.max()}", f"0 to {vocabulary - 1}"
+                where = f"token ids from {there} where the model knows {known}"
+                raise ValueError(f"inputs[{i}]: {where}; use its own tokenizer")
             batch["input_ids"] = torch.atleast_2d(ids)
         batches.append(batch)
     if not any(isinstance(v, torch.Tensor) for batch in batches for v in batch.values()):

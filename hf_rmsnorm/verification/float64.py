@@ -94,10 +94,8 @@ class Float64Mode(TorchDispatchMode):
                 if func is aten.copy_.default and bool((args[1] == args[1].to(value.dtype)).all()):
                     self._overwritten.append((value, value.clone()))
                     return func(*args, **kwargs)
-                raise RuntimeError(
-                    f"the model writes in place to a tensor stored in {value.dtype} ({func._schema.name}): "
-                    "its forward cannot be repeated in float64"
-                )
+                where = f"a tensor stored in {value.dtype} ({func._schema.name})"
+                raise RuntimeError(f"the model writes in place to {where}: its forward cannot be repeated in float64")
         if (_holds_narrow(args) or _holds_narrow([*kwargs.values()])) and func.overloadpacket not in _GATHERS:
             args, kwargs = tree_map(widen, (args, kwargs))
         y = func(*args, **kwargs)

@@ -68,7 +68,7 @@ def recording_modules(
             if not pieces[path]:
                 pieces[path].append(Piece(path, type(module).__name__))
         elif seen[path] < rows:
-            lead = _first_rows(x.shape, _free(x, getattr(module, "weight", None)), rows - seen[path])
+            lead = _first_rows(x, getattr(module, "weight", None), rows - seen[path])
             seen[path] += math.prod(lead) * math.prod(x.shape[len(lead) : -1])
             values, structure = tree_flatten((args, kwargs))
             at = next(i for i, value in enumerate(values) if value is x)
@@ -96,19 +96,18 @@ def _module_piece(path: str, module: nn.Module, other: nn.Module, operands: tupl
     return Piece(path, type(module).__name__, operands, partial(call, other), partial(call, module), expects)
 
 
-def _free(x: torch.Tensor, weight) -> int:
-    """How many leading dimensions are many of the same: those before the ones that a weight spans."""
-    if not isinstance(weight, torch.Tensor):
-        return x.dim() - 1
-    # The weight spans another dimension, or it may: images with their channels first.
-    other = weight.shape != x.shape[-weight.dim() :] or weight.shape[:1] == x.shape[1:2]
-    return 1 if other else x.dim() - weight.dim()
+def _first_rows(x: torch.Tensor, weight, rows: int) -> tuple[int, ...]:
+    """Sizes of the first (at most two) dimensions such that what is kept has about ``rows`` rows.
 
-
-def _first_rows(shape: torch.Size, free: int, rows: int) -> tuple[int, ...]:
-    """Sizes of the first (at most two) free dimensions such that what is kept has about ``rows`` rows."""
-    lead = list(shape[: min(free, 2)])
-    inner = math.prod(shape[len(lead) : -1])
+    They are of those that are many of the same, which lie before the ones that a weight spans.
+    """
+    free = x.dim() - 1
+    if isinstance(weight, torch.Tensor):
+        # The weight spans another dimension, or it may: images with their channels first.
+        other = weight.shape != x.shape[-weight.dim() :] or weight.shape[:1] == x.shape[1:2]
+        free = 1 if other else x.dim() - weight.dim()
+    lead = list(x.shape[: min(free, 2)])
+    inner = math.prod(x.shape[len(lead) : -1])
     for i in range(len(lead)):
         lead[i] = max(1, min(lead[i], rows // (math.prod(lead[i + 1 :]) * inner)))
     return tuple(lead)

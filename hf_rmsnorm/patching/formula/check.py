@@ -55,7 +55,11 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
     for mixed in () if one_dtype or recipe.only_float32 else MIXED_DTYPES:
         trial.spread(recipe)
         _must_agree(trial, recipe, rows[:5], *mixed)
-    _check_sizes(trial, recipe)
+    # Rows of other sizes, and many rows, as far as they are affordable.
+    other_sizes = (trial.size + 8, 3 * trial.size + 40, WIDE)
+    for size in other_sizes if recipe.weight is None and recipe.hidden_size is None else ():
+        _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
+    _check_rows(trial, recipe, LONG)
     trial.randomise()
     if not _keeps_strides(trial, recipe):
         recipe = replace(recipe, row_major=True)
@@ -82,14 +86,6 @@ def _must_agree(trial: Trial, recipe: Recipe, x: torch.Tensor, *dtypes: torch.dt
         else:
             where = f"on {x.dim()}-dimensional input"
     raise NotInFamily(f"{where} its result is not that of {recipe.spec}")
-
-
-def _check_sizes(trial: Trial, recipe: Recipe) -> None:
-    """Rows of other sizes, and many rows, as far as they are affordable."""
-    if recipe.weight is None and recipe.hidden_size is None:
-        for size in (trial.size + 8, 3 * trial.size + 40, WIDE):
-            _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
-    _check_rows(trial, recipe, LONG)
 
 
 def _check_rows(trial: Trial, recipe: Recipe, longest: int) -> None:

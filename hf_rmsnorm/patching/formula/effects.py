@@ -55,7 +55,9 @@ class Code:
         self._add_members(["__getattr__", "__getattribute__"])
         self._reached = [value for function in self.functions for value in _reached(function)]
         self.names = set().union(*map(_names, self.functions))
-        self.words = self.names.union(*map(_strings, self.functions))  # what `getattr` may be given, too
+        constants = (c for function in self.functions for code in codes(function.__code__) for c in code.co_consts)
+        # What `getattr` may be given, too.
+        self.words = self.names.union(c for c in constants if isinstance(c, str) and c.isidentifier())
 
     def _add(self, function, wherever: bool = True) -> None:
         if not isinstance(function, _FUNCTIONS):
@@ -103,13 +105,9 @@ class Code:
 
     def containers(self) -> list:
         """Lists, tables and sets that outlive a call: globals, defaults, what a closure holds, the class's own."""
-        held = [members.get(name) for members in self._members for name in self.names]
-        held = [
-            v
-            for v in (*held, *self._reached)
-            if _of_itertools(v) or (isinstance(v, _CONTAINERS) and len(v) <= MAX_ITEMS)
-        ]
-        return list({id(value): value for value in held}.values())
+        held = [members.get(name) for members in self._members for name in self.names] + self._reached
+        lasting = (v for v in held if _of_itertools(v) or (isinstance(v, _CONTAINERS) and len(v) <= MAX_ITEMS))
+        return list({id(value): value for value in lasting}.values())
 
 
 def contents(value, depth: int = 3):
@@ -130,11 +128,12 @@ def _of_itertools(value) -> bool:
     return type(value).__module__ == "itertools"
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Some code, and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 def _cells(function: types.FunctionType) -> Iterator[object]:
@@ -146,12 +145,7 @@ def _cells(function: types.FunctionType) -> Iterator[object]:
 
 
 def _names(function: types.FunctionType) -> list[str]:
-    return list(dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names))
-
-
-def _strings(function: types.FunctionType) -> Iterator[str]:
-    constants = (constant for code in _codes(function.__code__) for constant in code.co_consts)
-    return (constant for constant in constants if isinstance(constant, str) and constant.isidentifier())
+    return list(dict.fromkeys(name for code in codes(function.__code__) for name in code.co_names))
 
 
 def _reached(function: types.FunctionType) -> Iterator[object]:
@@ -163,5 +157,5 @@ def _reached(function: types.FunctionType) -> Iterator[object]:
 def _stores(function: types.FunctionType) -> list[str]:
     """Names that a function, or one inside it, gives to something that outlives the call."""
     outer = set(function.__code__.co_freevars)
-    steps = [step for code in _codes(function.__code__) for step in dis.get_instructions(code)]
+    steps = [step for code in codes(function.__code__) for step in dis.get_instructions(code)]
     return [i.argval for i in steps if i.opname in _STORES or (i.opname == "STORE_DEREF" and i.argval in outer)]

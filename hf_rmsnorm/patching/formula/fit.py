@@ -123,11 +123,8 @@ class Fit(Trial):
 
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to about `EPS_READING`."""
-        neutral = {}
-        if recipe.weight:
-            neutral[recipe.weight] = torch.full((self.size,), 1.0 - recipe.spec.weight_offset, dtype=torch.float32)
-        if recipe.bias:
-            neutral[recipe.bias] = torch.zeros(self.size, dtype=torch.float32)
+        values = {recipe.weight: 1.0 - recipe.spec.weight_offset, recipe.bias: 0.0}
+        neutral = {n: torch.full((self.size,), value, dtype=torch.float32) for n, value in values.items() if n}
         x = scale * (1.0 + self.normal(1, self.size))
         with self.probe.having(**neutral):
             y = self.probe.run(x).double()[:, : self.group]

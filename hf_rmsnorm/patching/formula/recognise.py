@@ -3,13 +3,13 @@
 import inspect
 import re
 import types
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
-from .fit import Fit
+from .fit import TORCH_FORWARDS, Fit
 from .inputs import NotANorm, NotInFamily
 from .probe import DrawsRandom, Probe, Unusable, inputs, is_plain, neutral_modes, own_attributes, plain_attributes
 
@@ -20,8 +20,7 @@ REDUCTIONS = {"mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "vect
 REDUCTIONS |= {"layer_norm", "rms_norm", "einsum", "matmul", "dot", "bmm"}
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What is known of one module: a recipe; or a reason why it has none; or neither, if it is not a norm at all."""
 
     recipe: Recipe | None = None
@@ -89,8 +88,7 @@ def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
             return "it has submodules", "nothing: a norm among them is listed by itself" if inner else REWRITE
         return "", ""
     forward = cls.forward
-    torch_norms = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
-    if getattr(forward, "__module__", "").partition(".")[0] == "torch" and forward not in torch_norms:
+    if getattr(forward, "__module__", "").partition(".")[0] == "torch" and forward not in TORCH_FORWARDS:
         return "its forward is one of torch's own that is no norm over the last dimension", NOTHING
     stores = (module._parameters, module._buffers, module.__dict__)
     tensors = [t for store in stores for t in store.values() if isinstance(t, torch.Tensor)]

@@ -83,7 +83,10 @@ def _learn(layer: nn.Module) -> Fusion | str:
         return total
 
     forward = with_sums(base, {at: at for at in positions}, note)
-    for forms in _forms(definition, stubs):
+    # What the stubs may return, the most likely first: how the source uses their outputs says it.
+    guess = tuple(_used_as(definition, name) for name in stubs)
+    others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 else ()
+    for forms in dict.fromkeys([guess, *others]):
         stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)))
         try:
             expected = _run(base.forward, stand_in, x)
@@ -215,13 +218,6 @@ def _run(forward: Callable, stand_in: nn.Module, x: torch.Tensor) -> torch.Tenso
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     output = forward(stand_in, x, **{p.name: None for p in rest if p.default is p.empty and p.kind in named})
     return output[0] if isinstance(output, tuple) else output
-
-
-def _forms(definition: ast.FunctionDef, stubs: list[str]):
-    """What the stubs may return, the most likely first: how the source uses their outputs says it."""
-    guess = tuple(_used_as(definition, name) for name in stubs)
-    others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 else ()
-    return [guess, *(forms for forms in others if forms != guess)]
 
 
 def _used_as(definition: ast.FunctionDef, child: str) -> int:
