@@ -11,13 +11,6 @@ from .plan import CentringPlan, ConversionRefused
 from .targets.centred import PlannedConversion
 
 __all__ = [
-    "CentringPlan",
-    "Conversion",
-    "ConversionError",
-    "ConversionRefused",
-    "PlannedConversion",
-    "VerificationFailed",
-    "convert_adapter",
-    "convert_checkpoint",
-    "plan_conversion",
-]
+    "CentringPlan", "Conversion", "ConversionError", "ConversionRefused", "PlannedConversion", "VerificationFailed",
+    "convert_adapter", "convert_checkpoint", "plan_conversion",
+]  # fmt: skip

@@ -67,8 +67,7 @@ def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, ad
         if isinstance(part, dict) and part.get("quantization_config"):
             where = folder / config_name
             raise ConversionError(f"{where}: quantised: convert the unquantised model, then quantise that")
-    pickled = single not in files and index_name not in files
-    if pickled:
+    if pickled := single not in files and index_name not in files:
         if not any(name in files for name in pickles):
             missing = f"neither {single} nor {index_name} is there" if index_name else f"{single} is not there"
             raise ConversionError(f"{folder}: {missing}: download the weights, pickles with allow_pickle=True")

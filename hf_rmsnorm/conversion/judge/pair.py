@@ -98,11 +98,10 @@ class ModelPair:
             self.outputs(self.result)
         return seen[-1] if seen else None
 
+    @torch.no_grad()
     def outputs(self, model) -> list[torch.Tensor]:
         """Of all inputs, in rows."""
-        with torch.no_grad():
-            found = [t for inputs in self.inputs for t in output_tensors(model(**inputs)) if t.dim() > 1]
-        return [t.flatten(0, -2) for t in found]
+        return [t.flatten(0, -2) for given in self.inputs for t in output_tensors(model(**given)) if t.dim() > 1]
 
 
 @contextmanager

@@ -105,9 +105,8 @@ class _Builder:
         made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
         made.dtype = config.dtype
         aliases = {f"{pair.head[0]}.weight": f"{name}.weight" for name in pair.head[1:]}
-        return NativeTarget(
-            config.model_type, made, self.tensors, zero, tuple(self.clips), aliases, self.fold_affine, self.centred
-        )
+        done = self.tensors, zero, tuple(self.clips), aliases
+        return NativeTarget(config.model_type, made, *done, self.fold_affine, self.centred)
 
     def _settings(self, keeps_tie: bool) -> dict[str, Any]:
         """Keyword arguments of the target's config: what both know by one name, then what is particular."""

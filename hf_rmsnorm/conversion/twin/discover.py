@@ -76,12 +76,9 @@ def discover(source, **how) -> CentringPlan:
     if copies:
         names = ", ".join(c.key for c in copies)
         notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
-    headless = not copies and would_tie_a_head(twin.model, twin.config, hits)
-    if headless:
-        notes.append(
-            "tie_word_embeddings becomes false: a head tied to the centred table would give other logits; a class with "
-            "a head now says that it is missing."
-        )
+    if headless := not copies and would_tie_a_head(twin.model, twin.config, hits):
+        why = "a head tied to the centred table would give other logits"
+        notes.append(f"tie_word_embeddings becomes false: {why}; a class with a head now says that it is missing.")
     if undetermined := tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)})):
         which = f"{len(undetermined)} tensors, {undetermined[0]} for one"
         notes.append(f"No output depended on {which}: they are copied, as they do not write to the stream.")
@@ -90,9 +87,8 @@ def discover(source, **how) -> CentringPlan:
     if copies or headless:
         config["tie_word_embeddings"] = False
     scale = tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by))
-    plan = CentringPlan(
-        tuple(centred), scale, copies, tuple(records), config, undetermined, gauge.margins, tuple(notes)
-    )
+    steps = tuple(centred), scale, copies, tuple(records)
+    plan = CentringPlan(*steps, config, undetermined, gauge.margins, tuple(notes))
     stored = stored_names(twin.folder) if twin.folder else ()
     return named_as_stored(plan, stored, twin.model.base_model_prefix)
 

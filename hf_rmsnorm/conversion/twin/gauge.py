@@ -34,13 +34,9 @@ class Gauge:
 def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) -> Gauge:
     """Try every axis of every parameter of a float64 model; the model is not changed."""
     entered: dict[int, list[torch.Tensor]] = defaultdict(list)
-
-    def note(path, args, output):
-        entered[norms[path].hidden_size].append(args[0])
-
     parameters = dict(model.requires_grad_().named_parameters())
     with torch.enable_grad():
-        outputs = run(model, inputs, norms, note)
+        outputs = run(model, inputs, norms, lambda path, args, _: entered[norms[path].hidden_size].append(args[0]))
     generator = torch.Generator().manual_seed(1)
     of_outputs = gradients(outputs, parameters, generator)
     of_means = {n: gradients([x.mean(-1) for x in xs], parameters, generator) for n, xs in sorted(entered.items())}

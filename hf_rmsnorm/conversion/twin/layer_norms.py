@@ -54,8 +54,7 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[
             seen[path] = args
 
     run(model, inputs, paths, note)
-    found = {path: _recognise(model.get_submodule(path), args) for path, args in seen.items()}
-    found = {path: norm for path, norm in found.items() if norm is not None}
+    found = {path: norm for path, args in seen.items() if (norm := _recognise(model.get_submodule(path), args))}
     silent = [path for path in paths if path not in seen and _is_layer_norm(model.get_submodule(path))]
     return found, silent
 

@@ -43,9 +43,8 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
     for part in _parts(config):
         values = vars(part)  # under their own names; a config may refuse to give some as attributes
         names = (("head_dim",) if "head_dim" in values else ("d_head",), _HEADS, _HIDDEN)
-        given, heads, hidden = (
-            next((v for n in each if isinstance(v := values.get(n), int) and v), 0) for each in names
-        )
+        first = (next((v for n in each if isinstance(v := values.get(n), int) and v), 0) for each in names)
+        given, heads, hidden = first
         own = hidden // heads if heads and hidden % heads == 0 else hidden
         found += [size for size in (given, own) if size]
     return found or [1]

@@ -138,12 +138,10 @@ def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormCo
         model: a loaded model of any dtype, on the CPU; it is not changed.
         batches: keyword arguments of its forward, of text like that it will see; every fifth is measured, not fitted.
     """
-    held_out = batches[HELD_OUT - 1 :: HELD_OUT]
-    if not held_out:
+    if not (held_out := batches[HELD_OUT - 1 :: HELD_OUT]):
         raise ValueError(f"fit_post_norm needs {HELD_OUT} batches or more")
     found = look(model)
-    rest = [s for s in found.sums if s.norm not in found.zero]
-    if not rest:
+    if not (rest := [s for s in found.sums if s.norm not in found.zero]):
         raise ConversionRefused(f"{found.twin.name}: no norm reads a sum with another norm's output: nothing to fit")
     plain_work = converted(model, found, found.hits, {})
     norms, _ = find_layer_norms(plain_work, held_out[0])
@@ -345,8 +343,7 @@ def plan_post_norm(
     if not texts:
         words = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
         texts = [sentence.strip() for sentence in words.split(". ") if 20 < len(sentence) < 300][:SENTENCES]
-    batches = _batches(src, config, cls, texts, trust_remote_code)
-    if not batches:
+    if not (batches := _batches(src, config, cls, texts, trust_remote_code)):
         raise ConversionRefused(f"{src}: fit needs text, and there is no tokenizer: add one, or choose exact")
     if len(batches) < HELD_OUT:
         raise ConversionRefused(f"{src}: fit needs {HELD_OUT} texts or more, and {len(batches)} are here: add some")
@@ -358,9 +355,8 @@ def _batches(src, config, cls, texts: list[str], trust_remote_code: bool) -> lis
     if (tokenizer := tokenizer_of(src, cls, trust_remote_code)) is None:
         return []
     how = {"return_tensors": "pt", "truncation": True, "max_length": min(TOKENS, max_positions(config))}
-    inputs = [tokenizer(text, **how) for text in texts]
     accepted = inspect.signature(cls.forward).parameters
-    inputs = [{k: v for k, v in dict(each).items() if k in accepted} for each in inputs]
+    inputs = [{k: v for k, v in tokenizer(text, **how).items() if k in accepted} for text in texts]
     if config.is_encoder_decoder:
         inputs = [{**each, "decoder_input_ids": each["input_ids"]} for each in inputs]
     return [each for each in inputs if isinstance(each["input_ids"], torch.Tensor) and each["input_ids"].numel()]
