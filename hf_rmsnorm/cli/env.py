@@ -41,14 +41,11 @@ def run(args) -> Result:
 
     installed = versions()
     names = {"cpu": platform.processor() or platform.machine()}
-    present = torch.accelerator.current_accelerator(check_available=True)
-    if present is not None:
+    if (present := torch.accelerator.current_accelerator(check_available=True)) is not None:
         name_of = getattr(torch.get_device_module(present), "get_device_name", str)
         names |= {f"{present.type}:{index}": name_of(index) for index in range(torch.accelerator.device_count())}
-    devices = []
-    for device, name in names.items():
-        backend, reason = describe_backend(device)
-        devices.append({"device": device, "name": name, "backend": backend, "reason": reason})
+    served = ((device, name, *describe_backend(device)) for device, name in names.items())
+    devices = [{"device": device, "name": name, "backend": by, "reason": why} for device, name, by, why in served]
 
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     data = {"versions": installed, "platform": platform.platform(), "triton_interpret": interprets, "devices": devices}

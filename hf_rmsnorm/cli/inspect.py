@@ -77,10 +77,8 @@ def _table(args, before, after) -> str:
         if found is not None and found.perplexity is not None:
             lines.append(f"perplexity of {name}: {found.perplexity:.6g}")
     if (naive := before.naive) is not None:
-        lines.append(
-            f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, KL {naive.kl:.3g} nats a token, "
-            f"likeliest word kept for {naive.top1:.2%}"
-        )
+        cost = f"KL {naive.kl:.3g} nats a token, likeliest word kept for {naive.top1:.2%}"
+        lines.append(f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, {cost}")
     return "\n".join(lines)
 
 

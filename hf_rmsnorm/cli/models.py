@@ -19,7 +19,6 @@ class Source(NamedTuple):
     name: str
     where: str
     is_local: bool
-    is_demo: bool
     trust_remote_code: bool
 
     @property
@@ -49,19 +48,19 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
         name = model.removeprefix("demo:")
         if name not in DEMO_MODELS:
             raise CliError(f"no demo {name!r}: choose one of {', '.join(f'demo:{n}' for n in DEMO_MODELS)}")
-        return Source(model, str(demo_path(name)), True, True, False)
+        return Source(model, str(demo_path(name)), True, False)
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             if (folder / "adapter_config.json").is_file():
                 raise CliError(f"{model} is an adapter: merge_and_unload it into its base, save that, and pass it")
             raise CliError(f"{model} has no config.json: pass the folder that save_pretrained wrote")
-        return Source(model, str(folder), True, False, trust_remote_code)
+        return Source(model, str(folder), True, trust_remote_code)
     if folder.exists():
         raise CliError(f"{model} is a file: pass the folder that holds it")
     if not HUB_ID.fullmatch(model) or model.startswith("."):
         raise CliError(f"there is no folder {model}: pass a local folder, a hub id such as org/name, or demo:llama")
-    return Source(model, model, False, False, trust_remote_code)
+    return Source(model, model, False, trust_remote_code)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def run(args) -> Result:
         backend = "reference"
         reason += "; so this compares the plain-torch formula, not the kernels"
 
-    dtype = args.dtype or ("all" if source.is_demo else "auto")
+    dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
     runs = []
     for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
         model = models.load_model(source, each, device)

@@ -7,15 +7,6 @@ from .noise import LogitDifference, NoiseFloor
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
 
 __all__ = [
-    "EquivalenceReport",
-    "GreedyComparison",
-    "GreedyDifference",
-    "Inspection",
-    "LogitDifference",
-    "NaiveSwap",
-    "NoiseFloor",
-    "NormCheck",
-    "NormInput",
-    "inspect_norms",
-    "verify_equivalence",
-]
+    "EquivalenceReport", "GreedyComparison", "GreedyDifference", "Inspection", "LogitDifference", "NaiveSwap",
+    "NoiseFloor", "NormCheck", "NormInput", "inspect_norms", "verify_equivalence",
+]  # fmt: skip

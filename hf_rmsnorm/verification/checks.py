@@ -220,8 +220,7 @@ def _alike(piece: Piece, cotangents: list, number: int) -> tuple[list, ...]:
 
 def _double(norm: nn.Module) -> nn.Module:
     """The unpatched module with parameters in float64, sharing all else."""
-    base = getattr(type(norm), "_hf_rmsnorm_base", type(norm))
-    twin = object.__new__(base)
+    twin = object.__new__(getattr(type(norm), "_hf_rmsnorm_base", type(norm)))
     doubles = {name: p if p is None else nn.Parameter(p.detach().double()) for name, p in norm._parameters.items()}
     twin.__dict__.update(vars(norm), _parameters=doubles)
     return twin

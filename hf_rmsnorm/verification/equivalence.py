@@ -75,16 +75,15 @@ def verify_equivalence(
         >>> verify_equivalence(model, inputs=torch.tensor([[72, 101, 108, 108, 111]]), max_new_tokens=4).passed
         True
     """
-    if candidate_model is reference_model:
-        candidate_model = None
+    one_model = candidate_model is None or candidate_model is reference_model
     chosen = nullcontext() if backend is None else use_backend(backend)
-    models = (reference_model,) if candidate_model is None else (reference_model, candidate_model)
+    models = (reference_model,) if one_model else (reference_model, candidate_model)
     batches = _check(models, inputs, same_parameters=norms is not False)
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))
         own_paths, own_patch = stack.enter_context(_unpatched(reference_model))
-        if candidate_model is not None:
+        if not one_model:
             candidate_state, changed = nullcontext, None
         elif own_paths:
             candidate_state, changed = own_patch, own_paths
@@ -154,8 +153,7 @@ def _check(models: tuple[nn.Module, ...], inputs, same_parameters: bool) -> list
 
 
 def _first_parameter(model: nn.Module) -> torch.Tensor:
-    parameter = next(model.parameters(), None)
-    if parameter is None:
+    if (parameter := next(model.parameters(), None)) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing to verify")
     return parameter
 
@@ -192,8 +190,7 @@ def _batches(inputs, vocabulary: int | None, device: torch.device) -> list[dict]
         for name, tensor in batch.items():
             if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
                 raise ValueError(f"inputs[{i}] is empty: {name} has shape {tuple(tensor.shape)}; pass tokens")
-        ids = batch.get("input_ids")
-        if ids is not None:
+        if (ids := batch.get("input_ids")) is not None:
             kind = f"{ids.dtype} of shape {tuple(ids.shape)}"
             if ids.is_floating_point() or ids.dim() not in (1, 2):
                 raise ValueError(f"inputs[{i}]: input_ids is {kind}; pass integers (batch, tokens)")

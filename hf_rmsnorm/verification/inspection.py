@@ -5,7 +5,7 @@ agree; where it is not, a LayerNorm that is merely replaced gives another model.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -78,7 +78,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     ratios: dict[str, list[torch.Tensor]] = {path: [] for path in recipes}
 
     def note(path, args, output):
-        x = _first_tensor(args).detach().double().flatten(0, -2)
+        x = next(filter(torch.is_tensor, args)).detach().double().flatten(0, -2)
         rms = x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
         ratios[path].append((x.mean(-1).abs() / rms).cpu())
 
@@ -87,7 +87,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         module, recipe = model.get_submodule(path), recipes[path]
         parameters = (None if name is None else getattr(module, name).double() for name in (recipe.weight, recipe.bias))
         spec = replace(recipe.spec_of(module), centered=False)
-        return reference_norm(_first_tensor(args).double(), *parameters, spec).to(output.dtype)
+        return reference_norm(next(filter(torch.is_tensor, args)).double(), *parameters, spec).to(output.dtype)
 
     def logits_with(hook, paths):
         with torch.no_grad(), hooked(model, paths, hook):
@@ -109,10 +109,6 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         name, over_rows = type(model.get_submodule(path)).__name__, (len(each), each.median().item(), each.max().item())
         norms.append(NormInput(path, name, path in layer_norms, *over_rows))
     return Inspection(tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive)
-
-
-def _first_tensor(args: Sequence) -> torch.Tensor:
-    return next(v for v in args if isinstance(v, torch.Tensor))
 
 
 def _perplexity(logits: torch.Tensor, ids: torch.Tensor) -> float:

@@ -14,11 +14,8 @@ _ROWS = 4096  # of a parameter at a time between devices: bounds the memory a la
 def changed_modules(reference: nn.Module, candidate: nn.Module) -> list[str]:
     """Paths of the leaf modules that may compute something else; in doubt one counts: it is compared, not condemned."""
     others = dict(candidate.named_modules())
-    return [
-        path
-        for path, module in reference.named_modules()
-        if path in others and next(module.children(), None) is None and _differ(module, others[path])
-    ]
+    leaves = ((path, m) for path, m in reference.named_modules() if next(m.children(), None) is None)
+    return [path for path, module in leaves if path in others and _differ(module, others[path])]
 
 
 _OF_MODULES = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward"}  # `training` is among them

@@ -142,10 +142,9 @@ class EquivalenceReport:
         errors = "reference {:.3g}, candidate {:.3g}, allowed {:.3g}"
         largest = errors.format(floor.reference_max, floor.candidate_max, floor.allowed_max)
         rms = errors.format(floor.reference_rms, floor.candidate_rms, floor.allowed_rms)
-        difference = (
-            f"max {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}, KL per token {logits.kl_mean:.2g} "
-            f"(max {logits.kl_max:.2g}), top-1 equal {logits.top1_agreement:.2%}"
-        )
+        kl = f"KL per token {logits.kl_mean:.2g} (max {logits.kl_max:.2g})"
+        means = f"max {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}"
+        difference = f"{means}, {kl}, top-1 equal {logits.top1_agreement:.2%}"
         lines = [
             f"{self.model}, {self.dtype} on {self.device}: {logits.tokens} tokens, vocabulary {logits.vocabulary}",
             _line("logits against reference", difference),
