@@ -91,8 +91,7 @@ def promises(record: Mapping, names: Iterable[str]) -> Iterator[tuple[str, dict]
 
 def complaint(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
     """What `uncentred` finds, in words and with what to do about it; "" if all is well."""
-    names = uncentred(tensors, record)
-    if not names:
+    if not (names := uncentred(tensors, record)):
         return ""
     name, how = names[0], _matching(record["writers"], names[:1]).get(names[0])
     which = f"{name} and {len(names) - 1} more" if len(names) > 1 else name

@@ -127,8 +127,7 @@ def train_as_rms(model: torch.nn.Module) -> None:
 def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
     """`train_as_rms`, without the warning; `trained`: the weights are known to be trained as RMSNorm already."""
     found = _recorded(model, "train_as_rms")
-    doubt = "" if trained or found.followed else conversion_of(model).doubt.removeprefix(STAYS)
-    if doubt:
+    if doubt := "" if trained or found.followed else conversion_of(model).doubt.removeprefix(STAYS):
         raise ValueError(f"as RMSNorm this model would compute something else than it does now: {doubt}")
     for module in model.modules():
         config = getattr(module, "config", None)

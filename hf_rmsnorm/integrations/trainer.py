@@ -69,9 +69,8 @@ class HfRmsNormCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         self._patch(model, resumed=state.global_step > 0, again=args.use_liger_kernel)
         if args.use_liger_kernel and any("liger_kernel" in norm.reason for norm in self.report.skipped):
-            logger.warning(
-                "use_liger_kernel took norms: liger_kernel_config={'rms_norm': False} keeps its other kernels"
-            )
+            cure = "liger_kernel_config={'rms_norm': False} keeps its other kernels"
+            logger.warning(f"use_liger_kernel took norms: {cure}")
         if self._recentre_wanted:
             self._recentre = Recentre(model)
             if optimizer is not None:
@@ -80,10 +79,9 @@ class HfRmsNormCallback(TrainerCallback):
         as_rms = any(norm.converted for norm in self.report.swapped)
         self._saves_trained = as_rms and conversion.trained
         if as_rms and not (self._recentre_wanted or conversion.trained):
-            logger.warning(
-                "this converted model trains as RMSNorm, and what is saved loads as LayerNorm: another function where "
-                "its writers were trained; give HfRmsNormCallback recentre=True or train_as_rms=True"
-            )
+            what = "this converted model trains as RMSNorm, and what is saved loads as LayerNorm"
+            cure = "give HfRmsNormCallback recentre=True or train_as_rms=True"
+            logger.warning(f"{what}: another function where its writers were trained; {cure}")
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         if self._recentre is not None:

@@ -66,18 +66,16 @@ def recorded_model(model: torch.nn.Module) -> Recorded | None:
     for path, module in model.named_modules():
         record = getattr(getattr(module, "config", None), RECORD_KEY, None)
         if isinstance(record, dict) and "rms_norms" in record:
-            paths = [path for path, _ in module.named_modules()]
             # A checkpoint saved with a head may be loaded without, and the names then lack what the head puts before.
             for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
-                if norms := recorded_norms(record, [head + path for path in paths]):
+                if norms := recorded_norms(record, [head + inner for inner, _ in module.named_modules()]):
                     return Recorded(path, module, head, record, norms)
     return None
 
 
 def conversion_of(model: torch.nn.Module) -> ConvertedNorms | None:
     """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
-    found = recorded_model(model)
-    if found is None:
+    if (found := recorded_model(model)) is None:
         return None
     inside = f"{found.path}." if found.path else ""
     norms = {inside + path[len(found.head) :]: how["eps"] for path, how in found.norms.items()}

@@ -84,8 +84,7 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
 
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
-    fused = recipe_of(module)
-    if fused is None:
+    if (fused := recipe_of(module)) is None:
         recipe, reason, cure = recognise(module, cache)
     elif (spec := fused.spec_of(module)) is not None:
         recipe, reason, cure = replace(fused, spec=spec), None, ""

@@ -40,8 +40,7 @@ def swap(module: torch.nn.Module, recipe: Recipe) -> None:
 
 def restore(module: torch.nn.Module) -> bool:
     """Undo `swap` if there was one, and say so; classes derived from the fused one are derived from the original."""
-    fused = fused_part(type(module))
-    if fused is not None:
+    if (fused := fused_part(type(module))) is not None:
         base = fused._hf_rmsnorm_base
         _change_class(module, exchanged(type(module), fused, base), fused.forward, base.forward)
     return fused is not None

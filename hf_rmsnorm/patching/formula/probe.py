@@ -141,10 +141,22 @@ class Probe:
 
         ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. None: neither.
         """
-        given = x.clone()
-        with _TorchNorms() as norms:
+        given, calls, autocast = x.clone(), [], _autocast_state()
+
+        class TorchNorms(TorchFunctionMode):
+            """Notes calls of torch's own norms: (input, output, whether no weight was given)."""
+
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                kwargs = kwargs or {}
+                y = func(*args, **kwargs)
+                if func in TORCH_NORMS and _autocast_state() == autocast:
+                    alone = sum(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())) == 1
+                    calls.append((args[0] if args else kwargs.get("input"), y, alone))
+                return y
+
+        with TorchNorms():
             y = self._call(given, gate)
-        made = [call for call in norms.calls if _same_memory(call[0], given)]
+        made = [call for call in calls if _same_memory(call[0], given)]
         if any(_same_memory(output, y) for _, output, _ in made):
             return "all"
         return "hat" if any(alone for _, _, alone in made) else None
@@ -205,23 +217,6 @@ class _RefuseRandom(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise DrawsRandom("its forward draws random numbers")
         return func(*args, **(kwargs or {}))
-
-
-class _TorchNorms(TorchFunctionMode):
-    """Notes calls of torch's own norms under the autocast of before: (input, output, whether no weight was given)."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        self.autocast = _autocast_state()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        y = func(*args, **kwargs)
-        if func in TORCH_NORMS and _autocast_state() == self.autocast:
-            alone = sum(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())) == 1
-            self.calls.append((args[0] if args else kwargs.get("input"), y, alone))
-        return y
 
 
 def _autocast_state() -> list[bool]:

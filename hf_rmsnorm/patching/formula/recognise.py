@@ -41,8 +41,7 @@ def recognise(module: torch.nn.Module, cache: dict[tuple, Verdict] | None = None
     Verdicts about modules with opaque attributes go to `cache`: they hold while the caller keeps those alive.
     """
     named = bool(NORM_NAME.search(class_name(module)))
-    reason = _refusal(module)
-    if reason is not None:
+    if (reason := _refusal(module)) is not None:
         return Verdict(None, *reason) if named and reason[0] else NOT_A_NORM
     key, lasting = _signature(module)
     known = _known if lasting or cache is None else cache

@@ -62,8 +62,7 @@ def _key(layer: nn.Module) -> tuple:
 def _learn(layer: nn.Module) -> Fusion | str:
     base = unfused(type(layer))
     _, definition = forward_source(base)
-    positions = range(len(sums(definition)))
-    if not positions:
+    if not (positions := range(len(sums(definition)))):
         return "its forward adds nothing"
     if changes_itself(definition):
         return "its forward changes what the layer holds"
