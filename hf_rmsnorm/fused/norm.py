@@ -141,7 +141,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
                 return own_forward(self, *args, **kwargs)
             backend = resolve_backend(rows, weight, bias, spec, gate)
             if backend == "original" and key is not None:
-                plans.left.add(key)
+                plans.leave(key)
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)

@@ -90,10 +90,18 @@ class LaunchCache(dict):
         """The plan ``make(*operands)`` of a call, kept by its key; None where another backend serves it."""
         if backend != "triton":
             return None
-        if len(self) + len(self.left) >= self.MOST:
-            self.clear()
+        self._make_room()
         plan = self[key] = make(*operands)
         return plan
+
+    def leave(self, key: tuple) -> None:
+        """Keep that a call is left to the module's own forward."""
+        self._make_room()
+        self.left.add(key)
+
+    def _make_room(self) -> None:
+        if len(self) + len(self.left) >= self.MOST:
+            self.clear()
 
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
         """(key, plan) of a call that nobody compiles: plan is None where none is kept, and key too where none can be.

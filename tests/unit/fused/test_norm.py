@@ -232,6 +232,29 @@ def test_a_cache_of_launches_keeps_those_of_kernels_and_not_too_many(monkeypatch
     for key in "abc":
         assert cache.keep(key, "triton", lambda key=key: key.upper()) == key.upper()
     assert cache == {"c": "C"}
+    for key in "defg":
+        cache.leave(key)
+    assert cache == {} and cache.left == {"g"}
+
+
+def test_a_call_that_was_left_to_the_module_is_refused_where_the_kernels_are_insisted_on():
+    norm, x = fused(Norm()).double(), torch.randn(2, D, dtype=torch.float64)
+    plans = type(norm)._hf_rmsnorm_plans
+    expected = norm(x)
+    assert plans.left and plans.find(x, norm.weight, None, False)[1] is False
+    assert all(torch.equal(norm(x), expected) for _ in range(2)) and norm.calls == 3
+    with use_backend("triton"), pytest.raises(RuntimeError, match="float64"):
+        norm(x)
+    with use_backend("reference"):
+        torch.testing.assert_close(norm(x), expected)
+    assert norm.calls == 3
+
+
+def test_shapes_that_take_turns_are_told_apart():
+    norm = fused(Norm())
+    for rows in (2, 3, 2, 3, 3, 2):
+        x = torch.randn(rows, D)
+        torch.testing.assert_close(norm(x), Norm.forward(norm, x), rtol=1e-5, atol=1e-5)
 
 
 def test_nested_tensors_run_the_modules_own_forward():
