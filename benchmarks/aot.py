@@ -19,7 +19,7 @@ from triton.runtime import driver
 from benchmarks.driver import StubDriver
 from benchmarks.machine_code import read_amd, read_nvidia, sums
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.kernels import launch, launch_qk
+from hf_rmsnorm.kernels import launch, launch_qk, plan
 from hf_rmsnorm.kernels.serves import of_rows, unserved
 from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
 
@@ -128,6 +128,7 @@ def compile_for(name: str) -> CompileOnly:
     driver.set_active(recorder)
     for kernel in KERNELS:
         kernel._compiled.clear()
+    plan.forget()
     launch.device_limits = lambda *_: (recorder.chip.sms, recorder.chip.shared_limit)
     return recorder
 
