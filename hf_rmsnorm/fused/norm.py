@@ -93,8 +93,9 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
     own_forward = _rms_forward(input_name, recipe) if recipe.as_rms else base_forward
-    # Where nothing but eps can change: what it was found with, which is then no NaN and no None.
-    eps_name, eps_value = (None, math.nan) if recipe.settings or recipe.absent else (recipe.eps, recipe.eps_value)
+    # Where nothing but eps can change, what it was found with; None is also what is not there.
+    only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
+    eps_name, eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
     is_simple, memory_efficient = recipe.is_simple, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
@@ -122,7 +123,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
         key, plan, backend = None, None, "triton"
-        if is_simple and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary that it sees
+        whole = (weight is not None or weight_name is None) and (bias is not None or bias_name is None)
+        if is_simple and whole and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary it sees
             key, plan = plans.find(x, weight, bias, functional)
         if plan is False:
             return own_forward(self, *args, **kwargs)
@@ -130,8 +132,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
                 spec is None
-                or (weight is None and weight_name is not None)
-                or (bias is None and bias_name is not None)
+                or not whole
                 or not isinstance(rows, torch.Tensor)
                 or not (gate is None or (isinstance(gate, torch.Tensor) and (any_gate or gate.dtype == x.dtype)))
                 or (bias is not None and weight is not None and bias.dtype != weight.dtype)

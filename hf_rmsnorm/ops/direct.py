@@ -76,6 +76,7 @@ class LaunchCache(dict):
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
+    MOST_LEFT = 256  # which saves less
 
     def __init__(self):
         self._alike: dict[tuple, Callable] = {}
@@ -90,18 +91,16 @@ class LaunchCache(dict):
         """The plan ``make(*operands)`` of a call, kept by its key; None where another backend serves it."""
         if backend != "triton":
             return None
-        self._make_room()
+        if len(self) >= self.MOST:
+            self.clear()
         plan = self[key] = make(*operands)
         return plan
 
     def leave(self, key: tuple) -> None:
         """Keep that a call is left to the module's own forward."""
-        self._make_room()
-        self.left.add(key)
-
-    def _make_room(self) -> None:
-        if len(self) + len(self.left) >= self.MOST:
+        if len(self.left) >= self.MOST_LEFT:
             self.clear()
+        self.left.add(key)
 
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
         """(key, plan) of a call that nobody compiles: plan is None where none is kept, and key too where none can be.
@@ -114,7 +113,10 @@ class LaunchCache(dict):
             or (functional and torch.is_autocast_enabled(x.device.type))
         ):
             return None, None
-        alike, key, plan = self.last.get(x.shape, _NOTHING)
+        try:
+            alike, key, plan = self.last.get(x.shape, _NOTHING)
+        except TypeError:  # symbolic sizes, of a tensor that functorch has wrapped
+            return None, None
         like = alike(x, weight) if bias is None else alike(x, weight, bias)
         if like and not is_watched():
             return key, plan if plan or chosen.backend == "auto" else None
@@ -123,10 +125,11 @@ class LaunchCache(dict):
         if key in self.left and chosen.backend == "auto":
             plan = False
         if plan is not None:
-            if key not in self._alike:
+            before, known = self.last.get(x.shape, _NOTHING)[1], self._alike.get(key)
+            if known is None or before == key:  # or made under other modes, autocast or gradients say
                 check = alike_to([t for t in (x, weight, bias) if t is not None])
-                self._alike[key] = check if weight is not None else lambda x, _, *bias: check(x, *bias)
-            self.last[x.shape] = self._alike[key], key, plan
+                known = self._alike[key] = check if weight is not None else lambda x, _, *bias: check(x, *bias)
+            self.last[x.shape] = known, key, plan
         return key, plan
 
 

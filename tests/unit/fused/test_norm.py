@@ -232,9 +232,10 @@ def test_a_cache_of_launches_keeps_those_of_kernels_and_not_too_many(monkeypatch
     for key in "abc":
         assert cache.keep(key, "triton", lambda key=key: key.upper()) == key.upper()
     assert cache == {"c": "C"}
-    for key in "defg":
+    monkeypatch.setattr(LaunchCache, "MOST_LEFT", 2)
+    for key in "abc":
         cache.leave(key)
-    assert cache == {} and cache.left == {"g"}
+    assert cache == {} and cache.left == {"c"}
 
 
 def test_a_call_that_was_left_to_the_module_is_refused_where_the_kernels_are_insisted_on():
@@ -248,6 +249,42 @@ def test_a_call_that_was_left_to_the_module_is_refused_where_the_kernels_are_ins
     with use_backend("reference"):
         torch.testing.assert_close(norm(x), expected)
     assert norm.calls == 3
+
+
+@pytest.mark.parametrize("gone", [("bias",), ("weight",), ("weight", "bias")], ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # served, and left to the module
+def test_parameters_that_go_after_calls_leave_the_modules_own_forward(gone, dtype):
+    norm = nn.Sequential(nn.LayerNorm(D)).to(dtype)
+    patch_model(norm)
+    x = torch.randn(3, D, dtype=dtype)
+    for _ in range(3):
+        norm(x)
+    own = nn.LayerNorm(D).to(dtype)
+    for name in gone:
+        setattr(norm[0], name, None)
+        setattr(own, name, None)
+    assert all(torch.equal(norm(x), own(x)) for _ in range(2))
+
+
+def test_an_eps_that_is_none_and_goes_raises_as_before():
+    norm = nn.Sequential(nn.RMSNorm(D))
+    patch_model(norm)
+    norm(torch.randn(3, D))
+    del norm[0].eps
+    with pytest.raises(AttributeError, match="eps"):
+        norm(torch.randn(3, D))
+
+
+def test_calls_are_found_again_under_gradients_after_calls_without():
+    norm, x = fused(Norm()), torch.randn(3, D)
+    plans = type(norm)._hf_rmsnorm_plans
+    plans.clear()
+    for _ in range(2):
+        with torch.no_grad():
+            norm(x)
+    for _ in range(2):
+        norm(x)
+        assert plans.last[x.shape][0](x, norm.weight)
 
 
 def test_shapes_that_take_turns_are_told_apart():

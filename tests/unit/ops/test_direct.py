@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_rmsnorm import use_backend
+from hf_rmsnorm import rms_norm, use_backend
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.ops import direct
 from hf_rmsnorm.ops.direct import LaunchCache, alike_to, is_watched, launch_key
@@ -199,3 +200,17 @@ def test_transforms_see_the_operators_of_calls_that_were_found():
     torch.func.grad(lambda x: look(x).sum())(X)
     torch.jit.trace(look, X, check_trace=False)  # which would run it once more, untraced
     assert seen and not any(seen)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+def test_symbolic_sizes_under_a_transform_are_no_call_that_is_kept(transform):
+    found = []
+
+    def look(x):
+        found.append(LaunchCache().find(x, None, None, False))
+        return rms_norm(x, torch.ones(16))
+
+    graph = make_fx(transform(look), tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.randn(3, 16))
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(graph(x), transform(look)(x), rtol=1e-4, atol=1e-5)
+    assert found and all(each == (None, None) for each in found)
