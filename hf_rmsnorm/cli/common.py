@@ -91,13 +91,11 @@ def interpret_on_cpu(device) -> None:
 def load_matplotlib(file):
     """matplotlib.pyplot, drawing into files; refused before any work where it could not write this one."""
     try:
-        from matplotlib import pyplot
+        from matplotlib import backend_bases, pyplot
     except ImportError:
         raise CliError("--plot needs matplotlib: pip install matplotlib") from None
     pyplot.switch_backend("Agg")
-    kinds = pyplot.figure().canvas.get_supported_filetypes()
-    pyplot.close()
-    if file.suffix.lower().lstrip(".") not in kinds:
+    if file.suffix.lower().lstrip(".") not in backend_bases.FigureCanvasBase.get_supported_filetypes():
         raise CliError(f"cannot write {file}: no kind of picture has that ending; pass a name that ends in .png")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise CliError(f"cannot write {file}: there is no such folder, or no permission; pass another file with --plot")

@@ -58,10 +58,10 @@ def norm_and_rotate(
         rotate: ``rotate(q, k, *tables)`` as the forward calls it; None where it does not.
         tables: cos and sin.
     """
-    q_name, k_name = names
-    of_q, of_k = held.get(q_name), held.get(k_name)
     if not held:
         return (q, k) if rotate is None else rotate(q, k, *tables)
+    q_name, k_name = names
+    of_q, of_k = held.get(q_name), held.get(k_name)
     for of_x, name, x in ((of_q, q_name, q), (of_k, k_name, k)):
         if of_x is not None and (version(x) != of_x[4] or version(of_x[0]) != of_x[5]):
             raise RuntimeError(f"what {name} is yet to read was written to: patch the model with fuse_residual=False")

@@ -18,7 +18,7 @@ from ..ops import fused_norm, resolve_backend
 from ..ops.direct import LaunchCache
 from ..ops.norm import launched_norm, plan_of
 from .handover import handed_over
-from .recipe import Recipe, one_dtype, operands, shapes_fit
+from .recipe import Recipe, one_dtype, operands, shapes_fit, tensor_of
 from .subclass import derive, exchanged, marked
 
 _is_compiling = torch.compiler.is_compiling
@@ -112,13 +112,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             x = args[0]
         else:
             x, gate = _inputs(args, kwargs, input_name, gate_name)
-        # Most weights are parameters, and nn.Module's own attribute look-up takes as long as a launch's bookkeeping.
-        parameters = self._parameters
-        weight, bias = parameters.get(weight_name), parameters.get(bias_name)
-        if weight is None and weight_name is not None:
-            weight = getattr(self, weight_name)
-        if bias is None and bias_name is not None:
-            bias = getattr(self, bias_name)
+        weight = None if weight_name is None else tensor_of(self, weight_name)
+        bias = None if bias_name is None else tensor_of(self, bias_name)
         spec = recipe.spec if self.__dict__.get(eps_name) is eps_value else recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
