@@ -28,7 +28,12 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def make_record(
-    writers: Entries, norms: Entries, parameters: Iterable[str], paths: Iterable[str], neurons: Entries | None = None
+    writers: Entries,
+    norms: Entries,
+    parameters: Iterable[str],
+    paths: Iterable[str],
+    neurons: Entries | None = None,
+    centred: Mapping[str, str] | None = None,
 ) -> dict:
     """The record: JSON data for config.json.
 
@@ -40,11 +45,13 @@ def make_record(
         paths: all LayerNorms of the model.
         neurons: parameter -> ``{"axis", "first", "values"}``: its slices along `axis`, from `first` to the last, hold
             one value each; they are neurons that cancel the mean of what is added to them.
+        centred: module path -> ``"input"`` or ``"output"``, whose mean no weight holds: it is taken off in the run.
     """
     parameters = list(parameters)
     record = {"version": VERSION, "computes": "layer_norm"}
     record |= {"writers": _counted(writers, parameters), "rms_norms": shorten(norms, paths)}
-    return {**record, "neurons": _counted(neurons, parameters)} if neurons else record
+    more = {"neurons": _counted(neurons or {}, parameters), "centred": dict(centred or {})}
+    return {**record, **{name: entries for name, entries in more.items() if entries}}
 
 
 def _counted(entries: Entries, names: Iterable[str]) -> dict[str, dict]:

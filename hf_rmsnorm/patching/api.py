@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from .centring import centre_at, uncentre
+from .converted import recorded_model
 from .layers.links import fuse_layers
 from .plan import Globs, make_plan, report_on
 from .report import PatchReport
@@ -70,8 +72,11 @@ def unpatch_model(model: torch.nn.Module) -> int:
         TypeError: model is not a module.
     """
     check_module("unpatch_model", model)
+    whole = recorded_model(model) is not None  # a part of a converted model may hold a mean that the rest is to lack
     for module in model.modules():
         fuse(module, None)
+        if whole:
+            uncentre(module)
     return sum([restore(module) for module in model.modules()])
 
 
@@ -115,6 +120,8 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
             elif entry.recipe is not None and not entry.already:
                 swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
                 undo.callback(restore, entry.module)
+        if any(entry.recipe is not None and entry.recipe.as_rms for entry in entries):
+            centre_at(model, recorded_model(model).centred, undo)
         for module in () if fuse_residual else model.modules():
             undo.callback(fuse, module, fuse(module, None))
         layers = fuse_layers(model, undo) if fuse_residual else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
@@ -16,7 +16,8 @@ from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, 
 
 STAYS = "stays the LayerNorm that it is: "
 TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
-_HARMLESS = ("transformers.", "torch.distributed.")  # whose hooks move tensors, and do not change what is in them
+# Whose hooks move tensors and do not change what is in them, or take a mean off.
+_HARMLESS = ("transformers.", "torch.distributed.", "hf_rmsnorm.")
 WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
 
 
@@ -25,13 +26,17 @@ class ConvertedNorms:
     """What a model's record says of its norms."""
 
     norms: dict[str, float]  # module path -> eps, of each LayerNorm that is recorded as an RMSNorm
+    # Module path -> "input" or "output", which is to lose its mean when the model runs.
+    centred: dict[str, str] = field(default_factory=dict)
     doubt: str = ""  # that the record cannot be followed, and why
     trained: bool = False  # training has made the model one of RMSNorms, by the record: its writers may have any mean
 
     @property
     def note(self) -> str:
         """What a report says of a norm that runs as RMSNorm."""
-        return TRAINED if self.trained else ""
+        which = ", ".join(f"the {where} of {path}" for path, where in self.centred.items())
+        taken = f"the mean of {which} is taken off when the model runs, as no weight holds it" if which else ""
+        return "; ".join(filter(None, (TRAINED if self.trained else "", taken)))
 
     def recipe(self, paths: list[str], recipe: Recipe) -> tuple[Recipe, str]:
         """(the recipe to swap in, a note for the report) for a norm that was recognised as `recipe`."""
@@ -60,6 +65,16 @@ class Recorded:
         """Whether the norms are RMSNorms whatever the weights are."""
         return self.record.get("computes") == TRAINED_AS_RMS
 
+    @property
+    def centred(self) -> dict[str, str]:
+        """Module path in the model that was searched -> "input" or "output", which is to lose its mean."""
+        return {self.here(path): where for path, where in self.record.get("centred", {}).items()}
+
+    def here(self, path: str) -> str:
+        """What the record calls so, by its path in the model that was searched."""
+        own = path[len(self.head) :]
+        return f"{self.path}.{own}" if self.path else own
+
 
 def recorded_model(model: torch.nn.Module) -> Recorded | None:
     """The model, or the one inside it, whose config records a conversion; None if there is none."""
@@ -77,12 +92,14 @@ def conversion_of(model: torch.nn.Module) -> ConvertedNorms | None:
     """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
     if (found := recorded_model(model)) is None:
         return None
-    inside = f"{found.path}." if found.path else ""
-    norms = {inside + path[len(found.head) :]: how["eps"] for path, how in found.norms.items()}
+    norms = {found.here(path): how["eps"] for path, how in found.norms.items()}
+    centred = found.centred
+    if gone := centred.keys() - {path for path, _ in model.named_modules(remove_duplicate=False)}:
+        return ConvertedNorms(norms, doubt=f"{STAYS}{min(gone)}, where a mean is taken off, is not in this model")
     if found.followed:
-        return ConvertedNorms(norms, trained=trained_as_rms(found.record))
+        return ConvertedNorms(norms, centred, trained=trained_as_rms(found.record))
     doubt = _doubt(found) or outside_of(model, found.model)
-    return ConvertedNorms(norms, doubt if doubt in ("", WITHOUT_WEIGHTS) else STAYS + doubt)
+    return ConvertedNorms(norms, centred, doubt if doubt in ("", WITHOUT_WEIGHTS) else STAYS + doubt)
 
 
 def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:

@@ -98,10 +98,13 @@ class Float64Mode(TorchDispatchMode):
                 raise RuntimeError(f"the model writes in place to {where}: its forward cannot be repeated in float64")
         if (_holds_narrow(args) or _holds_narrow([*kwargs.values()])) and func.overloadpacket not in _GATHERS:
             args, kwargs = tree_map(widen, (args, kwargs))
+        makes = takes_dtype and not any(isinstance(a, torch.Tensor) for a in args)
+        if makes and kwargs.get("dtype") is None and any(isinstance(a, float) for a in args):
+            kwargs = {**kwargs, "dtype": torch.float64}  # the lowest float64, say, is no number of the default dtype
         y = func(*args, **kwargs)
         if written:
             return y
-        if takes_dtype and _is_narrow(y) and not any(isinstance(a, torch.Tensor) for a in args):
+        if makes and _is_narrow(y):
             y = func(*args, **{**kwargs, "dtype": _WIDE.get(y.dtype, y.dtype)})  # made in the default dtype
         return widen(y) if isinstance(y, torch.Tensor) else tree_map(lambda v: widen(v) if _is_narrow(v) else v, y)
 

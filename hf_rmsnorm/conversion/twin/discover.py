@@ -11,10 +11,11 @@ from ... import __version__
 from ...record import RECORD_KEY, make_record
 from ...verification.context import one_line
 from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
-from .gauge import ZERO_MEAN, Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, input_means
+from .gauge import Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test
 from .keys import Hit, KeyMap, named_as_stored, stored_names
 from .layer_norms import TwinNorm, find_layer_norms
 from .run import alike, and_more, is_float, run
+from .runtime import centre_at_run_time, same_mean, with_mean
 from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
@@ -51,7 +52,8 @@ def discover(source, **how) -> CentringPlan:
     scales = {by for parameter, _, by in folds if parameter in used}
     folds = [fold for fold in folds if fold[2] in scales]
     centre(work, hits)
-    bad = [path for path, mean in input_means(work, twin.inputs, norms).items() if mean > ZERO_MEAN]
+    centred_in_run = centre_at_run_time(work, twin.inputs, norms)
+    bad = with_mean(work, twin.inputs, norms)
     causes = _causes(work, twin, norms, bad, gauge, unsaved) if bad else {}
     if any(not cause.source for cause in causes.values()) and _returns_stream(work, twin, norms):
         raw = "the model returns rows of the stream that no LayerNorm has read: their mean is part of its output"
@@ -82,13 +84,13 @@ def discover(source, **how) -> CentringPlan:
     if undetermined := tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)})):
         which = f"{len(undetermined)} tensors, {undetermined[0]} for one"
         notes.append(f"No output depended on {which}: they are copied, as they do not write to the stream.")
-    record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, norms)
+    record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, norms, centred=centred_in_run)
     config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     if copies or headless:
         config["tie_word_embeddings"] = False
     scale = tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by))
     steps = tuple(centred), scale, copies, tuple(records)
-    plan = CentringPlan(*steps, config, undetermined, gauge.margins, tuple(notes))
+    plan = CentringPlan(*steps, centred_in_run, config, undetermined, gauge.margins, tuple(notes))
     stored = stored_names(twin.folder) if twin.folder else ()
     return named_as_stored(plan, stored, twin.model.base_model_prefix)
 
@@ -155,7 +157,7 @@ def _causes(work, twin: Twin, norms: dict[str, TwinNorm], bad: list[str], gauge:
 
     def note(path, args, output):
         if path in bad and path not in causes:
-            source = next((p for p, mean in outputs if p != path and _same_mean(mean, args[0])), "")
+            source = next((p for p, mean in outputs if p != path and same_mean(mean, args[0])), "")
             causes[path] = _explain(source, modules.get(source), norms, gauge, unsaved)
         first = output[0] if isinstance(output, tuple) and output else output
         if is_float(first) and first.ndim and first.shape[-1] in widths:
@@ -172,14 +174,6 @@ def _returns_stream(work, twin: Twin, norms: dict[str, TwinNorm]) -> bool:
     outputs = run(work, twin.inputs, norms, lambda path, args, output: normed.append(output))
     wide = [o for o in outputs if o.ndim > 2 and o.shape[-1] in {y.shape[-1] for y in normed}]
     return not all(any(o.shape == y.shape and torch.equal(o, y) for y in normed) for o in wide)
-
-
-def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
-    wanted, size = x.mean(-1), x.square().mean(-1).sqrt().max()
-    pairs = zip(mean.shape[::-1], wanted.shape[::-1], strict=False)
-    if mean.ndim > wanted.ndim or any(a not in (1, b) for a, b in pairs):
-        return False
-    return bool(((mean - wanted).abs() <= ZERO_MEAN * size).all())
 
 
 def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cause:

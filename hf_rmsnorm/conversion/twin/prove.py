@@ -2,10 +2,12 @@
 
 import copy
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...patching.centring import centre_at, taken_off, without_mean
 from ..checkpoint.expressions import computed, planned_tensors
 from ..checkpoint.values import Values
 from ..plan import CentringPlan, ConversionRefused
@@ -63,11 +65,13 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     expected = run(original, twin.inputs)
     stock = difference(expected, run(converted, twin.inputs))
     norms, _ = find_layer_norms(converted, twin.inputs)
-    means = input_means(converted, twin.inputs, norms)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
     if lost := sorted(chosen - norms.keys()):
         raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
-    rms = difference(expected, run_as_rms(converted, twin.inputs, norms, chosen))
+    with ExitStack() as undo:
+        centre_at(converted, plan.centred, undo)
+        means = input_means(converted, twin.inputs, norms)
+        rms = difference(expected, run_as_rms(converted, twin.inputs, norms, chosen))
     bound = bound_of(original, twin.inputs, expected, max(stock, rms))
     return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means, bound)
 
@@ -91,8 +95,13 @@ def bound_of(model: torch.nn.Module, inputs: dict, expected: list[torch.Tensor],
 
 def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm], chosen) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
+
+    def as_rms(path, args, _):
+        y = norms[path].as_rms(args[0])
+        return without_mean(y) if taken_off(model.get_submodule(path)) == "output" else y
+
     with torch.no_grad():
-        return run(model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0]))
+        return run(model, inputs, chosen, as_rms)
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):

@@ -1,0 +1,59 @@
+"""Means that a model computes and no weight holds, taken off while it runs: a converted checkpoint records where.
+
+A LayerNorm takes off any mean itself, so that the checkpoint computes the same where it is loaded without a patch.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+
+
+def without_mean(x: torch.Tensor) -> torch.Tensor:
+    """x minus its mean over the last dimension, computed in float32 or wider and rounded once to the dtype of x."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide - wide.mean(-1, keepdim=True)).to(x.dtype)
+
+
+def _of_output(module, args, output):
+    return (without_mean(output[0]), *output[1:]) if isinstance(output, tuple) else without_mean(output)
+
+
+def _of_input(module, args, kwargs):
+    if args:
+        return (without_mean(args[0]), *args[1:]), kwargs
+    name, x = next(iter(kwargs.items()))
+    return args, {**kwargs, name: without_mean(x)}
+
+
+def centre_at(model: torch.nn.Module, centred: Mapping[str, str], undo: ExitStack) -> None:
+    """Take the mean off what the modules at these paths are given first (``"input"``), or return first (``"output"``).
+
+    Hooks do it that run before all others, so that they see what the model computes with. `undo` gets what removes
+    those that were not there before.
+    """
+    for path, where in centred.items():
+        if taken_off(module := model.get_submodule(path)) is None:
+            if where == "input":
+                module.register_forward_pre_hook(_of_input, prepend=True, with_kwargs=True)
+            else:
+                module.register_forward_hook(_of_output, prepend=True)
+            undo.callback(uncentre, module)
+
+
+def taken_off(module: torch.nn.Module) -> str | None:
+    """Where `centre_at` takes a mean off at this module."""
+    found = (where for _, _, where in _hooks(module))
+    return next(found, None)
+
+
+def uncentre(module: torch.nn.Module) -> None:
+    """Undo `centre_at` of one module."""
+    for hooks, number, _ in _hooks(module):
+        del hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _hooks(module: torch.nn.Module) -> list[tuple[dict, int, str]]:
+    kinds = (module._forward_pre_hooks, _of_input, "input"), (module._forward_hooks, _of_output, "output")
+    return [(hooks, n, where) for hooks, ours, where in kinds for n, hook in hooks.items() if hook is ours]
