@@ -33,7 +33,7 @@ def centre_at(model: torch.nn.Module, centred: Mapping[str, str], undo: ExitStac
     those that were not there before.
     """
     for path, where in centred.items():
-        if taken_off(module := model.get_submodule(path)) is None:
+        if not _hooks(module := model.get_submodule(path)):
             if where == "input":
                 module.register_forward_pre_hook(_of_input, prepend=True, with_kwargs=True)
             else:
@@ -41,19 +41,13 @@ def centre_at(model: torch.nn.Module, centred: Mapping[str, str], undo: ExitStac
             undo.callback(uncentre, module)
 
 
-def taken_off(module: torch.nn.Module) -> str | None:
-    """Where `centre_at` takes a mean off at this module."""
-    found = (where for _, _, where in _hooks(module))
-    return next(found, None)
-
-
 def uncentre(module: torch.nn.Module) -> None:
     """Undo `centre_at` of one module."""
-    for hooks, number, _ in _hooks(module):
+    for hooks, number in _hooks(module):
         del hooks[number]
         module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
-def _hooks(module: torch.nn.Module) -> list[tuple[dict, int, str]]:
-    kinds = (module._forward_pre_hooks, _of_input, "input"), (module._forward_hooks, _of_output, "output")
-    return [(hooks, n, where) for hooks, ours, where in kinds for n, hook in hooks.items() if hook is ours]
+def _hooks(module: torch.nn.Module) -> list[tuple[dict, int]]:
+    both = (module._forward_pre_hooks, module._forward_hooks)
+    return [(hooks, number) for hooks in both for number, hook in hooks.items() if hook in (_of_input, _of_output)]

@@ -32,7 +32,7 @@ def prompt_length(config, tokens: int, new_tokens: int) -> int:
 
 @contextmanager
 def hooked(model, paths, hook):
-    """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`.
+    """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`, before other hooks.
 
     What the hook returns, where it is not None, becomes the output.
     """
@@ -42,7 +42,7 @@ def hooked(model, paths, hook):
             def called(module, args, kwargs, output, path=path):
                 return hook(path, (*args, *kwargs.values()), output)
 
-            stack.enter_context(model.get_submodule(path).register_forward_hook(called, with_kwargs=True))
+            stack.enter_context(model.get_submodule(path).register_forward_hook(called, prepend=True, with_kwargs=True))
         yield
 
 

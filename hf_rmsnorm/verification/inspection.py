@@ -6,6 +6,7 @@ agree; where it is not, a LayerNorm that is merely replaced gives another model.
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 from ..fused.norm import recipe_of
 from ..patching import patched
+from ..patching.centring import centre_at
+from ..patching.converted import recorded_model
 from ..reference import reference_norm
 from .context import evaluating, hooked
 from .noise import compare_logits
@@ -63,7 +66,8 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     """Run model on inputs and measure the mean of every norm's input, and the cost of swapping norms naively.
 
     Args:
-        model: any model that `patch_model` takes; it is run as it is, in evaluation mode, and left unchanged.
+        model: any model that `patch_model` takes; it is run as it is, in evaluation mode, and left unchanged. A mean
+            that its conversion takes off when it runs is taken off here too.
         inputs: token ids (batch, tokens), or keyword arguments.
 
     Returns:
@@ -94,7 +98,9 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
             return getattr(model(**given), "logits", None)
 
     naive = perplexity = None
-    with evaluating(model):
+    with evaluating(model), ExitStack() as undo:
+        if found := recorded_model(model):
+            centre_at(model, found.centred, undo)
         logits = logits_with(note, recipes)
         centered = [path for path in recipes if path in layer_norms and ratios[path]]
         if logits is not None and ids is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...patching.centring import centre_at, taken_off, without_mean
+from ...patching.centring import centre_at
 from ..checkpoint.expressions import computed, planned_tensors
 from ..checkpoint.values import Values
 from ..plan import CentringPlan, ConversionRefused
@@ -95,13 +95,8 @@ def bound_of(model: torch.nn.Module, inputs: dict, expected: list[torch.Tensor],
 
 def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm], chosen) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
-
-    def as_rms(path, args, _):
-        y = norms[path].as_rms(args[0])
-        return without_mean(y) if taken_off(model.get_submodule(path)) == "output" else y
-
     with torch.no_grad():
-        return run(model, inputs, chosen, as_rms)
+        return run(model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0]))
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):

@@ -85,6 +85,8 @@ def _only_chooses(work, twin: Twin, norms, name: str) -> bool:
     try:
         changed = any(not torch.equal(a, b) for a, b in zip(outputs, run(work, twin.inputs), strict=True))
         return changed and all_centred(work, twin.inputs, norms)
+    except MISFITS:  # as values that choose a length may be too large
+        return False
     finally:
         parameter.copy_(before)
 

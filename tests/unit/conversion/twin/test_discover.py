@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conversion_models import CONFIGS, carry_out, causal_lm, config_of
+from conversion_models import CENTRED_IN_RUN, CONFIGS, carry_out, causal_lm, config_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -17,6 +17,16 @@ from hf_rmsnorm.conversion.twin.run import run
 from hf_rmsnorm.conversion.twin.twin import make_twin
 
 SAMPLE = ("gpt2", "persimmon", "phimoe", "olmo_tied", "cohere_qk", "stablelm_parallel", "blenderbot", "dinov2")
+
+PLACES = {
+    "bloom": {"transformer.word_embeddings_layernorm": "output"},
+    "mbart": {"model.decoder.layernorm_embedding": "output"},
+    "pegasus": {"model.decoder.embed_positions": "output"},
+    "whisper": {"model.encoder.layers.0": "input"},
+    "xglm": {"model.embed_positions": "output"},
+}
+MODERNBERT = {**CENTRED_IN_RUN["mbart"][1], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+              "num_attention_heads": 4}  # fmt: skip
 
 
 def centred_keys(plan):
@@ -158,9 +168,7 @@ def test_cross_attention_of_a_decoder_by_itself_is_exercised():
     [
         ("bert", {"is_decoder": True}, r"BertLMHeadModel is a post-norm model: 4 of its 6.*exact.*fit"),
         ("openai-gpt", {}, "OpenAIGPTLMHeadModel is a post-norm model"),
-        ("bloom", {}, "BloomForCausalLM: .*the output of the LayerNorm transformer.word_embeddings_layernorm"),
-        ("xglm", {}, "XGLMForCausalLM: .*mean of model.embed_positions .*computed"),
-        ("rwkv", {}, "RwkvForCausalLM: "),
+        ("ernie", {"is_decoder": True}, "ErnieForCausalLM is a post-norm model"),
         ("llama", {}, "LlamaForCausalLM computes no LayerNorm"),
     ],
 )
@@ -175,6 +183,30 @@ def test_what_cannot_be_converted_is_refused_by_name(model_type, options, reason
     with pytest.raises(ConversionRefused, match=reason) as refused:
         discover(AutoConfig.for_model(model_type, **sizes, **options))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("bloom", "whisper") else pytest.mark.full) for n in sorted(CENTRED_IN_RUN)],
+)
+def test_a_mean_that_no_weight_holds_is_taken_off_where_only_norms_see_it(name):
+    twin = make_twin(config_of(name, CENTRED_IN_RUN))
+    plan = discover(twin)
+    proof = prove(plan, twin)
+    assert plan.centred == PLACES[name] == plan.config["hf_rmsnorm"]["centred"]
+    assert all(n.becomes_rms for n in plan.norms) and proof.passed
+    assert max(proof.means.values()) < 1e-13
+    assert CentringPlan.from_json(plan.to_json()) == plan
+    without = dataclasses.replace(plan, centred={})
+    assert not prove(without, twin).passed
+
+
+def test_what_reads_the_mean_itself_is_left_alone():
+    """Layer 0 of ModernBERT attends to the embeddings as they are: the mean may only go behind it."""
+    plan = discover(AutoConfig.for_model("modernbert-decoder", **MODERNBERT))
+    assert plan.centred == {"model.layers.0": "output"}
+    stay = {n.path for n in plan.norms if not n.becomes_rms}
+    assert stay == {"model.layers.0.mlp_norm", "lm_head.norm"}
 
 
 def test_a_norm_behind_an_activation_stays_and_says_why():
