@@ -22,8 +22,8 @@ from .unreached import behind_masks, refuse_if_unreached
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached
 
 NOTES = (
-    "Hidden states lose their mean: what reads them before the final norm (output_hidden_states, or what a tower returns "
-    "beside the model's own outputs) sees other numbers.",
+    "Hidden states lose their mean, and so does what a tower returns beside the model's own outputs: what reads them "
+    "before the final norm (output_hidden_states) sees other numbers.",
     "Fine-tuning can move the weights off zero mean; the record in config.json lets that be checked.",
 )
 
