@@ -11,7 +11,7 @@ from .checkpoint.staging import destination
 from .checkpoint.values import open_values
 from .checkpoint.write import Written, write_checkpoint
 from .judge.folder import Verification, VerificationFailed
-from .judge.pair import Running
+from .judge.pair import Running, look_first
 from .plan import ConversionRefused
 from .targets.adapter import plan_adapter
 from .targets.centred import PlannedConversion, plan_centring
@@ -193,6 +193,7 @@ def convert_checkpoint(
         trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
     )  # fmt: skip
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)
+    look_first(src, how)
     with open_values(src, allow_pickle=allow_pickle) as values:
         return _carry_out(planned, values, dst, how, max_shard_size, restart, progress)
 

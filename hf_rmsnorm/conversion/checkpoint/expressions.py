@@ -153,6 +153,14 @@ class Centred(_Along):
             rows[start:stop] -= means[index]
         return x
 
+    def data(self, values):
+        dtype = FLOATS[self.dtype(values)]
+        for piece in self.pieces(values):
+            narrow = rounded(piece, dtype)
+            if not bool(narrow.isfinite().all()):
+                raise ConversionError(_not_finite(self.like, piece, dtype))
+            yield narrow.view(torch.uint8).numpy()
+
     def _in_blocks(self, length: int, block: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """(number of a block, where it begins and ends) of those blocks that lie in rows [first, last), from first."""
         chosen = None if self.blocks is None else set(self.blocks)
@@ -167,6 +175,13 @@ class Centred(_Along):
             for index, start, stop in self._in_blocks(length, block, first // inner, last // inner):
                 sums[index] += rows[start:stop].sum(0)
         return sums.div_(block)
+
+
+def _not_finite(key: str, piece: torch.Tensor, dtype: torch.dtype) -> str:
+    if piece.isnan().any():  # as the mean is too, of infinities
+        return f"NaN or infinity in {key!r}, as in the source: mend that"
+    name = str(dtype).removeprefix("torch.")
+    return f"centring takes '{key} ({name})' past the largest number of its dtype: convert a bfloat16 copy"
 
 
 @dataclass(eq=False)

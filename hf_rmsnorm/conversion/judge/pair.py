@@ -155,6 +155,13 @@ def tokenizer_of(src, model, trust_remote_code: bool):
         raise ConversionError(f"{src}: its tokenizer does not load: {cure} ({one_line(error)})") from error
 
 
+def look_first(src, how: Running) -> None:
+    """Raise ConversionError for what would end the comparison, before anything is written."""
+    if how.verify and how.inputs is None:
+        _, cls = config_and_class(src, how.trust_remote_code, how.model_class, trained=True)
+        tokenizer_of(src, cls, how.trust_remote_code)
+
+
 def _prompts(src, model, how: Running) -> list[dict]:
     """What the tokenizer makes of the prompts; none where there is no tokenizer."""
     if (tokenizer := tokenizer_of(src, model, how.trust_remote_code)) is None:

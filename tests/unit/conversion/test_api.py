@@ -176,26 +176,43 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "transformer.h.0.mlp.c_proj.weight",
-            "NaN or infinity in 'transformer.h.0.mlp.c_proj.weight', as in the source",
-        ),
-        ("transformer.h.0.ln_1.weight", "the reference gives NaN or infinity in float64 too"),
-    ],
-)
-def test_broken_weights_are_not_published(name, text, tmp_path, capsys):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_writer_that_is_broken_ends_the_conversion_where_it_is_read(value, tmp_path, capsys):
+    model = tiny_models.build("gpt2")
+    name = "transformer.h.0.mlp.c_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name)[3] = value
+    model.save_pretrained(tmp_path / "src")
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith(f"error: NaN or infinity in {name!r}, as in the source: mend that\n")
+    assert not (tmp_path / "dst").exists() and not [*tmp_path.glob("dst.converting/*/model.safetensors")]
+
+
+def test_broken_weights_are_not_published(tmp_path, capsys):
     model = tiny_models.build("gpt2")
     with torch.no_grad():
-        model.get_parameter(name)[3] = float("nan")
+        model.get_parameter("transformer.h.0.ln_1.weight")[3] = float("nan")
     model.save_pretrained(tmp_path / "src")
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--json"]) == 3
     out = capsys.readouterr().out
-    assert text in out and not (tmp_path / "dst").exists()
+    assert "the reference gives NaN or infinity in float64 too" in out and not (tmp_path / "dst").exists()
     json.loads(out, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
+
+
+@pytest.mark.parametrize("fault", ["tokenizer", "link"])
+def test_what_cannot_be_read_is_found_before_anything_is_written(fault, tmp_path):
+    tiny_models.build("gpt2").save_pretrained(tmp_path / "src")
+    if fault == "tokenizer":
+        (tmp_path / "src" / "tokenizer.json").write_text("{")
+        (tmp_path / "src" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    else:
+        (tmp_path / "src" / "vocab.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConversionError, match="its tokenizer does not load" if fault == "tokenizer" else "vocab.txt"):
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
 def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
