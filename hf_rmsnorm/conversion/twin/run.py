@@ -12,8 +12,8 @@ from transformers.utils import logging
 from ...verification.context import hooked
 from ...verification.float64 import Float64Mode
 
-# What a tower returns ("vision_model_output") is there beside the model's own outputs, raw stream and all.
-NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss", "model_output")
+# What the vision tower of a CLIP returns is beside the model's own outputs; its `last_hidden_state` is the raw stream.
+NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss", "vision_model_output")
 # What any constructor or forward may raise on sizes that do not suit it.
 MISFITS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
 MISFITS += (ValueError, StrictDataclassError)
