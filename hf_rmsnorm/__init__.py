@@ -1,10 +1,11 @@
 """Fused Triton RMSNorm and LayerNorm for Hugging Face Transformers, recognised by arithmetic and proven equal.
 
-Nothing happens on import: no global of torch or transformers changes, and neither triton nor transformers is loaded
-until a function that needs it is called.
+Nothing is loaded on import, neither torch nor triton nor transformers, and no global of theirs changes. Only
+`torch.ops.hf_rmsnorm` learns to load its operators when one is asked for, as a file that `torch.export` saved does.
 """
 
 import ast
+import sys
 from importlib import import_module
 from pkgutil import get_data
 
@@ -24,3 +25,27 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted(__all__)
+
+
+class _AfterTorch:
+    """A finder of no module, which sees by what is imported that torch is there."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if not hasattr(ops := sys.modules.get("torch._ops"), "ops"):
+            return
+
+        class Operators(ops._OpNamespace):
+            __module__ = ops.__name__  # by which files name its operators
+
+            def __getattr__(self, name):
+                if not name.startswith("__"):
+                    import_module(".ops.operators", __name__)
+                return super().__getattr__(name)
+
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not cls]  # a new one: this is being read
+        ops.ops.hf_rmsnorm = Operators("hf_rmsnorm")
+
+
+sys.meta_path.insert(0, _AfterTorch)
+_AfterTorch.find_spec(__name__)

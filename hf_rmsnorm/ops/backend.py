@@ -19,6 +19,7 @@ MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach 
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 
 _is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
 
 
 @cache
@@ -58,6 +59,11 @@ def describe_backend(device: torch.device | str) -> tuple[str, str]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "triton", "TRITON_INTERPRET=1: kernels run in Triton's interpreter, exact but slow"
     return "triton", f"Triton compiles for {device.type}"
+
+
+def _is_exported() -> bool:
+    """Whether a graph is made that runs elsewhere, perhaps without this package."""
+    return torch.compiler.is_exporting() if _is_compiling() else _is_tracing()
 
 
 def refusal(
@@ -123,7 +129,7 @@ def resolve_backend(
     """
     if chosen.backend == "reference":
         return "reference"
-    if chosen.backend == "auto" and settings.while_compiling == "formula" and _is_compiling():
+    if chosen.backend == "auto" and (_is_exported() or (settings.while_compiling == "formula" and _is_compiling())):
         return "original"
     reason = refusal(x, weight, bias, spec, gate)
     if reason is None:

@@ -50,8 +50,8 @@ class use_backend:
 
     Args:
         name: ``"auto"`` launches Triton on devices it serves (and anywhere under ``TRITON_INTERPRET=1``); elsewhere
-            a patched module runs its own original forward. ``"triton"`` insists on the kernels and raises where they
-            cannot run. ``"reference"`` computes the plain-torch formula everywhere.
+            and in what is exported a patched module runs its own forward. ``"triton"`` insists on the kernels, in
+            exports too, and raises where they cannot run. ``"reference"`` computes the plain-torch formula everywhere.
 
     Raises:
         ValueError: the name is none of these.

@@ -1,0 +1,106 @@
+"""A file that is exported of a patched model: the module's own arithmetic, or the operator where it is asked for."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+import torch
+from places import PYTHONPATH
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import count_launches, patch_model, use_backend
+
+X = torch.linspace(-2, 3, 16).view(2, 8)
+
+
+def norms():
+    """(two norms, patched; what they compute without the patch)."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), LlamaRMSNorm(8))
+    expected = model(X).detach()
+    patch_model(model)
+    return model, expected
+
+
+def operators(program) -> set[str]:
+    """The names of the operators of a graph, with where they come from."""
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_graph_has_the_modules_own_operators(strict):
+    model, expected = norms()
+    program = torch.export.export(model, (X,), strict=strict)
+    assert "aten.layer_norm.default" in operators(program)
+    assert not [name for name in operators(program) if "hf_rmsnorm" in name]
+    assert torch.equal(program.module()(X), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_graph_has_them_too():
+    model, expected = norms()
+    traced = torch.jit.trace(model, X)
+    assert "aten::layer_norm" in str(traced.inlined_graph) and "hf_rmsnorm" not in str(traced.inlined_graph)
+    assert torch.equal(traced(X), expected)
+
+
+def test_after_an_export_the_model_runs_the_kernels_again():
+    model, _ = norms()
+    torch.export.export(model, (X,))
+    with count_launches() as counts, torch.no_grad(), use_backend("triton"):
+        model(X)
+    assert sum(counts.values()) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+def test_a_patched_model_exports_as_the_unpatched_one(family):
+    model = tiny_models.build(family)
+    ids = tiny_models.token_ids()
+    expected = model(ids, use_cache=False).logits
+    plain = operators(torch.export.export(model, (ids,), {"use_cache": False}))
+    patch_model(model)
+    program = torch.export.export(model, (ids,), {"use_cache": False})
+    assert operators(program) == plain
+    assert torch.equal(program.module()(ids, use_cache=False).logits, expected)
+
+
+# {}: the imports, in an order.
+LOAD = """
+{}
+import sys, torch
+x = torch.linspace(-2, 3, 16).view(2, 8)
+print(torch.export.load(sys.argv[1]).module()(x).tolist())
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["import hf_rmsnorm", "import torch, hf_rmsnorm"])
+def test_a_file_with_the_operator_loads_once_the_package_is_imported(order, tmp_path):
+    model, expected = norms()
+    with use_backend("triton"), torch.no_grad():
+        program = torch.export.export(model, (X,))
+    assert "hf_rmsnorm.norm_forward.default" in operators(program)
+    torch.export.save(program, tmp_path / "norms.pt2")
+    command = [sys.executable, "-c", LOAD.format(order), str(tmp_path / "norms.pt2")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
+    assert done.returncode == 0, done.stderr[-2000:]
+    torch.testing.assert_close(torch.tensor(json.loads(done.stdout)), expected)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_onnx_has_what_the_unpatched_model_has(family, tmp_path):
+    pytest.importorskip("onnxscript", reason="torch.onnx.export asks for it; it is of the extra 'test'")
+    model = tiny_models.build(family)
+    ids = tiny_models.token_ids()
+    nodes = []
+    for patch in (lambda model: None, patch_model):
+        patch(model)
+        program = torch.onnx.export(model, (ids,), kwargs={"use_cache": False}, dynamo=True, verbose=False)
+        nodes.append([node.op_type for node in program.model.graph])
+    assert nodes[0] == nodes[1] and "MatMul" in nodes[1]
