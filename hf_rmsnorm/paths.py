@@ -1,9 +1,20 @@
-"""Module paths and tensor names for people: those that differ in their numbers written as one."""
+"""Text for people: module paths that differ in their numbers written as one, and lines that fit."""
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+
+
+def fitted(text: str, hang: int = 4) -> str:
+    """The text in 100 columns: what is longer goes on `hang` columns further in, and no path is broken."""
+    wrap = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.splitlines():
+        wrap.subsequent_indent = " " * (len(line) - len(line.lstrip()) + hang)
+        lines.append(wrap.fill(line) if " " in line.strip() else line)
+    return "\n".join(lines)
 
 
 def compact_paths(paths: Sequence[str]) -> list[str]:

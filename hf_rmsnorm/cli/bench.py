@@ -7,6 +7,7 @@ as the optimizer's part is the same in both. Exits with 1 where the results diff
 import statistics
 import time
 
+from ..paths import fitted
 from . import models
 from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device
 from .inspect import read_text
@@ -182,4 +183,4 @@ def _text(data: dict) -> str:
     if "verdict" in data:
         said = "PASS, no more than rounding." if data["passed"] else "FAIL, as hf-rmsnorm verify tells in full."
         lines.append(f"Difference of the results: {said}")
-    return "\n".join(lines + [f"Not measured here: {what}" for what in data["not_measured"]])
+    return "\n".join(lines + [fitted(f"Not measured here: {what}") for what in data["not_measured"]])

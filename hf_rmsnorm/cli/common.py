@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES |= {name: name for name in DTYPES.values()}
@@ -29,9 +30,18 @@ def one_line(text: object, limit: int = 400) -> str:
 
 
 def say(text: str) -> None:
-    """Print on stdout, as long as somebody reads it."""
+    """Print on stdout, as long as somebody reads it; verdicts in colour on a terminal, where rich is installed."""
     try:
-        print(text, flush=True)
+        if sys.stdout.isatty() and find_spec("rich"):
+            from rich.console import Console
+            from rich.text import Text
+
+            shown = Text(text)
+            for verdict, style in (("PASS", "bold green"), ("FAIL", "bold red")):
+                shown.highlight_words([verdict], style)
+            Console().print(shown, soft_wrap=True)
+        else:
+            print(text, flush=True)
     except BrokenPipeError:  # the reader, `head` say, has what it wanted
         sys.stdout = None
 

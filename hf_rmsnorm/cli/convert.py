@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from ..paths import fitted
 from .common import CliError, Result, say
 from .inspect import read_text
 
@@ -104,9 +105,9 @@ def _run(args) -> Result:
     how = {"target": args.target, "fold_affine": args.fold_affine, "post_norm": args.post_norm, "texts": texts}
     planned = conversion.plan_conversion(source.where, **how, **code)
     if args.plan:
-        return Result({"src": args.src, **planned.to_dict()}, str(planned))
+        return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
     if not args.json:
-        say(str(planned))
+        say(fitted(str(planned)))
     how = {"planned": planned, "max_shard_size": size, **code}
     return _result(args, partial(conversion.convert_checkpoint, source.where, args.dst, **how))
 

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from .. import __version__
+from ..paths import fitted
 from .common import Result
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors")
@@ -53,4 +54,4 @@ def run(args) -> Result:
     lines = [f"{name:<{width}}  {value or 'not installed'}" for name, value in installed.items()]
     lines += [f"{'platform':<{width}}  {data['platform']}", ""]
     lines += [f"{d['device']} ({d['name']}): backend {d['backend']}, because {d['reason']}" for d in devices]
-    return Result(data, "\n".join(lines))
+    return Result(data, fitted("\n".join(lines)))

@@ -5,6 +5,7 @@ The mean beside the RMS, over real text: 0 where a LayerNorm is an RMSNorm. With
 
 from pathlib import Path
 
+from ..paths import fitted
 from . import common, models
 from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device
 
@@ -65,11 +66,12 @@ def _inspect(name: str, args, text: str):
 def _table(args, before, after) -> str:
     later = {norm.path: norm for norm in after.norms} if after else {}
     width = max([len("norm"), *(len(norm.path) for norm in before.norms)])
-    head = f"{'norm':<{width}}  {'kind':<9}  |mean| / RMS: median  largest"
-    lines = [f"{args.model}: {before.tokens} tokens", head + ("    after: median  largest" if after else "")]
+    told = f"{args.model}: {before.tokens} tokens, |mean| / RMS of each norm's input"
+    head = f"{'norm':<{width}}  {'kind':<9}  {'median':>8}  largest"
+    lines = [told, head + (f"  after: {'median':>8}  largest" if after else "")]
     for norm in before.norms:
         kind = "LayerNorm" if norm.centered else "RMSNorm"
-        row = f"{norm.path:<{width}}  {kind:<9}  {norm.median:>20.2e}  {norm.largest:>7.1e}"
+        row = f"{norm.path:<{width}}  {kind:<9}  {norm.median:>8.2e}  {norm.largest:>7.1e}"
         if norm.path in later:
             row += f"  {later[norm.path].median:>15.2e}  {later[norm.path].largest:>7.1e}"
         lines.append(row)
@@ -78,7 +80,7 @@ def _table(args, before, after) -> str:
             lines.append(f"perplexity of {name}: {found.perplexity:.6g}")
     if (naive := before.naive) is not None:
         cost = f"KL {naive.kl:.3g} nats a token, likeliest word kept for {naive.top1:.2%}"
-        lines.append(f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, {cost}")
+        lines.append(fitted(f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, {cost}"))
     return "\n".join(lines)
 
 

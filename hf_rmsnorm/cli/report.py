@@ -3,8 +3,10 @@
 Only the config is read: the modules are built without weights, so that a 70B model needs no memory.
 """
 
+from dataclasses import replace
+
 from . import models
-from .common import Result, add_model
+from .common import Result, add_model, pick_device
 
 
 def add_arguments(parser) -> None:
@@ -18,8 +20,12 @@ def run(args) -> Result:
     source = models.find(args.model, args.trust_remote_code)
     models.quieten()
     from .. import patch_model
+    from ..ops import describe_backend
+    from ..patching.report import RunsOn
 
     model = models.empty_model(source)
     report = patch_model(model, include=args.include, exclude=args.exclude, strict=args.strict)
+    device = pick_device(None)  # where it would run: the modules that are built here have no data
+    report = replace(report, devices=(RunsOn(str(device), *describe_backend(device)),) if report.swapped else ())
     data = {"model": source.name, "class_name": type(model).__name__, **report.to_dict()}
     return Result(data, f"{source.name}: {type(model).__name__}\n{report}")

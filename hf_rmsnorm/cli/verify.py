@@ -6,6 +6,7 @@ on FAIL, and where no kernel ran.
 
 from pathlib import Path
 
+from ..paths import fitted
 from . import models
 from .common import DTYPES, Result, add_count, add_device, add_model, interpret_on_cpu, pick_device
 
@@ -87,9 +88,9 @@ def run(args) -> Result:
         told.append({**report.to_dict(), "conversion": state, "conversion_doubt": doubt})
         agreed = report.passed and idle
         verdict = f"{NOTHING_RAN}; in plain torch the formulas agree" if agreed else report.verdict
-        said = "\n  " + _SAID[state].format(count=len(conversion.norms), doubt=doubt) if conversion else ""
+        said = fitted("\n  " + _SAID[state].format(count=len(conversion.norms), doubt=doubt)) if conversion else ""
         blocks.append(f"{source.name} in {report.dtype}: {verdict}\n{report}{said}")
-    blocks.append(f"Backend {backend} on {device}: {reason}.")
+    blocks.append(fitted(f"Backend {backend} on {device}: {reason}."))
     data = {"model": source.name, "passed": passed, "device": str(device)}
     data |= {"backend": backend, "backend_reason": reason, "runs": told}
     return Result(data, "\n\n".join(blocks), 0 if passed else 1)

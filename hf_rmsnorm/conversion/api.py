@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from ..paths import fitted
 from .checkpoint.staging import destination
 from .checkpoint.values import open_values
 from .checkpoint.write import Written, write_checkpoint
@@ -43,7 +44,7 @@ class Conversion:
         return {**self.plan.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
 
     def __str__(self) -> str:
-        return f"{self.written}\n{self.verification}"
+        return fitted(f"{self.written}\n{self.verification}")
 
 
 def plan_conversion(

@@ -58,7 +58,7 @@ def describe_backend(device: torch.device | str) -> tuple[str, str]:
         return "original", f"{refusal}: patched modules run their own forward"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "triton", "TRITON_INTERPRET=1: kernels run in Triton's interpreter, exact but slow"
-    return "triton", f"Triton compiles for {device.type}"
+    return "triton", f"Triton compiles the kernels for {device.type}"
 
 
 def _is_exported() -> bool:

@@ -57,10 +57,8 @@ def patch_model(
     Example:
         >>> import torch, hf_rmsnorm
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-        >>> print(hf_rmsnorm.patch_model(model))
-        1 norm swapped, 0 left alone
-          swapped    1 x LayerNorm: LayerNorm(eps=1e-05, one rounding, bias)
-              1
+        >>> hf_rmsnorm.patch_model(model).swapped[0].text
+        'LayerNorm(eps=1e-05, one rounding, bias)'
     """
     return _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel=3)[0]
 
@@ -129,7 +127,7 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
     if not any(entry.recipe for entry in entries):
         found = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
         warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
-    return report_on(entries, layers), done
+    return report_on(model, entries, layers), done
 
 
 def check_module(function: str, model) -> None:

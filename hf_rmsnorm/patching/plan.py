@@ -8,10 +8,11 @@ import torch
 
 from ..fused.norm import fused_class, recipe_of
 from ..fused.recipe import Recipe
+from ..ops import describe_backend
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
 from .layers.values import written_inputs
-from .report import FusedLayer, PatchReport, Skipped, Swapped
+from .report import FusedLayer, PatchReport, RunsOn, Skipped, Swapped
 from .swap import replaced_forward
 
 Globs = str | Iterable[str] | None
@@ -35,7 +36,7 @@ class Entry:
         return not self.chosen and not self.already
 
 
-def report_on(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchReport:
+def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchReport:
     swapped, skipped = [], []
     for entry in entries:
         name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
@@ -45,7 +46,9 @@ def report_on(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchRepo
             swapped += [Swapped(path, name, recipe.spec, notes, recipe.as_rms) for path in entry.paths]
         else:
             skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]
-    return PatchReport(tuple(swapped), tuple(skipped), layers)
+    held_by = dict.fromkeys(p.device for p in model.parameters() if swapped and not p.is_meta)
+    devices = tuple(RunsOn(str(device), *describe_backend(device)) for device in held_by)
+    return PatchReport(tuple(swapped), tuple(skipped), layers, devices)
 
 
 def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> list[Entry]:

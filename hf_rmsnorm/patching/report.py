@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ..formula import NormSpec
-from ..paths import compact_paths
+from ..paths import compact_paths, fitted
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,15 @@ class FusedLayer:
 
 
 @dataclass(frozen=True)
+class RunsOn:
+    """What a patched module runs on a device: ``"triton"`` kernels or its ``"original"`` forward, and why."""
+
+    device: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class PatchReport:
     """Every norm of a model after `patch_model`, in the order of ``model.named_modules()``.
 
@@ -63,14 +72,16 @@ class PatchReport:
             at several paths has a record for each.
         skipped: norms left alone, and modules that only carry a norm's name.
         layers: decoder layers, fused or not.
+        devices: those that hold the model, and what runs there; meta is none.
     """
 
     swapped: tuple[Swapped, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     layers: tuple[FusedLayer, ...] = ()
+    devices: tuple[RunsOn, ...] = ()
 
     def to_dict(self) -> dict:
-        """Plain lists and dicts for JSON: ``{"swapped": [...], "skipped": [...], "layers": [...]}``."""
+        """Plain lists and dicts for JSON: ``"swapped"``, ``"skipped"``, ``"layers"`` and ``"devices"``."""
         found = {kind: list(records) for kind, records in asdict(self).items()}
         for record, own in zip(found["swapped"], self.swapped, strict=True):
             record["formula"] = {**own.formula.to_dict(), "text": str(own.formula)}
@@ -103,7 +114,10 @@ class PatchReport:
             lines += [f"      {path}" for path in compact_paths([record.path for record in records])]
         if any(record.fused for record in self.layers):
             lines.append("  fused in   float32, float16, bfloat16, and mixtures of them, as under autocast")
-        return "\n".join(lines)
+        for (served, reason), records in _alike(self.devices, lambda r: (r.backend == "triton", r.reason)).items():
+            until = "" if served else ", and nothing is fused, until the model is moved to a GPU that Triton serves"
+            lines.append(f"  runs on    {', '.join(record.device for record in records)}: {reason}{until}")
+        return fitted("\n".join(lines), 11)
 
 
 def _alike(records: tuple, key: Callable) -> dict:

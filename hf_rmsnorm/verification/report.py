@@ -4,6 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from ..paths import fitted
 from .checks import GradientCheck, NormCheck
 from .noise import LogitDifference, NoiseFloor
 
@@ -170,7 +171,8 @@ class EquivalenceReport:
         more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
         gap = f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}" if missed else ""
         idle = self.agrees and self.nothing_ran
-        return "\n".join([*lines, f"  {NOTHING_RAN}" if idle else _line("equivalent", gap, self.passed)])
+        lines.append(f"  {NOTHING_RAN}" if idle else _line("equivalent", gap, self.passed))
+        return fitted("\n".join(lines), 35)
 
     def _norm_lines(self) -> list[str]:
         if self.norms is None:
@@ -185,8 +187,8 @@ class EquivalenceReport:
         worst = sorted(self.norms, key=lambda n: (n.passed, not n.reason, -n.off, -n.worst_ulp))
         for norm in worst[:_SHOWN]:
             off = f"{norm.off} of {norm.elements} off ({norm.allowed} allowed)"
-            text = f"{norm.dtype}, {off}, worst {norm.worst_ulp:.2g} ulp" if norm.elements else ""
-            lines.append(_line(f"      {norm.path}", text, norm.passed if norm in compared else None, norm.reason))
+            text = f"{norm.dtype}, {off}, max {norm.worst_ulp:.2g} ulp" if norm.elements else ""
+            lines.append(_line(f"    {norm.path}", text, norm.passed if norm in compared else None, norm.reason))
         if len(self.norms) > _SHOWN:
             lines.append(f"      ... and {len(self.norms) - _SHOWN} that do no worse")
         return lines
@@ -199,7 +201,7 @@ def _properties(record, *names: str) -> dict:
 def _section(name: str, checks: tuple, what: str, failed: list[tuple[str, str]]) -> list[str]:
     """How many checks passed, and of the first that did not which and why."""
     count = f"{len(checks) - len(failed)} of {len(checks)} {what}"
-    return [_line(name, count, not failed), *(_line(f"      {path}", why, False) for path, why in failed[:_SHOWN])]
+    return [_line(name, count, not failed), *(_line(f"    {path}", why, False) for path, why in failed[:_SHOWN])]
 
 
 def _line(name: str, text: str, passed: bool | None = None, reason: str = "") -> str:

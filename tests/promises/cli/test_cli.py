@@ -16,8 +16,11 @@ import transformers
 from places import ROOT
 from safetensors.torch import save_file
 
+from hf_rmsnorm.cli import common
+from hf_rmsnorm.cli.common import say
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
+from hf_rmsnorm.ops import describe_backend
 
 NORMS = {"demo:llama": 5 * 2 + 1, "demo:qwen3": 4 * 4 + 1, "demo:gpt2": 5 * 2 + 1}
 
@@ -83,6 +86,13 @@ def test_report_prints_the_paths_of_the_q_and_k_norms(capsys):
     code, out, err = run(capsys, "report", "demo:qwen3")
     assert (code, err) == (0, "") and "17 norms swapped, 0 left alone" in out
     assert "model.layers.[0-3].self_attn.q_norm\n" in out and "model.layers.[0-3].self_attn.k_norm\n" in out
+
+
+def test_report_says_what_would_run_here(capsys):
+    (found,) = run_json(capsys, "report", "demo:llama")["devices"]
+    assert (found["backend"], found["reason"]) == describe_backend(found["device"])
+    out = " ".join(run(capsys, "report", "demo:llama")[1].split())
+    assert f"runs on {found['device']}: {found['reason']}" in out
 
 
 def test_report_of_a_70b_config_needs_no_weights(capsys, tmp_path):
@@ -310,7 +320,29 @@ def test_env_names_versions_devices_and_the_reason_for_each_backend(capsys):
     assert data["versions"]["torch"] == torch.__version__
     assert data["devices"][0]["device"] == "cpu" and all(device["reason"] for device in data["devices"])
     code, out, _ = run(capsys, "env")
-    assert code == 0 and torch.__version__ in out and data["devices"][0]["reason"] in out
+    assert code == 0 and torch.__version__ in out and data["devices"][0]["reason"] in " ".join(out.split())
+
+
+# on a terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_verdicts_have_colours_on_a_terminal_alone(capsys, monkeypatch, terminal):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    say("PASS  (a) " + "x" * 200 + "\nFAIL  [b]")
+    out = capsys.readouterr().out
+    assert ("\x1b[1;32mPASS\x1b[0m" in out and "\x1b[1;31mFAIL\x1b[0m" in out) is terminal
+    assert re.sub(r"\x1b\[[\d;]*m", "", out) == "PASS  (a) " + "x" * 200 + "\nFAIL  [b]\n"
+
+
+def test_a_terminal_without_rich_gets_plain_text(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(common, "find_spec", lambda name: None)
+    say("PASS")
+    assert capsys.readouterr().out == "PASS\n"
 
 
 # errors

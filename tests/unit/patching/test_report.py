@@ -13,6 +13,8 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from hf_rmsnorm import NormSpec, PatchReport, patch_model
+from hf_rmsnorm.patching import plan
+from hf_rmsnorm.patching.report import RunsOn, Skipped
 from hf_rmsnorm.paths import compact_paths
 
 
@@ -54,7 +56,7 @@ def test_print_is_compact(report):
     assert "model.layers.3.input_layernorm" in text
     assert "excluded by 'model.layers.3.*'" in text
     assert "fused: + post_attention_layernorm, + the norm behind it" in text
-    assert len(text.splitlines()) == 19
+    assert len(text.splitlines()) == 20
 
 
 def test_print_of_one_and_none():
@@ -113,5 +115,42 @@ def test_what_was_left_alone_says_what_to_do():
 
 def test_what_is_served_in_part_is_said():
     report = patch_model(NemotronLayerNorm1P(8))
-    assert "under autocast it runs its own forward" in str(report)
+    assert "under autocast it runs its own forward" in " ".join(str(report).split())
     assert report.to_dict()["swapped"][0]["notes"] == "under autocast it runs its own forward"
+
+
+def served(monkeypatch, backend, reason):
+    """As on a device of which that is said."""
+    monkeypatch.setattr(plan, "describe_backend", lambda device: (backend, reason))
+    return patch_model(LlamaRMSNorm(8))
+
+
+def test_it_says_that_nothing_is_fused_where_no_kernel_runs(monkeypatch):
+    reason = "Triton has no backend for cpu tensors: patched modules run their own forward"
+    report = served(monkeypatch, "original", reason)
+    said = f"runs on cpu: {reason}, and nothing is fused, until the model is moved to a GPU"
+    assert said in " ".join(str(report).split())
+    assert report.to_dict()["devices"] == [dataclasses.asdict(report.devices[0])]
+    assert report.to_dict()["devices"][0]["backend"] == "original"
+
+
+def test_it_says_that_kernels_run(monkeypatch):
+    report = served(monkeypatch, "triton", "Triton compiles the kernels for cuda")
+    assert str(report).endswith("  runs on    cpu: Triton compiles the kernels for cuda")
+
+
+def test_devices_that_are_alike_share_a_line():
+    report = PatchReport(devices=tuple(RunsOn(f"cuda:{i}", "triton", "as they are") for i in range(2)))
+    assert str(report).endswith("  runs on    cuda:0, cuda:1: as they are")
+
+
+def test_a_model_without_data_is_on_no_device():
+    assert patch_model(LlamaRMSNorm(8).to("meta")).devices == ()
+
+
+def test_lines_fit_and_keep_their_paths_whole():
+    path = "a" * 60 + "." + "b" * 60
+    skipped = Skipped(path, "Odd", "a reason in many words " * 9, "a cure in many words " * 9)
+    lines = str(PatchReport(skipped=(skipped,))).splitlines()
+    assert "      " + path in lines and len(lines) > 5
+    assert all(len(line) <= 100 for line in lines if path not in line)
