@@ -9,7 +9,7 @@ import time
 
 from ..paths import fitted
 from . import models
-from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device
+from .common import DTYPES, CliError, Result, add_count, add_device, add_model, bar, pick_device
 from .inspect import read_text
 
 ROUNDS = 5  # of each side
@@ -60,7 +60,7 @@ def run(args) -> Result:
         data["not_measured"].append(f"generation: a {type(model).__name__} does not go on from a text")
     if not args.no_train:
         try:
-            _train(model, batch, data)
+            _train(model, batch, args, data)
         except torch.OutOfMemoryError:
             data["not_measured"].append("a training step: out of memory; pass a smaller --batch or --length")
     return Result(data, _text(data), 0 if data["passed"] else 1)
@@ -85,7 +85,7 @@ def _generate(model, tokenizer, batch, args, data: dict) -> None:
     most = PROMPT if args.prompt is None else given.shape[1]
     prompt = given[:, : prompt_length(model.config, most, args.new_tokens)]
     new = min(args.new_tokens, max_positions(model.config) - prompt.shape[1])
-    tokens, seconds, _ = _in_turn(model, lambda: greedy(model, prompt, new))
+    tokens, seconds, _ = _in_turn(model, lambda: greedy(model, prompt, new), bar(args, range(ROUNDS + 1), "generating"))
     rates = [[new / s for s in side] for side in seconds]
     data |= {"new_tokens": new, "tokens_per_second": _figure(rates, data, "generation"), "token_ids": tokens}
     data["first_difference"] = next((i for i, (a, b) in enumerate(zip(*tokens, strict=True)) if a != b), None)
@@ -105,7 +105,7 @@ def _generate(model, tokenizer, batch, args, data: dict) -> None:
             data["not_measured"].append(unjudged + "out of memory for float64; hf-rmsnorm verify --device cpu does it")
 
 
-def _train(model, batch, data: dict) -> None:
+def _train(model, batch, args, data: dict) -> None:
     given = {"input_ids": batch} | ({"decoder_input_ids": batch} if model.config.is_encoder_decoder else {})
     if model.can_generate():
         given |= {"labels": batch, "use_cache": False}
@@ -118,7 +118,7 @@ def _train(model, batch, data: dict) -> None:
         return loss.item()
 
     model.train()
-    losses, seconds, peaks = _in_turn(model, step)
+    losses, seconds, peaks = _in_turn(model, step, bar(args, range(ROUNDS + 1), "training"))
     data |= {"batch": list(batch.shape), "losses": losses}
     data["step_ms"] = _figure([[1e3 * s for s in side] for side in seconds], data, "the training step")
     if peaks[0]:
@@ -127,7 +127,7 @@ def _train(model, batch, data: dict) -> None:
         data["not_measured"].append("the memory of a training step: only a GPU's allocator tells its peak")
 
 
-def _in_turn(model, call) -> tuple[list, list[list[float]], list[list[int]]]:
+def _in_turn(model, call, turns) -> tuple[list, list[list[float]], list[list[int]]]:
     """Of both sides, before and after: what `call` gave, the seconds of each run, and on a GPU the peaks of memory."""
     import torch
 
@@ -137,7 +137,7 @@ def _in_turn(model, call) -> tuple[list, list[list[float]], list[list[int]]]:
     memory = torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
     results, seconds, peaks = [None, None], [[], []], [[], []]
-    for turn in range(ROUNDS + 1):
+    for turn in turns:
         for side, switch in enumerate((unpatch_model, patch_model)):
             switch(model)
             torch.manual_seed(0)  # of dropout

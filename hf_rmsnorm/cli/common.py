@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -44,6 +45,20 @@ def say(text: str) -> None:
             print(text, flush=True)
     except BrokenPipeError:  # the reader, `head` say, has what it wanted
         sys.stdout = None
+
+
+def bar(args, *given, **how):
+    """A tqdm on stderr, where that is a terminal."""
+    from tqdm.auto import tqdm
+
+    return tqdm(*given, disable=args.json or None, leave=False, **how)
+
+
+@contextmanager
+def steps(args, total: int):
+    """A function to say which of so many steps is next."""
+    with bar(args, total=total) as shown:
+        yield lambda what: (shown.update(), shown.set_description(what))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -8,12 +8,11 @@ SRC may also be a LoRA adapter of PEFT, with --base.
 
 import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
 from ..paths import fitted
-from .common import CliError, Result, say
+from .common import CliError, Result, bar, say
 from .inspect import read_text
 
 # What the package's errors call an argument: target="native", allow_pickle=True, post_norm; not a part of a path.
@@ -133,18 +132,15 @@ def _run_adapter(args, adapter: Path, models) -> Result:
 
 def _result(args, convert) -> Result:
     """What converting gives, with the options that every conversion takes; a bar tells how far it is on a terminal."""
-    from tqdm.auto import tqdm
-
     from ..conversion import VerificationFailed
 
     def progress(tensors: int, done: int, total: int) -> None:
-        bar.total = total
-        bar.set_postfix_str(f"{tensors} tensors", refresh=False)
-        bar.update(done - bar.n)
+        shown.total = total
+        shown.set_postfix_str(f"{tensors} tensors", refresh=False)
+        shown.update(done - shown.n)
 
-    silent = args.json or not sys.stderr.isatty()
     try:
-        with tqdm(unit="B", unit_scale=True, desc="converting", disable=silent, leave=False) as bar:
+        with bar(args, unit="B", unit_scale=True, desc="converting") as shown:
             done = convert(prompts=args.prompt, verify=not args.no_verify, restart=args.restart, progress=progress)
     except VerificationFailed as error:
         data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}

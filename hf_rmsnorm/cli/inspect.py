@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..paths import fitted
 from . import common, models
-from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device
+from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device, steps
 
 
 def add_arguments(parser) -> None:
@@ -23,8 +23,9 @@ def add_arguments(parser) -> None:
 def run(args) -> Result:
     plt = common.load_matplotlib(args.plot) if args.plot else None
     text = read_text(args.text)
-    before = _inspect(args.model, args, text)
-    after = _inspect(args.after, args, text) if args.after else None
+    with steps(args, 4 if args.after else 2) as step:
+        before = _inspect(args.model, args, text, step)
+        after = _inspect(args.after, args, text, step) if args.after else None
     if after and [norm.path for norm in after.norms] != [norm.path for norm in before.norms]:
         raise CliError(f"{args.after} has other norms than {args.model}: pass its conversion to --after")
     data = {"model": args.model, **before.to_dict(), "after": after and {"model": args.after, **after.to_dict()}}
@@ -49,14 +50,16 @@ def read_text(file: Path | None) -> str:
     return text
 
 
-def _inspect(name: str, args, text: str):
+def _inspect(name: str, args, text: str, step):
     source = models.find(name, args.trust_remote_code)
     device = pick_device(args.device)
     models.quieten()
     from ..verification import inspect_norms
     from ..verification.context import max_positions
 
+    step(f"loading {name}")
     model = models.load_model(source, DTYPES[args.dtype], device, "call inspect_norms from Python")
+    step(f"running {name}")
     most = min(args.max_tokens, max_positions(model.config))
     ids = models.tokens(model, models.load_tokenizer(source), text, most)
     decoded = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}

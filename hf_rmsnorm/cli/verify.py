@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..paths import fitted
 from . import models
-from .common import DTYPES, Result, add_count, add_device, add_model, interpret_on_cpu, pick_device
+from .common import DTYPES, Result, add_count, add_device, add_model, interpret_on_cpu, pick_device, steps
 
 PROMPT = (
     "The following table lists the statements that may be used in a function. An expression is evaluated before the "
@@ -47,6 +47,7 @@ def run(args) -> Result:
     from ..ops.backend import describe_backend
     from ..patching.converted import conversion_of
     from ..verification.context import prompt_length
+    from ..verification.equivalence import STEPS
     from ..verification.recorded import as_recorded
     from ..verification.report import NOTHING_RAN
 
@@ -56,27 +57,30 @@ def run(args) -> Result:
         reason += "; so this compares the plain-torch formula, not the kernels"
 
     dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
-    runs = []
-    for each in ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),):
-        model = models.load_model(source, each, device)
-        new = args.max_new_tokens
-        inputs = models.other_inputs(model, args.inputs)
-        if inputs is None:
-            length = prompt_length(model.config, args.max_tokens, new)
-            inputs = models.tokens(model, models.load_tokenizer(source), args.prompt, length)
-            if model.config.is_encoder_decoder:
-                inputs = {"input_ids": inputs, "decoder_input_ids": inputs}
-        if model.config.is_encoder_decoder:  # it would generate from the decoder's start token, not from a text
-            new = 0
-        conversion = conversion_of(model)
-        pair, norms = (model, None), True
-        if conversion and conversion.trained:  # its own forward is not what it computes
-            pair, norms = (as_recorded(model), model), False
-            patch_model(model)
-        backward = not args.no_backward and norms
-        how = {"backward": backward, "inputs": inputs, "backend": backend, "max_new_tokens": new, "norms": norms}
-        runs.append((verify_equivalence(*pair, **how), conversion))
-        del model, pair
+    dtypes, runs = ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),), []
+    with steps(args, len(dtypes) * (1 + len(STEPS))) as step:
+        for each in dtypes:
+            step(f"loading {source.name}")
+            model = models.load_model(source, each, device)
+            new = args.max_new_tokens
+            inputs = models.other_inputs(model, args.inputs)
+            if inputs is None:
+                length = prompt_length(model.config, args.max_tokens, new)
+                inputs = models.tokens(model, models.load_tokenizer(source), args.prompt, length)
+                if model.config.is_encoder_decoder:
+                    inputs = {"input_ids": inputs, "decoder_input_ids": inputs}
+            if model.config.is_encoder_decoder:  # it would generate from the decoder's start token, not from a text
+                new = 0
+            conversion = conversion_of(model)
+            pair, norms = (model, None), True
+            if conversion and conversion.trained:  # its own forward is not what it computes
+                pair, norms = (as_recorded(model), model), False
+                patch_model(model)
+            backward = not args.no_backward and norms
+            how = {"backward": backward, "inputs": inputs, "backend": backend, "max_new_tokens": new, "norms": norms}
+            how["progress"] = lambda what, each=each: step(f"{what} in {each}")
+            runs.append((verify_equivalence(*pair, **how), conversion))
+            del model, pair
 
     # A conversion is judged by its own formula, in whatever runs it; of the others the kernels are in question.
     idle = backend != "triton" and not any(conversion for _, conversion in runs)

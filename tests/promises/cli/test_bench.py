@@ -170,7 +170,7 @@ def test_the_peak_of_memory_is_of_each_side_on_a_gpu(monkeypatch):
     for name in ("patch_model", "unpatch_model"):
         monkeypatch.setattr(hf_rmsnorm, name, lambda model, name=name: log.append(name), raising=False)
     model = SimpleNamespace(device=torch.device("cuda", 0))
-    _, seconds, found = bench._in_turn(model, lambda: log.append("call"))
+    _, seconds, found = bench._in_turn(model, lambda: log.append("call"), range(bench.ROUNDS + 1))
     turn = ["reset", "wait", "call", "wait"]
     assert log == ["unpatch_model", *turn, "patch_model", *turn] + 2 * [
         "unpatch_model", *turn, "read", "patch_model", *turn, "read"

@@ -345,6 +345,23 @@ def test_a_terminal_without_rich_gets_plain_text(capsys, monkeypatch):
     assert capsys.readouterr().out == "PASS\n"
 
 
+SHORT = {
+    "verify": ("norms in float32", "--max-tokens", 2, "--max-new-tokens", 0, "--no-backward", "--dtype", "fp32"),
+    "bench": ("generating", "--new-tokens", 1, "--length", 2),
+    "inspect": ("running demo:llama", "--max-tokens", 4),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("command", SHORT)
+def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch, command, terminal):
+    said, *options = SHORT[command]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    code, out, err = run(capsys, command, "demo:llama", *options)
+    assert code == 0 and said not in out and (said in err) is terminal
+
+
 # errors
 
 
