@@ -57,7 +57,7 @@ def bar(args, *given, **how):
 @contextmanager
 def steps(args, total: int):
     """A function to say which of so many steps is next."""
-    with bar(args, total=total) as shown:
+    with bar(args, total=total, initial=-1) as shown:
         yield lambda what: (shown.update(), shown.set_description(what))
 
 

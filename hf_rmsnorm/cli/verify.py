@@ -78,7 +78,7 @@ def run(args) -> Result:
                 patch_model(model)
             backward = not args.no_backward and norms
             how = {"backward": backward, "inputs": inputs, "backend": backend, "max_new_tokens": new, "norms": norms}
-            how["progress"] = lambda what, each=each: step(f"{what} in {each}")
+            how["progress"] = lambda what, each=each: step(f"{each}: {what}")
             runs.append((verify_equivalence(*pair, **how), conversion))
             del model, pair
 

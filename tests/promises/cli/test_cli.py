@@ -346,7 +346,7 @@ def test_a_terminal_without_rich_gets_plain_text(capsys, monkeypatch):
 
 
 SHORT = {
-    "verify": ("norms in float32", "--max-tokens", 2, "--max-new-tokens", 0, "--no-backward", "--dtype", "fp32"),
+    "verify": ("float32: norms", "--max-tokens", 2, "--max-new-tokens", 0, "--no-backward", "--dtype", "fp32"),
     "bench": ("generating", "--new-tokens", 1, "--length", 2),
     "inspect": ("running demo:llama", "--max-tokens", 4),
 }
