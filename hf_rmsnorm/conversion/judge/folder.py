@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 
 from ... import __version__
@@ -158,4 +159,19 @@ def add_to_card(folder: Path, heading: str, text: str, made: dict[str, str], *pr
     if proofs:
         text = "\n".join([f"{text.rstrip()}\n\n```", *map(str, proofs), "```"])
     section = f"{heading}\n\n{text.rstrip()}\n\nMade from `{made['source']}` with {by}.\n"
-    card.write_bytes((f"{before}\n\n{section}" if before else section).encode("utf-8", "surrogateescape"))
+    library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
+    described = _described(f"{before}\n\n{section}" if before else section, made["source"], library)
+    card.write_bytes(described.encode("utf-8", "surrogateescape"))
+
+
+def _described(text: str, source: str, library: str) -> str:
+    """A card with what the hub searches for in its front matter; one that cannot be read stays as it is."""
+    try:
+        card = ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n\n{text}", ignore_metadata_errors=True)
+        if named := re.fullmatch(r"([\w./-]+)@[0-9a-f]+", source):  # a folder's name is no model of the hub
+            card.data.base_model = named[1]
+        card.data.library_name = card.data.library_name or library
+        card.data.tags = [*dict.fromkeys([*(card.data.tags or ()), "rmsnorm", "hf-rmsnorm"])]
+        return str(card)
+    except Exception:  # of YAML, or of what is written in it
+        return text

@@ -80,7 +80,7 @@ def test_the_model_card_says_what_was_done(level, tmp_path, monkeypatch):
     (src / "README.md").write_bytes(b"# Mod\xe8le\r\n")
     done = convert_checkpoint(src, dst, post_norm=level)
     card = (dst / "README.md").read_bytes().decode("latin-1")
-    assert card.startswith("# Mod\xe8le\n") and ("**Approximate.**" in card) == (level == "fit")
+    assert "---\n\n# Mod\xe8le\n" in card and ("**Approximate.**" in card) == (level == "fit")
     assert str(done.plan.report) in card and str(done.verification) in card
     assert "Made from `a model` with hf-rmsnorm" in card and f"PyTorch {torch.__version__}" in card
     report = json.loads((dst / "conversion_report.json").read_text())

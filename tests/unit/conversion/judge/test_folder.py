@@ -1,24 +1,28 @@
 """What a result says of where it comes from: the section of its model card, and the name of its source."""
 
 import pytest
+from huggingface_hub import ModelCard
 
 from hf_rmsnorm import __version__
 from hf_rmsnorm.conversion.judge.folder import add_to_card, provenance
 
 HEADING = "## Converted"
-MADE = {"source": "org/name@abc", "converted_by": "hf-rmsnorm 1", "torch": "2", "transformers": "5"}
-SECTION = f"{HEADING}\n\nText.\n\nMade from `org/name@abc` with hf-rmsnorm 1, PyTorch 2 and Transformers 5.\n"
+MADE = {"source": "folder", "converted_by": "hf-rmsnorm 1", "torch": "2", "transformers": "5"}
+SECTION = f"{HEADING}\n\nText.\n\nMade from `folder` with hf-rmsnorm 1, PyTorch 2 and Transformers 5.\n"
+TOLD = "library_name: transformers\ntags:\n- rmsnorm\n- hf-rmsnorm\n"
+FRONT = f"---\n{TOLD}---\n\n"
 
 
 @pytest.mark.parametrize(
     "before, after",
     [
-        (None, SECTION),
-        ("", SECTION),
-        ("---\nlicense: mit\n---\n# Model\n", f"---\nlicense: mit\n---\n# Model\n\n{SECTION}"),
-        (f"{HEADING}\n\nOld.\n", SECTION),
-        (f"# Model\n\n{HEADING}\n\nOld.\n\n## Use\n\nSo.\n", f"# Model\n\n## Use\n\nSo.\n\n{SECTION}"),
-        (f"# Model\n{HEADING} by hand\n", f"# Model\n{HEADING} by hand\n\n{SECTION}"),
+        (None, FRONT + SECTION),
+        ("", FRONT + SECTION),
+        ("---\nlicense: mit\n---\n# Model\n", f"---\nlicense: mit\n{TOLD}---\n# Model\n\n{SECTION}"),
+        (f"{HEADING}\n\nOld.\n", FRONT + SECTION),
+        (f"# Model\n\n{HEADING}\n\nOld.\n\n## Use\n\nSo.\n", f"{FRONT}# Model\n\n## Use\n\nSo.\n\n{SECTION}"),
+        (f"# Model\n{HEADING} by hand\n", f"{FRONT}# Model\n{HEADING} by hand\n\n{SECTION}"),
+        ("---\nlicense: [mit\n---\n# Broken\n", f"---\nlicense: [mit\n---\n# Broken\n\n{SECTION}"),
     ],
 )
 def test_a_card_has_one_section(tmp_path, before, after):
@@ -33,7 +37,26 @@ def test_a_card_in_another_encoding_keeps_its_bytes(tmp_path):
     (tmp_path / "README.md").write_bytes(b"# Mod\xe8le\r\n\r\nna\xefve")
     add_to_card(tmp_path, HEADING, "Text \u00e9.", MADE)
     card = (tmp_path / "README.md").read_bytes()
-    assert card.startswith(b"# Mod\xe8le\r\n\r\nna\xefve\n\n## Converted\n\nText \xc3\xa9.")
+    assert b"---\n\n# Mod\xe8le\r\n\r\nna\xefve\n\n## Converted\n\nText \xc3\xa9." in card
+
+
+@pytest.mark.parametrize("source, base", [("org/name@0a1b", "org/name"), ("gpt2@0a1b", "gpt2"), ("gpt2", None)])
+def test_a_card_names_the_model_of_the_hub_that_it_was_made_from(tmp_path, source, base):
+    add_to_card(tmp_path, HEADING, "Text.", {**MADE, "source": source})
+    assert ModelCard.load(tmp_path / "README.md").data.base_model == base
+
+
+def test_a_card_keeps_its_own_tags_and_library(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlibrary_name: timm\ntags: [mine, rmsnorm]\nlicense: mit\n---\n# Model\n")
+    add_to_card(tmp_path, HEADING, "Text.", MADE)
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.library_name, data.tags, data.license) == ("timm", ["mine", "rmsnorm", "hf-rmsnorm"], "mit")
+
+
+def test_the_card_of_an_adapter_is_of_peft(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    add_to_card(tmp_path, HEADING, "Text.", MADE)
+    assert ModelCard.load(tmp_path / "README.md").data.library_name == "peft"
 
 
 def test_the_source_has_a_name(tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
             assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
     card = (tmp_path / "dst" / "README.md").read_text()
-    assert card.startswith("# The model\n") and native.CARD_HEADING in card and str(done.plan.proof) in card
+    assert "---\n\n# The model\n" in card and native.CARD_HEADING in card and str(done.plan.proof) in card
     assert done.written.not_copied == ("pytorch_model.bin",) and not (tmp_path / "dst" / "pytorch_model.bin").exists()
     assert json.loads(json.dumps(done.to_dict()))["target_type"] == "ernie4_5_moe"
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
