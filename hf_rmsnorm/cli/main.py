@@ -1,4 +1,5 @@
 """Parse, run one subcommand, print its result or its error."""
+# PYTHON_ARGCOMPLETE_OK: shells that complete for any program look for this word
 
 import argparse
 import json
@@ -6,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from .. import __version__
 from . import bench, convert, env, inspect, report, verify
@@ -59,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 where `verify` or `bench` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert`
         wrote fails its verification; 130 where the user interrupted it.
     """
-    return execute(build_parser(), argv)
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ and find_spec("argcomplete"):
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # answers a shell, and exits
+    return execute(parser, argv)
 
 
 def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:

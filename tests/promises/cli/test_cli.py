@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from places import ROOT
+from places import PYTHONPATH, ROOT
 from safetensors.torch import save_file
 
 from hf_rmsnorm.cli import common
@@ -360,6 +360,21 @@ def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch, command, ter
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     code, out, err = run(capsys, command, "demo:llama", *options)
     assert code == 0 and said not in out and (said in err) is terminal
+
+
+@pytest.mark.parametrize(
+    "line, completed",
+    [("hf-rmsnorm ver", {"verify "}), ("hf-rmsnorm verify --max-", {"--max-tokens", "--max-new-tokens"}),
+     ("hf-rmsnorm convert demo:gpt2 --target nat", {"native "})],
+)  # fmt: skip
+def test_tab_completes_commands_and_options(line, completed, tmp_path):
+    pytest.importorskip("argcomplete", reason="of the extra 'completion'")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"), "PYTHONPATH": PYTHONPATH}
+    code = "import sys; from hf_rmsnorm.cli.main import main; main(); assert 0"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
+    assert done.returncode == 0, done.stderr
+    assert set((tmp_path / "answer").read_text().split("\n")) == completed
 
 
 # errors
