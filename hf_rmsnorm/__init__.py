@@ -27,25 +27,21 @@ def __dir__():
     return sorted(__all__)
 
 
+def _load_operators(name: str):
+    if not name.startswith("__"):
+        import_module(".ops.operators", __name__)
+    raise AttributeError(name)  # whereupon torch looks for the operator
+
+
 class _AfterTorch:
     """A finder of no module, which sees by what is imported that torch is there."""
 
     @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if not hasattr(ops := sys.modules.get("torch._ops"), "ops"):
-            return
-
-        class Operators(ops._OpNamespace):
-            __module__ = ops.__name__  # by which files name its operators
-
-            def __getattr__(self, name):
-                if not name.startswith("__"):
-                    import_module(".ops.operators", __name__)
-                return super().__getattr__(name)
-
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not cls]  # a new one: this is being read
-        ops.ops.hf_rmsnorm = Operators("hf_rmsnorm")
+    def find_spec(cls, *_):
+        if hasattr(ops := sys.modules.get("torch._ops"), "ops"):
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not cls]  # a new one: this is being read
+            ops.ops.hf_rmsnorm.__getattr__ = _load_operators
 
 
 sys.meta_path.insert(0, _AfterTorch)
-_AfterTorch.find_spec(__name__)
+_AfterTorch.find_spec()

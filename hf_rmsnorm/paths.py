@@ -9,12 +9,12 @@ from itertools import groupby
 
 def fitted(text: str, hang: int = 4) -> str:
     """The text in 100 columns: what is longer goes on `hang` columns further in, and no path is broken."""
-    wrap = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
-    lines = []
-    for line in text.splitlines():
-        wrap.subsequent_indent = " " * (len(line) - len(line.lstrip()) + hang)
-        lines.append(wrap.fill(line) if " " in line.strip() else line)
-    return "\n".join(lines)
+
+    def fit(line: str) -> str:
+        ahead = " " * (len(line) - len(line.lstrip()) + hang)
+        return textwrap.fill(line, 100, subsequent_indent=ahead, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(fit(line) if " " in line.strip() else line for line in text.splitlines())
 
 
 def compact_paths(paths: Sequence[str]) -> list[str]:

@@ -38,15 +38,14 @@ def _version(name: str) -> str | None:
 def run(args) -> Result:
     import torch
 
-    from ..ops.backend import describe_backend
+    from ..ops.backend import runs_on
 
     installed = versions()
     names = {"cpu": platform.processor() or platform.machine()}
     if (present := torch.accelerator.current_accelerator(check_available=True)) is not None:
         name_of = getattr(torch.get_device_module(present), "get_device_name", str)
         names |= {f"{present.type}:{index}": name_of(index) for index in range(torch.accelerator.device_count())}
-    served = ((device, name, *describe_backend(device)) for device, name in names.items())
-    devices = [{"device": device, "name": name, "backend": by, "reason": why} for device, name, by, why in served]
+    devices = [{"name": name, **runs_on(device)} for device, name in names.items()]
 
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     data = {"versions": installed, "platform": platform.platform(), "triton_interpret": interprets, "devices": devices}

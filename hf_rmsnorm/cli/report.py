@@ -20,12 +20,11 @@ def run(args) -> Result:
     source = models.find(args.model, args.trust_remote_code)
     models.quieten()
     from .. import patch_model
-    from ..ops import describe_backend
-    from ..patching.report import RunsOn
+    from ..ops.backend import runs_on
 
     model = models.empty_model(source)
     report = patch_model(model, include=args.include, exclude=args.exclude, strict=args.strict)
-    device = pick_device(None)  # where it would run: the modules that are built here have no data
-    report = replace(report, devices=(RunsOn(str(device), *describe_backend(device)),) if report.swapped else ())
+    if report.swapped:  # the modules have no data, and would run here
+        report = replace(report, devices=(runs_on(pick_device(None)),))
     data = {"model": source.name, "class_name": type(model).__name__, **report.to_dict()}
     return Result(data, f"{source.name}: {type(model).__name__}\n{report}")

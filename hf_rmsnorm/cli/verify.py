@@ -9,12 +9,7 @@ from pathlib import Path
 from ..paths import fitted
 from . import models
 from .common import DTYPES, Result, add_count, add_device, add_model, interpret_on_cpu, pick_device, steps
-
-PROMPT = (
-    "The following table lists the statements that may be used in a function. An expression is evaluated before the "
-    "result is bound to a name; if it raises an exception, the name keeps the value that it had, and the search for a "
-    "handler begins."
-)
+from .inspect import read_text
 
 # What a converted checkpoint was found to be.
 _SAID = {
@@ -27,7 +22,7 @@ _SAID = {
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", default=PROMPT, help="the text to compare on (default: a built-in one)")
+    parser.add_argument("--prompt", help="the text to compare on (default: Python's own help texts)")
     told = "a .safetensors file with the arguments of the model's forward (default: the prompt, images or audio)"
     parser.add_argument("--inputs", metavar="FILE", type=Path, help=told)
     told = "the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)"
@@ -47,7 +42,6 @@ def run(args) -> Result:
     from ..ops.backend import describe_backend
     from ..patching.converted import conversion_of
     from ..verification.context import prompt_length
-    from ..verification.equivalence import STEPS
     from ..verification.recorded import as_recorded
     from ..verification.report import NOTHING_RAN
 
@@ -56,9 +50,10 @@ def run(args) -> Result:
         backend = "reference"
         reason += "; so this compares the plain-torch formula, not the kernels"
 
+    prompt = read_text(None) if args.prompt is None else args.prompt
     dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
     dtypes, runs = ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),), []
-    with steps(args, len(dtypes) * (1 + len(STEPS))) as step:
+    with steps(args, 8 * len(dtypes)) as step:
         for each in dtypes:
             step(f"loading {source.name}")
             model = models.load_model(source, each, device)
@@ -66,7 +61,7 @@ def run(args) -> Result:
             inputs = models.other_inputs(model, args.inputs)
             if inputs is None:
                 length = prompt_length(model.config, args.max_tokens, new)
-                inputs = models.tokens(model, models.load_tokenizer(source), args.prompt, length)
+                inputs = models.tokens(model, models.load_tokenizer(source), prompt, length)
                 if model.config.is_encoder_decoder:
                     inputs = {"input_ids": inputs, "decoder_input_ids": inputs}
             if model.config.is_encoder_decoder:  # it would generate from the decoder's start token, not from a text

@@ -8,19 +8,7 @@ from .qk import fused_qk_norm, qk_norm_backend
 from .settings import chosen_backend, use_backend
 
 __all__ = [
-    "add_norm_backend",
-    "chosen_backend",
-    "describe_backend",
-    "formula_refusal",
-    "fused_add_norm",
-    "fused_norm",
-    "fused_qk_norm",
-    "keeps_output",
-    "layer_norm",
-    "parameters_refusal",
-    "qk_norm_backend",
-    "resolve_backend",
-    "rms_norm",
-    "sum_ahead_of_norm",
-    "use_backend",
-]
+    "add_norm_backend", "chosen_backend", "describe_backend", "formula_refusal", "fused_add_norm", "fused_norm",
+    "fused_qk_norm", "keeps_output", "layer_norm", "parameters_refusal", "qk_norm_backend", "resolve_backend",
+    "rms_norm", "sum_ahead_of_norm", "use_backend",
+]  # fmt: skip

@@ -61,6 +61,11 @@ def describe_backend(device: torch.device | str) -> tuple[str, str]:
     return "triton", f"Triton compiles the kernels for {device.type}"
 
 
+def runs_on(device: torch.device | str) -> dict[str, str]:
+    """The same as a record, of which a list tells of several devices."""
+    return dict(zip(("device", "backend", "reason"), (str(device), *describe_backend(device)), strict=True))
+
+
 def _is_exported() -> bool:
     """Whether a graph is made that runs elsewhere, perhaps without this package."""
     return torch.compiler.is_exporting() if _is_compiling() else _is_tracing()

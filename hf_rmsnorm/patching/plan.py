@@ -8,11 +8,11 @@ import torch
 
 from ..fused.norm import fused_class, recipe_of
 from ..fused.recipe import Recipe
-from ..ops import describe_backend
+from ..ops.backend import runs_on
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
 from .layers.values import written_inputs
-from .report import FusedLayer, PatchReport, RunsOn, Skipped, Swapped
+from .report import FusedLayer, PatchReport, Skipped, Swapped
 from .swap import replaced_forward
 
 Globs = str | Iterable[str] | None
@@ -47,8 +47,7 @@ def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedL
         else:
             skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]
     held_by = dict.fromkeys(p.device for p in model.parameters() if swapped and not p.is_meta)
-    devices = tuple(RunsOn(str(device), *describe_backend(device)) for device in held_by)
-    return PatchReport(tuple(swapped), tuple(skipped), layers, devices)
+    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(map(runs_on, held_by)))
 
 
 def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> list[Entry]:

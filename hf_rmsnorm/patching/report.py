@@ -55,15 +55,6 @@ class FusedLayer:
 
 
 @dataclass(frozen=True)
-class RunsOn:
-    """What a patched module runs on a device: ``"triton"`` kernels or its ``"original"`` forward, and why."""
-
-    device: str
-    backend: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class PatchReport:
     """Every norm of a model after `patch_model`, in the order of ``model.named_modules()``.
 
@@ -72,13 +63,13 @@ class PatchReport:
             at several paths has a record for each.
         skipped: norms left alone, and modules that only carry a norm's name.
         layers: decoder layers, fused or not.
-        devices: those that hold the model, and what runs there; meta is none.
+        devices: of each that holds the model, meta aside, its name, the backend there and the reason (`runs_on`).
     """
 
     swapped: tuple[Swapped, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     layers: tuple[FusedLayer, ...] = ()
-    devices: tuple[RunsOn, ...] = ()
+    devices: tuple[dict, ...] = ()
 
     def to_dict(self) -> dict:
         """Plain lists and dicts for JSON: ``"swapped"``, ``"skipped"``, ``"layers"`` and ``"devices"``."""
@@ -114,9 +105,10 @@ class PatchReport:
             lines += [f"      {path}" for path in compact_paths([record.path for record in records])]
         if any(record.fused for record in self.layers):
             lines.append("  fused in   float32, float16, bfloat16, and mixtures of them, as under autocast")
-        for (served, reason), records in _alike(self.devices, lambda r: (r.backend == "triton", r.reason)).items():
-            until = "" if served else ", and nothing is fused, until the model is moved to a GPU that Triton serves"
-            lines.append(f"  runs on    {', '.join(record.device for record in records)}: {reason}{until}")
+        for (backend, reason), records in _alike(self.devices, lambda r: (r["backend"], r["reason"])).items():
+            until = ", and nothing is fused, until the model is moved to a GPU that Triton serves"
+            names = ", ".join(record["device"] for record in records)
+            lines.append(f"  runs on    {names}: {reason}{until if backend == 'original' else ''}")
         return fitted("\n".join(lines), 11)
 
 

@@ -18,7 +18,6 @@ import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
 from hf_rmsnorm.ops import backend
-from hf_rmsnorm.patching import plan
 from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.mutants.__main__ import build_parser as mutants_parser
 from scripts.real_configs import build_parser as real_configs_parser
@@ -48,7 +47,7 @@ def on_a_cpu():
 @pytest.mark.parametrize("block", list(examples()))
 def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, monkeypatch, on_a_cpu):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "describe_backend", lambda device: on_a_cpu)
+    monkeypatch.setattr(backend, "describe_backend", lambda device: on_a_cpu)
     if "from kernels import" in block.code:
         pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
     printed = io.StringIO()

@@ -275,8 +275,8 @@ def test_a_gpu_becomes_the_current_device_whether_it_was_named_with_an_index_or_
     """torch.cuda.set_device refuses a device without one. No GPU is needed to see what it is given."""
     current = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    made = SimpleNamespace(device=torch.device("cuda", 1))  # what is made on a device has its index
+    monkeypatch.setattr(torch, "empty", lambda *_, device: made)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(_get_device_index(device)))
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())

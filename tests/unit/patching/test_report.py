@@ -13,8 +13,8 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from hf_rmsnorm import NormSpec, PatchReport, patch_model
-from hf_rmsnorm.patching import plan
-from hf_rmsnorm.patching.report import RunsOn, Skipped
+from hf_rmsnorm.ops import backend as backend_module
+from hf_rmsnorm.patching.report import Skipped
 from hf_rmsnorm.paths import compact_paths
 
 
@@ -121,7 +121,7 @@ def test_what_is_served_in_part_is_said():
 
 def served(monkeypatch, backend, reason):
     """As on a device of which that is said."""
-    monkeypatch.setattr(plan, "describe_backend", lambda device: (backend, reason))
+    monkeypatch.setattr(backend_module, "describe_backend", lambda device: (backend, reason))
     return patch_model(LlamaRMSNorm(8))
 
 
@@ -130,7 +130,7 @@ def test_it_says_that_nothing_is_fused_where_no_kernel_runs(monkeypatch):
     report = served(monkeypatch, "original", reason)
     said = f"runs on cpu: {reason}, and nothing is fused, until the model is moved to a GPU"
     assert said in " ".join(str(report).split())
-    assert report.to_dict()["devices"] == [dataclasses.asdict(report.devices[0])]
+    assert report.to_dict()["devices"] == list(report.devices)
     assert report.to_dict()["devices"][0]["backend"] == "original"
 
 
@@ -140,7 +140,9 @@ def test_it_says_that_kernels_run(monkeypatch):
 
 
 def test_devices_that_are_alike_share_a_line():
-    report = PatchReport(devices=tuple(RunsOn(f"cuda:{i}", "triton", "as they are") for i in range(2)))
+    report = PatchReport(
+        devices=tuple({"device": f"cuda:{i}", "backend": "triton", "reason": "as they are"} for i in range(2))
+    )
     assert str(report).endswith("  runs on    cuda:0, cuda:1: as they are")
 
 
