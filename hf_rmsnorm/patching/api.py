@@ -13,6 +13,7 @@ from .layers.links import fuse_layers
 from .plan import Globs, make_plan, report_on
 from .report import PatchReport
 from .swap import fuse, remember, restore, swap
+from .watch import unwatch, watch
 
 
 def patch_model(
@@ -75,6 +76,7 @@ def unpatch_model(model: torch.nn.Module) -> int:
         fuse(module, None)
         if whole:
             uncentre(module)
+            unwatch(module)
     return sum([restore(module) for module in model.modules()])
 
 
@@ -120,6 +122,7 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
                 undo.callback(restore, entry.module)
         if any(entry.recipe is not None and entry.recipe.as_rms for entry in entries):
             centre_at(model, recorded_model(model).centred, undo)
+            watch(model, undo)
         for module in () if fuse_residual else model.modules():
             undo.callback(fuse, module, fuse(module, None))
         layers = fuse_layers(model, undo) if fuse_residual else ()
