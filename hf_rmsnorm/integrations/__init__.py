@@ -1,1 +1,1 @@
-"""What fits into the libraries around Transformers, a file for each: its Trainer and TRL's, PEFT, and `kernels`."""
+"""What fits into the libraries around Transformers, a file for each: Trainers, those told by a YAML, `kernels`."""

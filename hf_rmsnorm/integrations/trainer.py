@@ -1,6 +1,7 @@
 """`HfRmsNormCallback`: a patch for whatever model a Trainer trains, at the moment that suits it."""
 
 import inspect
+import sys
 import warnings
 import weakref
 
@@ -114,3 +115,12 @@ class HfRmsNormCallback(TrainerCallback):
             conversion = conversion_of(model)
             if conversion is not None and conversion.doubt:
                 logger.warning(f"each norm that the conversion recorded {conversion.doubt}")
+
+
+class TellingCallback(HfRmsNormCallback):
+    """`HfRmsNormCallback` for who edits a YAML: says on stderr, in one line of one process, what was swapped."""
+
+    def on_init_end(self, args, state, control, **kwargs):
+        super().on_init_end(args, state, control, **kwargs)
+        if state.is_world_process_zero:
+            print(f"hf_rmsnorm: {str(self.report).splitlines()[0]}", file=sys.stderr)

@@ -1,0 +1,3 @@
+from hf_rmsnorm.integrations.swift import register
+
+register()

@@ -1,0 +1,32 @@
+"""Axolotl's plugin: its YAML names `hf_rmsnorm.integrations.axolotl.HfRmsNormPlugin` under ``plugins:``."""
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, field_validator
+
+from .trainer import TellingCallback
+
+
+class HfRmsNormArgs(BaseModel):
+    """What the YAML may have besides: ``hf_rmsnorm:``, the arguments of `HfRmsNormCallback`."""
+
+    hf_rmsnorm: dict[str, Any] = {}
+
+    @field_validator("hf_rmsnorm")
+    @classmethod
+    def _known(cls, options: dict[str, Any]) -> dict[str, Any]:
+        TellingCallback(**options)  # a wrong one is an error now, and not when the model is there
+        return options
+
+
+class HfRmsNormPlugin(BasePlugin):
+    """Gives each trainer of Axolotl's the callback, which patches after adapters are there and before FSDP wraps."""
+
+    def get_input_args(self) -> str:
+        """The name of the class that checks what this reads of the YAML."""
+        return f"{__name__}.HfRmsNormArgs"
+
+    def add_callbacks_pre_trainer(self, cfg, model) -> list[TellingCallback]:
+        """The callback for the trainer that is made next; `cfg` is the YAML that was read, `model` is not touched."""
+        return [TellingCallback(**(cfg.hf_rmsnorm or {}))]
