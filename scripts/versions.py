@@ -25,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "scripts/results/versions.json", ROOT / "docs/versions.md"
@@ -35,14 +37,22 @@ ROWS = ("3.10/4.57.6/2.10.0/3.6.0", "3.12/5.9.0/2.11.0/3.6.0", "3.11/4.57.6/2.13
         "3.11/5.23.0/2.13.0/3.6.0", "3.13/4.57.6/2.15.0/3.9.0", "3.13/5.23.0/2.15.0/3.9.0")  # fmt: skip
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
 TESTS = "tests/promises/test_versions.py"
-PLACE = re.compile(r"(<!-- versions: .*? -->\n).*?(\n<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- \w+: made by .*? -->\n).*?(\n<!-- end -->)", re.DOTALL)
 NAMES = ("torch", "transformers", "triton", "accelerate", "huggingface_hub", "tokenizers", "safetensors", "numpy")
-ASK = "import json, platform; from importlib.metadata import version; print(json.dumps({'python': " \
-      f"platform.python_version()}} | {{n: version(n) for n in {NAMES}}}))"  # fmt: skip
 
 
 class Unavailable(Exception):
     """A row cannot be made here, in one line."""
+
+
+class Table(NamedTuple):
+    """Rows that are taken, what one is run by, and where what came of them is kept and shown."""
+
+    rows: tuple[str, ...]
+    run: Callable[[str, Path], dict]  # (row, folder of its environment) -> {"row", "passed", "failures", ...}
+    shown: Callable[[list[dict]], str]
+    results: Path
+    page: Path
 
 
 def interpreter(wanted: str) -> str:
@@ -64,6 +74,15 @@ def install(python: str, *arguments: str) -> None:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise Unavailable(errors[-1])
+
+
+def versions_in(python: str, names: tuple[str, ...]) -> dict[str, str]:
+    """The versions that an environment has: of its Python, and of packages by name."""
+    code = (
+        "import json, platform, sys; from importlib.metadata import version; "
+        "print(json.dumps({'python': platform.python_version()} | {n: version(n) for n in sys.argv[1:]}))"
+    )
+    return json.loads(subprocess.run([python, "-c", code, *names], check=True, capture_output=True, text=True).stdout)
 
 
 def link_torch(place: Path) -> None:
@@ -102,7 +121,6 @@ def run_row(row: str, folder: Path) -> dict:
     """The versions of a row's environment, and what its tests said."""
     python = make(row, folder)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
-    asked = subprocess.run([python, "-c", ASK], check=True, capture_output=True, text=True)
     command = [python, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", TESTS]
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = (said.stdout + said.stderr).strip().splitlines()
@@ -111,7 +129,7 @@ def run_row(row: str, folder: Path) -> dict:
     if said.returncode and not failures:
         failures = lines[-1:]
     return {
-        "row": row, "versions": json.loads(asked.stdout), "passed": int(passed[1]) if passed else 0,
+        "row": row, "versions": versions_in(python, NAMES), "passed": int(passed[1]) if passed else 0,
         "failures": failures,
     }  # fmt: skip
 
@@ -126,29 +144,34 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", nargs="*", default=ROWS, metavar="ROW")
+def take(what: Table, doc: str) -> int:
+    """Take the rows of a table that the command line names; 1 where one failed or could not be run."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("rows", nargs="*", default=what.rows, metavar="ROW")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--no-write", action="store_true")
     args = parser.parse_args()
-    kept = {} if not RESULTS.exists() else {each["row"]: each for each in json.loads(RESULTS.read_text())}
+    kept = {} if not what.results.exists() else {each["row"]: each for each in json.loads(what.results.read_text())}
     now, unavailable = {}, 0
     for row in args.rows:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as temporary:
             try:
-                found = now[row] = run_row(row, args.folder or Path(temporary))
+                found = now[row] = what.run(row, args.folder or Path(temporary))
                 text = f"{found['passed']} passed, failed: {', '.join(found['failures']) or 'none'}"
             except Unavailable as error:
                 text, unavailable = f"not run: {error}", unavailable + 1
         print(f"{row}: {text} ({time.monotonic() - start:.0f} s)", flush=True)
     if not args.no_write:
-        merged = [(kept | now)[row] for row in ROWS if row in kept | now]
-        RESULTS.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(PLACE.sub(lambda m: m[1] + table(merged) + m[2], page), encoding="utf-8")
+        merged = [(kept | now)[row] for row in what.rows if row in kept | now]
+        what.results.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+        page = what.page.read_text(encoding="utf-8")
+        what.page.write_text(PLACE.sub(lambda m: m[1] + what.shown(merged) + m[2], page), encoding="utf-8")
     return int(bool(unavailable) or any(each["failures"] for each in now.values()))
+
+
+def main() -> int:
+    return take(Table(ROWS, run_row, table, RESULTS, PAGE), __doc__)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from hf_rmsnorm.ops import backend
 from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.mutants.__main__ import build_parser as mutants_parser
 from scripts.real_configs import build_parser as real_configs_parser
+from scripts.trainers import ROWS, TRAINERS
 
 MOST = 8192  # bytes of a landing page
 # Words of snippets that take more than a quick test's time.
@@ -97,6 +98,10 @@ def test_a_command_exists(where, line):
     words = shlex.split(line, comments=True)
     if words[:2] == ["pip", "install"]:
         assert words[2] == "." or all(re.fullmatch(r"[\w.\[\]-]+", word) for word in words[2:])
+    elif line in {trainer.patched for trainer in TRAINERS.values()}:  # scripts/trainers.py runs them
+        assert (ROOT / words[-1]).is_file()
+    elif words[:3] == ["python3", "-m", "scripts.trainers"]:
+        assert words[3] in ROWS
     elif words[0] == "accelerate":  # tests/promises/training/test_launched.py runs them
         assert words[1:3] == ["launch", "--config_file"] and (ROOT / words[3]).is_file() and (ROOT / words[4]).is_file()
     elif words[0] in ("python", "python3") and words[1].endswith(".py"):

@@ -1,0 +1,52 @@
+"""scripts/trainers.py: the page shows what was kept of each row, and its lines are those that were run."""
+
+import json
+import re
+
+import pages
+from places import EXAMPLES, ROOT
+
+from scripts import trainers
+from scripts.trainers import MARK, PAGE, RESULTS, ROWS, STEPS, TRAINERS, table
+from scripts.versions import PLACE
+
+TEXT = PAGE.read_text(encoding="utf-8")
+BLOCKS = {language: [b.code for b in pages.blocks(language) if b.page == "docs/trainers.md"] for language in
+          ("yaml", "py", "sh")}  # fmt: skip
+
+
+def test_every_row_passed_and_is_on_the_page():
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert [each["row"] for each in results] == [*ROWS]
+    for each in results:
+        assert each["passed"] == 4 and not each["failures"] and len(each["losses"]) == STEPS
+        assert each["versions"]["python"].startswith(each["row"].split("/")[0] + ".")
+    (found,) = PLACE.finditer(TEXT)
+    assert found[0] == found[1] + table(results) + found[2]
+
+
+def test_every_trainer_has_a_row_and_its_command_on_the_page():
+    assert [row.split("/")[1] for row in ROWS] == [*TRAINERS]
+    for trainer in TRAINERS.values():
+        assert trainer.patched + "\n" in BLOCKS["sh"]
+        (file,) = re.findall(r"examples/trainers/\w+\.yaml", trainer.patched)
+        assert file in trainer.unpatched
+        assert (ROOT / file).read_text(encoding="utf-8").startswith(f"# {trainer.patched}\n")
+
+
+def test_what_a_yaml_needs_is_what_the_page_says():
+    for path in EXAMPLES.glob("trainers/*.yaml"):
+        _, mark, lines = path.read_text(encoding="utf-8").partition(MARK)
+        # Where a YAML has no such lines, the command is another.
+        (how,) = [each for each in TRAINERS.values() if path.name in each.patched]
+        assert bool(mark) == (how.patched == how.unpatched)
+        assert not mark or lines in BLOCKS["yaml"]
+    assert (EXAMPLES / "trainers/swift_plugin.py").read_text(encoding="utf-8") in BLOCKS["py"]
+
+
+def test_a_trainer_that_is_not_known_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["trainers.py", "3.11/unheard-of/1.0", "--no-write"])
+    assert trainers.main() == 1
+    said = capsys.readouterr().out
+    assert said.startswith("3.11/unheard-of/1.0: not run: there is no unheard-of among axolotl, ms-swift, llamafactory")
+    assert said.count("\n") == 1
