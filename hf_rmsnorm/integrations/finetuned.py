@@ -8,7 +8,7 @@ import torch
 from ..ops.loading import is_dtensor
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
-from ..patching.watch import unwatch
+from ..patching.moved import unwatch
 from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, mend_, own_names, promises
 
 TRAINED = (

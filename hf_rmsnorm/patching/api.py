@@ -13,7 +13,7 @@ from .layers.links import fuse_layers
 from .plan import Globs, make_plan, report_on
 from .report import PatchReport
 from .swap import fuse, remember, restore, swap
-from .watch import unwatch, watch
+from .moved import unwatch, watch
 
 
 def patch_model(

@@ -12,7 +12,7 @@ from transformers import BloomForCausalLM, WhisperForConditionalGeneration
 import hf_rmsnorm
 from hf_rmsnorm import convert_checkpoint, patch_model, patched, unpatch_model, use_backend, verify_equivalence
 from hf_rmsnorm.patching.centring import without_mean
-from hf_rmsnorm.patching.watch import Watch
+from hf_rmsnorm.patching.moved import MovedCheck
 from hf_rmsnorm.verification.recorded import as_recorded
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -50,7 +50,7 @@ def logits(model, name):
 def hooks(model):
     """All but the one that watches whether the model moves."""
     found = (each for m in model.modules() for each in (m._forward_hooks, m._forward_pre_hooks))
-    return [[hook for hook in each.values() if not isinstance(hook, Watch)] for each in found]
+    return [[hook for hook in each.values() if not isinstance(hook, MovedCheck)] for each in found]
 
 
 both = pytest.mark.parametrize("name", sorted(CLASSES))

@@ -15,7 +15,7 @@ _is_compiling = torch.compiler.is_compiling
 CURE = "patch it again for its LayerNorms, keep it centred by Recentre, or call train_as_rms before the patch"
 
 
-class Watch:
+class MovedCheck:
     """A hook that looks, before each forward, whether parameters were written to, or modules exchanged.
 
     Where they were, it reads the weights as `patch_model` did. It warns and removes itself where they are no longer
@@ -62,16 +62,16 @@ def _places(model: torch.nn.Module) -> Iterator[tuple]:
 
 
 def watch(model: torch.nn.Module, undo: ExitStack) -> None:
-    """Put a `Watch` on the converted model that this is or holds; `undo` gets what removes it."""
+    """Put a `MovedCheck` on the converted model that this is or holds; `undo` gets what removes it."""
     found = recorded_model(model)
-    if not (found.followed or any(isinstance(hook, Watch) for hook in found.model._forward_pre_hooks.values())):
-        found.model.register_forward_pre_hook(Watch(found.model), with_kwargs=True)
+    if not (found.followed or any(isinstance(hook, MovedCheck) for hook in found.model._forward_pre_hooks.values())):
+        found.model.register_forward_pre_hook(MovedCheck(found.model), with_kwargs=True)
         undo.callback(unwatch, found.model)
 
 
 def unwatch(model: torch.nn.Module) -> None:
     """Remove it."""
     for number, hook in [*model._forward_pre_hooks.items()]:
-        if isinstance(hook, Watch):
+        if isinstance(hook, MovedCheck):
             del model._forward_pre_hooks[number]
             model._forward_pre_hooks_with_kwargs.pop(number, None)
