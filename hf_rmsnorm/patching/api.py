@@ -10,10 +10,10 @@ import torch
 from .centring import centre_at, uncentre
 from .converted import recorded_model
 from .layers.links import fuse_layers
+from .moved import unwatch, watch
 from .plan import Globs, make_plan, report_on
 from .report import PatchReport
 from .swap import fuse, remember, restore, swap
-from .moved import unwatch, watch
 
 
 def patch_model(
