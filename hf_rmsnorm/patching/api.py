@@ -120,9 +120,10 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
             elif entry.recipe is not None and not entry.already:
                 swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
                 undo.callback(restore, entry.module)
-        if any(entry.recipe is not None and entry.recipe.as_rms for entry in entries):
-            centre_at(model, recorded_model(model).centred, undo)
-            watch(model, undo)
+        as_rms = any(entry.recipe is not None and entry.recipe.as_rms for entry in entries)
+        if as_rms and (found := recorded_model(model)):  # none where this is a part of a model patched before
+            centre_at(model, found.centred, undo)
+            watch(found, undo)
         for module in () if fuse_residual else model.modules():
             undo.callback(fuse, module, fuse(module, None))
         layers = fuse_layers(model, undo) if fuse_residual else ()

@@ -3,8 +3,10 @@
 A LayerNorm takes off any mean itself, so that the checkpoint computes the same where it is loaded without a patch.
 """
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import lru_cache
 
 import torch
 
@@ -22,8 +24,18 @@ def _of_output(module, args, output):
 def _of_input(module, args, kwargs):
     if args:
         return (without_mean(args[0]), *args[1:]), kwargs
-    name, x = next(iter(kwargs.items()))
-    return args, {**kwargs, name: without_mean(x)}
+    name = input_name(type(module))
+    return args, {**kwargs, name: without_mean(kwargs[name])}
+
+
+@lru_cache(maxsize=256)
+def input_name(cls: type) -> str:
+    """What a module's forward calls its first argument, which callers may give by name; "" where it has none."""
+    for forward in (base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__):
+        first = [*inspect.signature(forward).parameters.values()][1:2]
+        if first and first[0].kind is first[0].POSITIONAL_OR_KEYWORD:  # a class that patches may pass on what it gets
+            return first[0].name
+    return ""
 
 
 def centre_at(model: torch.nn.Module, centred: Mapping[str, str], undo: ExitStack) -> None:

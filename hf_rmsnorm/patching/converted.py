@@ -122,9 +122,17 @@ def _doubt(found: Recorded) -> str:
         away = found.model.get_parameter(hidden[len(found.head) :]).is_meta
         return WITHOUT_WEIGHTS if away else f"{hidden} is not here whole; patch once the weights are loaded"
     try:
-        return tensors.hooked(found.record) or moved(tensors, found.record)
+        return dropped(found) or tensors.hooked(found.record) or moved(tensors, found.record)
     except ValueError as error:
         return str(error)
+
+
+def dropped(found: Recorded) -> str:
+    """Why training may not run a layer whose input is to lose its mean."""
+    layers = [path for path in found.record.get("centred", {}) if path.rpartition(".")[2].isdecimal()]
+    config = getattr(found.model, "config", None)
+    names = [name for name, value in vars(config).items() if name.endswith("layerdrop") and value]
+    return f"training may drop {layers[0]}, where a mean is taken off: set {names[0]} to 0" if layers and names else ""
 
 
 def moved(tensors: Weights, record: dict) -> str:
@@ -149,6 +157,7 @@ class Weights(UserDict):
     """A model's parameters by name; one that accelerate keeps on a disk is read when it is asked for."""
 
     def __init__(self, model: torch.nn.Module, head: str):
+        self.model, self.head = model, head
         # Parameter -> the module that holds it, and what it calls it.
         self.data = {
             f"{head}{path}.{name}" if path else head + name: (module, name)
@@ -164,11 +173,13 @@ class Weights(UserDict):
 
     def hooked(self, record: Mapping) -> str:
         """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""
-        for key in Writers(record, self.data).how:
-            module, _ = self.data[key]
+        modules = {key.rpartition(".")[0]: self.data[key][0] for key in Writers(record, self.data).how}
+        places = {path[len(self.head) :] for path in record.get("centred", {})}
+        modules |= {path: module for path, module in self.model.named_modules() if path in places}
+        for path, module in modules.items():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):
-                return f"{key.rpartition('.')[0]} has a hook, which may change what it writes to the residual stream"
+                return f"{path} has a hook, which may change what it writes to the residual stream"
         return ""
 
     def hidden(self) -> str:

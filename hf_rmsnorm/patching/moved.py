@@ -9,7 +9,8 @@ import torch
 
 from ..ops.direct import version
 from ..record import Writers, is_centred, own_names
-from .converted import STAYS, WITHOUT_WEIGHTS, Weights, conversion_of, recorded_model
+from .centring import centre_at
+from .converted import STAYS, WITHOUT_WEIGHTS, Recorded, Weights, conversion_of, recorded_model
 
 _is_compiling = torch.compiler.is_compiling
 CURE = "patch it again for its LayerNorms, keep it centred by Recentre, or call train_as_rms before the patch"
@@ -33,6 +34,8 @@ class MovedCheck:
             conversion = conversion_of(model)
             doubt = "" if conversion is None else conversion.doubt.removeprefix(STAYS)
             self.places = [*_places(model)]
+            if conversion is not None and not doubt:  # the module itself may be another, as after resizing a table
+                centre_at(model, conversion.centred, ExitStack())
         if torch.is_tensor(embeds) and not doubt and not is_centred(embeds, embeds.ndim - 1, embeds.shape[-1], None):
             doubt = "the inputs_embeds that it is given have a mean"
         if doubt and doubt != WITHOUT_WEIGHTS:
@@ -54,16 +57,16 @@ def _places(model: torch.nn.Module) -> Iterator[tuple]:
     for key, (module, name) in tensors.data.items():
         if not writers.isdisjoint(accumulate(key.split("."), "{}.{}".format)):  # or it was added to one that writes
             yield module._parameters, name, module._parameters[name], version_of(module._parameters[name])
-    above = {path for each in writers for path in accumulate(each[len(found.head) :].split("."), "{}.{}".format)}
+    paths = [each[len(found.head) :] for each in (*writers, *found.record.get("centred", {}))]
+    above = {path for each in paths for path in accumulate(each.split("."), "{}.{}".format)}
     for path in sorted(above):
         parent, _, child = path.rpartition(".")
         holder = model.get_submodule(parent)._modules
         yield holder, child, holder[child], None
 
 
-def watch(model: torch.nn.Module, undo: ExitStack) -> None:
-    """Put a `MovedCheck` on the converted model that this is or holds; `undo` gets what removes it."""
-    found = recorded_model(model)
+def watch(found: Recorded, undo: ExitStack) -> None:
+    """Put a `MovedCheck` on a converted model; `undo` gets what removes it."""
     if not (found.followed or any(isinstance(hook, MovedCheck) for hook in found.model._forward_pre_hooks.values())):
         found.model.register_forward_pre_hook(MovedCheck(found.model), with_kwargs=True)
         undo.callback(unwatch, found.model)

@@ -15,7 +15,7 @@ from torch import nn
 from ..fused.norm import recipe_of
 from ..patching import patched
 from ..patching.centring import centre_at
-from ..patching.converted import recorded_model
+from ..patching.converted import conversion_of
 from ..reference import reference_norm
 from .context import evaluating, hooked
 from .noise import compare_logits
@@ -99,8 +99,8 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
 
     naive = perplexity = None
     with evaluating(model), ExitStack() as undo:
-        if found := recorded_model(model):
-            centre_at(model, found.centred, undo)
+        if (conversion := conversion_of(model)) and not conversion.doubt:
+            centre_at(model, conversion.centred, undo)
         logits = logits_with(note, recipes)
         centered = [path for path in recipes if path in layer_norms and ratios[path]]
         if logits is not None and ids is not None:

@@ -18,8 +18,8 @@ def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
     result = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     with patched(model, fuse_residual=False) as report:
         recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped if r.converted}
-    if recipes:
-        centre_at(result, recorded_model(model).centred, ExitStack())
+    if recipes and (found := recorded_model(model)):
+        centre_at(result, found.centred, ExitStack())
     for path, recipe in recipes.items():
         norm = result.get_submodule(path)
         norm.__class__ = _plain(type(norm), recipe.spec, recipe.weight, recipe.bias)

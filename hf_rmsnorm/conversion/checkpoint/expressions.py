@@ -179,7 +179,7 @@ class Centred(_Along):
 
 def _not_finite(key: str, piece: torch.Tensor, dtype: torch.dtype) -> str:
     if piece.isnan().any():  # as the mean is too, of infinities
-        return f"NaN or infinity in {key!r}, as in the source: mend that"
+        return f"NaN or infinity in {key!r}, as in the source: mend that, and pass restart=True"
     name = str(dtype).removeprefix("torch.")
     return f"centring takes '{key} ({name})' past the largest number of its dtype: convert a bfloat16 copy"
 

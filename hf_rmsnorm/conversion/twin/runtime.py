@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ...patching.centring import centre_at
+from ...patching.centring import centre_at, input_name
 from .gauge import GAUGE, ZERO_MEAN, gradients, input_means
 from .layer_norms import Norms
 from .prove import difference
@@ -69,8 +69,8 @@ def _places(work: torch.nn.Module, inputs: dict, norms: Norms, bad: list[str]) -
     values: dict[Place, torch.Tensor] = {}
     found: dict[Place, None] = {}
 
-    def note(path: str, where: str, given) -> None:
-        x = next(iter(given), None) if isinstance(given, tuple) else given
+    def note(path: str, where: str, x) -> None:
+        x = next(iter(x), None) if isinstance(x, tuple) else x
         if is_float(x) and x.ndim and x.shape[-1] in widths:
             if where == "output" or path not in bad:  # nothing but that norm reads a norm's own input
                 values[path, where] = x
@@ -79,9 +79,10 @@ def _places(work: torch.nn.Module, inputs: dict, norms: Norms, bad: list[str]) -
 
     with ExitStack() as stack, torch.enable_grad():
         for path, module in work.named_modules():
-            before = lambda _, args, kwargs, path=path: note(path, "input", (*args, *kwargs.values()))  # noqa: E731
-            after = lambda _, args, output, path=path: note(path, "output", output)  # noqa: E731
             if path:
+                name = input_name(type(module))
+                before = lambda _, args, kwargs, path=path, name=name: note(path, "input", args or kwargs.get(name))  # noqa: E731
+                after = lambda _, args, output, path=path: note(path, "output", output)  # noqa: E731
                 stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(after))
         outputs = run(work, inputs)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from conversion_models import CENTRED_IN_RUN, config_of
-from transformers import BloomForCausalLM, WhisperForConditionalGeneration
+from transformers import BloomForCausalLM, WhisperForCausalLM, WhisperForConditionalGeneration
 
 import hf_rmsnorm
 from hf_rmsnorm import convert_checkpoint, patch_model, patched, unpatch_model, use_backend, verify_equivalence
@@ -139,6 +139,68 @@ def test_a_place_that_is_not_in_the_model_keeps_layer_norm(folders):
     assert "transformer.gone, where a mean is taken off, is not in this model" in str(report)
     assert not any(norm.converted for norm in report.swapped)
     torch.testing.assert_close(logits(model, "bloom"), own, rtol=1e-4, atol=1e-4)
+
+
+@both
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_a_hook_where_it_is_taken_off_keeps_layer_norm(folders, name, kind):
+    model = load(folders, name)
+    place = model.get_submodule(PLACES[name])
+    if kind == "forward":
+        place.register_forward_hook(lambda module, args, output: output + 3)
+    else:
+        place.register_forward_pre_hook(lambda module, args: (args[0] + 3, *args[1:]))
+    own, report = logits(model, name), patch_model(model)
+    assert not any(norm.converted for norm in report.swapped) and "has a hook" in str(report)
+    torch.testing.assert_close(logits(model, name), own, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_training_may_drop_keeps_layer_norm(folders):
+    model = load(folders, "whisper")
+    model.config.encoder_layerdrop = 0.5
+    report = patch_model(model)
+    assert "training may drop model.encoder.layers.0" in " ".join(str(report).split())
+    assert not any(norm.converted for norm in report.swapped)
+
+
+def test_a_place_that_is_called_by_names_in_another_order(folders):
+    model = load(folders, "whisper")
+    patch_model(model)
+    layer, x = model.model.encoder.layers[0], torch.randn(2, 6, 32)
+    with torch.no_grad():
+        expected = layer(x, None)
+        for given in ({"hidden_states": x, "attention_mask": None}, {"attention_mask": None, "hidden_states": x}):
+            assert torch.equal(layer(**given), expected)
+
+
+def test_a_place_whose_module_is_exchanged_is_put_in_order(folders):
+    model = load(folders, "bloom")
+    patch_model(model)
+    expected = logits(model, "bloom")
+    unpatched = load(folders, "bloom").transformer.word_embeddings_layernorm
+    model.transformer.word_embeddings_layernorm = unpatched
+    torch.testing.assert_close(logits(model, "bloom"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["transformer.h.0", "transformer.h", "transformer.ln_f"])
+def test_a_part_of_a_patched_model_can_be_patched_again(folders, part):
+    model = load(folders, "bloom")
+    patch_model(model)
+    expected, part = logits(model, "bloom"), model.get_submodule(part)
+    assert patch_model(part).swapped and torch.equal(logits(model, "bloom"), expected)
+    with patched(copy.deepcopy(part)) as report:
+        assert all(norm.converted for norm in report.swapped)
+
+
+def test_a_package_that_does_not_know_of_it_refuses_the_record(folders):
+    assert load(folders, "bloom").config.hf_rmsnorm["version"] == 2
+
+
+def test_another_class_of_the_checkpoint_is_inspected_as_it_is_patched(folders):
+    model = WhisperForCausalLM.from_pretrained(folders["whisper"][1])
+    assert "is not in this model" in " ".join(str(patch_model(model)).split())
+    unpatch_model(model)
+    assert hf_rmsnorm.inspect_norms(model, IDS).norms
 
 
 def test_a_model_without_its_head_takes_it_off_too(folders):
