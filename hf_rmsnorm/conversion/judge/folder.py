@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import ModelCard
+import yaml
+from huggingface_hub import ModelCardData
 from safetensors import safe_open
 
 from ... import __version__
@@ -25,6 +26,7 @@ from .pair import ModelPair, Running, side_by_side
 
 LEAK = "rounding moves the mean of the stream, and what reads this norm would multiply that"
 NOT_RUN = "source and result were not run, as asked"
+FRONT_MATTER = re.compile(r"(?s)(\ufeff?\s*---[ \t]*\r?\n)(.*?)(?=(?m:^)---[ \t]*(?:\r?\n|$))")
 SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[^/]+)$")  # in the cache of the hub
 
 
@@ -165,13 +167,16 @@ def add_to_card(folder: Path, heading: str, text: str, made: dict[str, str], *pr
 
 
 def _described(text: str, source: str, library: str) -> str:
-    """A card with what the hub searches for in its front matter; one that cannot be read stays as it is."""
+    """A card with what the hub searches for in its front matter, where that says nothing else of it."""
+    named = re.fullmatch(r"([\w./-]+)@[0-9a-f]+", source)  # a folder's name is no model of the hub
+    data = ModelCardData(base_model=named and named[1], library_name=library, tags=["rmsnorm", "hf-rmsnorm"])
+    found = FRONT_MATTER.match(text)
     try:
-        card = ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n\n{text}", ignore_metadata_errors=True)
-        if named := re.fullmatch(r"([\w./-]+)@[0-9a-f]+", source):  # a folder's name is no model of the hub
-            card.data.base_model = named[1]
-        card.data.library_name = card.data.library_name or library
-        card.data.tags = [*dict.fromkeys([*(card.data.tags or ()), "rmsnorm", "hf-rmsnorm"])]
-        return str(card)
-    except Exception:  # of YAML, or of what is written in it
+        there = yaml.safe_load(found[2]) if found else None
+    except yaml.YAMLError:
         return text
+    if not isinstance(there, dict):
+        return f"---\n{data.to_yaml()}\n---\n\n{text}"
+    end = "\r\n" if found[1].endswith("\r\n") else "\n"
+    more = "".join(yaml.safe_dump({k: v}) for k, v in data.to_dict().items() if k not in there)
+    return text[: found.end(2)] + more.replace("\n", end) + text[found.end(2) :]

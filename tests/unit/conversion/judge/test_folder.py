@@ -50,7 +50,38 @@ def test_a_card_keeps_its_own_tags_and_library(tmp_path):
     (tmp_path / "README.md").write_text("---\nlibrary_name: timm\ntags: [mine, rmsnorm]\nlicense: mit\n---\n# Model\n")
     add_to_card(tmp_path, HEADING, "Text.", MADE)
     data = ModelCard.load(tmp_path / "README.md").data
-    assert (data.library_name, data.tags, data.license) == ("timm", ["mine", "rmsnorm", "hf-rmsnorm"], "mit")
+    assert (data.library_name, data.tags, data.license) == ("timm", ["mine", "rmsnorm"], "mit")
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        "---\nlanguage: no\nversion: 010\nempty:\n# a comment\ntags: [mine]\nlibrary_name: timm\n---\n# Model\n",
+        "\ufeff---\ntags: [mine]\nlibrary_name: timm\n---\n# Model\n",
+        "\n---\ntags: [mine]\nlibrary_name: timm\n---\n# Model\n",
+        "---\r\ntags: [mine]\r\nlibrary_name: timm\r\n---\r\n# Model\r\n",
+    ],
+    ids=["odd words", "a mark before", "an empty line before", "line ends of Windows"],
+)
+def test_what_a_card_says_already_stays(tmp_path, front):
+    (tmp_path / "README.md").write_bytes(front.encode())
+    for _ in range(2):
+        add_to_card(tmp_path, HEADING, "Text.", MADE)
+        assert (tmp_path / "README.md").read_bytes().decode() == f"{front.rstrip()}\n\n{SECTION}"
+
+
+def test_a_card_gets_what_it_lacks_in_its_own_line_ends(tmp_path):
+    (tmp_path / "README.md").write_bytes(b"---\r\nlicense: mit\r\n---\r\n# Model")
+    add_to_card(tmp_path, HEADING, "Text.", MADE)
+    wanted = "---\r\nlicense: mit\r\n" + TOLD.replace("\n", "\r\n") + "---\r\n# Model"
+    assert (tmp_path / "README.md").read_bytes().decode().startswith(wanted)
+
+
+def test_a_card_that_begins_with_a_rule_keeps_its_text(tmp_path):
+    text = "---\n\n# A rule first\n\n---\nmore"
+    (tmp_path / "README.md").write_text(text)
+    add_to_card(tmp_path, HEADING, "Text.", MADE)
+    assert (tmp_path / "README.md").read_text() == f"{FRONT}{text}\n\n{SECTION}"
 
 
 def test_the_card_of_an_adapter_is_of_peft(tmp_path):
