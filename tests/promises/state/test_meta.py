@@ -1,6 +1,7 @@
 """Models without their weights yet: recognised from classes, attributes and shapes, and exact once they are loaded."""
 
 import random
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -37,7 +38,8 @@ def test_init_empty_weights_then_patch_then_load(family, fused_calls):
     plain, model = tiny_models.build(family), empty(family)
     assert all(parameter.is_meta for parameter in model.parameters())
     report = patch_model(model, strict=True)
-    assert report == patch_model(tiny_models.build(family), strict=True)
+    assert not report.devices  # meta is none that anything runs on
+    assert report == replace(patch_model(tiny_models.build(family), strict=True), devices=())
     assert all(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(plain.state_dict(), assign=True)
     for (path, buffer), (_, there) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
@@ -150,9 +152,10 @@ def test_a_parameter_still_empty_at_its_call_fails_as_in_the_original():
 
 
 class Untouchable(torch.Tensor):
-    """A tensor that only tells its shape and dtype: any operator on it, or look at its memory, fails."""
+    """A tensor that only tells its shape, dtype and device: any operator on it, or look at its memory, fails."""
 
     allowed = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.requires_grad.__get__}
+    allowed |= {torch.Tensor.device.__get__, torch.Tensor.is_meta.__get__}
     allowed |= {torch.Tensor.is_floating_point, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
     armed = False
 

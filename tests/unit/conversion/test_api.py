@@ -186,7 +186,7 @@ def test_a_writer_that_is_broken_ends_the_conversion_where_it_is_read(value, tmp
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 2
     err = capsys.readouterr().err
-    assert err.endswith(f"error: NaN or infinity in {name!r}, as in the source: mend that\n")
+    assert err.endswith(f"error: NaN or infinity in {name!r}, as in the source: mend that, and pass --restart\n")
     assert not (tmp_path / "dst").exists() and not [*tmp_path.glob("dst.converting/*/model.safetensors")]
 
 
