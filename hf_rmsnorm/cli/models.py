@@ -154,7 +154,7 @@ def tokens(model, tokenizer, text: str, limit: int | None):
 
 def other_inputs(model, file: Path | None) -> dict | None:
     """What a model is given that needs more than a text: the tensors of `file`, else random images or audio."""
-    from ..conversion.twin.twin import default_inputs
+    from ..verification.context import default_inputs
 
     if file is not None:
         given = _tensors(file)

@@ -1,10 +1,21 @@
-"""How models are run to be compared: in evaluation mode, by their likeliest words, within their context."""
+"""How models are run to be compared: on what, in evaluation mode, by their likeliest words, and what they return."""
 
+import inspect
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from transformers import PretrainedConfig
 
 # For `generate`, whatever the model's own generation_config asks for.
 GREEDY = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
+# What the vision tower of a CLIP returns is beside the model's own outputs; its `last_hidden_state` is the raw stream.
+NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss", "vision_model_output")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+TOKENS = (2, 24)  # rows and their length
+VOCABULARY_IF_UNKNOWN = 64
 
 
 @contextmanager
@@ -20,7 +31,7 @@ def evaluating(model):
 def max_positions(config) -> int:
     """The most tokens that a model of this config takes; `sys.maxsize` where that is not said."""
     text = config.get_text_config()
-    found = [getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    found = [getattr(text, key, None) for key in _POSITIONS]
     return min((value for value in found if isinstance(value, int) and value > 0), default=sys.maxsize)
 
 
@@ -49,3 +60,62 @@ def hooked(model, paths, hook):
 def one_line(error: BaseException) -> str:
     """An error as others name it: its type, and what it says without line ends."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def default_inputs(model, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
+    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature."""
+    generator = torch.Generator().manual_seed(seed)
+    config, names = model.config, inspect.signature(model.forward).parameters
+    tokens = (tokens[0], min(tokens[1], max_positions(config)))
+    main = getattr(model, "main_input_name", None) or next(iter(names))
+
+    def number(*keys: str, default: int) -> int:
+        parts = (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig)))
+        values = (getattr(part, key, None) for part in parts for key in keys)
+        values = (v[0] if isinstance(v, (list, tuple)) and v else v for v in values)
+        return next((v for v in values if isinstance(v, int) and v), default)
+
+    def ids():
+        special = {v for k, v in vars(config).items() if k.endswith("_id") and isinstance(v, int)}
+        vocabulary = number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
+        free = torch.tensor([i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary)))
+        return free[torch.randint(len(free), tokens, generator=generator)]
+
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    bins = number("num_mel_bins", "input_feat_per_channel", default=80)
+    frames = number("max_source_positions", default=50)
+    shapes = {
+        "pixel_values": (number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]),
+        "input_values": (4000,),
+        "input_features": (bins, 2 * frames),
+    }
+    if main != "input_ids" and main not in shapes:
+        raise ValueError(f"nothing is known of the input {main!r}")
+    inputs = {main: normal(tokens[0], *shapes[main]) if main in shapes else ids()}
+    # A model with a tower for texts and one for images compares the two; others hold a text's tokens free for images.
+    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
+    if main == "input_ids" and "pixel_values" in names and towers and not any("image_token" in k for k in vars(config)):
+        inputs["pixel_values"] = normal(tokens[0], *shapes["pixel_values"])
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        inputs["decoder_input_ids"] = ids()
+    if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
+        inputs["use_cache"] = False
+    return inputs
+
+
+def is_float(value) -> bool:
+    """Whether it is a tensor of floats."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def output_tensors(output) -> Iterator[torch.Tensor]:
+    """What a model returns: logits and whatever else is no cache, loss or hidden state of a layer."""
+    if is_float(output):
+        yield output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
+                yield from output_tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from output_tensors(value)

@@ -11,7 +11,7 @@ from ..kernels import count_launches
 from ..ops import chosen_backend, use_backend
 from ..patching import patched, unpatch_model
 from .checks import check, check_fused, check_gradients
-from .context import GREEDY, evaluating, max_positions
+from .context import GREEDY, TOKENS, default_inputs, evaluating, is_float, max_positions, output_tensors, prompt_length
 from .float64 import in_float64
 from .modules import changed_modules
 from .noise import compare_logits
@@ -40,12 +40,14 @@ def verify_equivalence(
     likewise. Besides, greedy generation must give the same tokens, up to a tie within the noise floor.
 
     Args:
-        reference_model: a Transformers model that returns logits, in the dtype to judge. It runs without its patch.
+        reference_model: a Transformers model, in the dtype to judge. It runs without its patch. One that returns no
+            logits is judged by what else it returns: its last hidden state, a pooled one.
         candidate_model: what to judge, on the same device with the same parameter names and shapes: a patched model
             or a changed copy. None: the reference model itself, patched, or with the patch that it has.
         inputs: token ids, a LongTensor of shape (batch, tokens) or (tokens,); or keyword arguments of the model, as
             a tokenizer returns them; or a list of either. A few hundred tokens are enough: logits are kept in float64.
-            Where a two-dimensional attention mask is 0, logits are not compared.
+            Where a two-dimensional attention mask is 0, logits are not compared. None: random images, audio or token
+            ids, of the sizes in the model's config.
         max_new_tokens: how many tokens to generate per prompt; 0 generates nothing.
         backend: what `use_backend` shall choose for the candidate; None leaves the choice in force.
         norms: which modules part (b) checks: True for every leaf module that differs between the two (in its class,
@@ -61,8 +63,9 @@ def verify_equivalence(
         the reference patched and no kernel served it, there was nothing to verify, which is no pass.
 
     Raises:
-        ValueError: an unknown backend; no inputs, or empty ones, or token ids outside the vocabulary; a model without
-            logits; models with different vocabularies, parameters or devices; a path in `norms` that is no module.
+        ValueError: an unknown backend; empty inputs, or token ids outside the vocabulary; a model whose inputs are not
+            known, or that returns nothing to compare; models with different vocabularies, parameters or devices; a path
+            in `norms` that is no module.
         TypeError: a model that is not a module, inputs that are neither tensors nor mappings.
 
     Both models are run in eval mode without gradients. Training flags, hooks, attributes and the patch are as before
@@ -80,7 +83,9 @@ def verify_equivalence(
     one_model = candidate_model is None or candidate_model is reference_model
     chosen = nullcontext() if backend is None else use_backend(backend)
     models = (reference_model,) if one_model else (reference_model, candidate_model)
-    batches = _check(models, inputs, same_parameters=norms is not False)
+    if inputs is None and getattr(getattr(reference_model, "config", None), "is_encoder_decoder", False):
+        max_new_tokens = 0  # it would generate from the decoder's start token, not from a text
+    batches = _check(models, inputs, max_new_tokens, same_parameters=norms is not False)
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))
@@ -99,11 +104,11 @@ def verify_equivalence(
 
         progress("the reference")
         with recording_modules(reference_model, candidate_model, class_names, rows_per_norm) as modules:
-            reference_logits = [_logits(reference_model, batch) for batch in batches]
+            reference_logits, are_logits = _outputs(reference_model, batches)
         run_originals(sum(modules.values(), []))
         progress("float64")
         with in_float64(reference_model):
-            exact_logits = [_logits(reference_model, batch) for batch in batches]
+            exact_logits, _ = _outputs(reference_model, batches)
         progress("the reference's text")
         reference_tokens = [_generate(reference_model, batch, max_new_tokens) for batch in batches]
 
@@ -111,7 +116,7 @@ def verify_equivalence(
             recorder = nullcontext([]) if paths is None else recording_fused(candidate_model, rows_per_norm)
             with recorder as pieces:
                 progress("the candidate")
-                candidate_logits = [_logits(candidate_model, batch) for batch in batches]
+                candidate_logits, _ = _outputs(candidate_model, batches)
                 progress("its text")
                 candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
             progress("norms")
@@ -128,7 +133,7 @@ def verify_equivalence(
             itself = bool(changes) and all(map(keeps_formula, changes))
             idle = itself and not launches and chosen_backend() != "reference"
 
-    difference, floor = compare_logits(reference_logits, candidate_logits, exact_logits)
+    difference, floor = compare_logits(reference_logits, candidate_logits, exact_logits, are_logits)
     # two logits of each model, each off by at most what it may be
     tie_margin = 2 * (floor.reference_max + min(floor.candidate_max, floor.allowed_max))
     greedy = _compare_greedy(reference_tokens, candidate_tokens, tie_margin)
@@ -137,7 +142,7 @@ def verify_equivalence(
     return EquivalenceReport(model, dtype, str(_device(reference_model)), *found, idle)
 
 
-def _check(models: tuple[nn.Module, ...], inputs, same_parameters: bool) -> list[dict]:
+def _check(models: tuple[nn.Module, ...], inputs, new_tokens: int, same_parameters: bool) -> list[dict]:
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"verify_equivalence needs loaded models, got {type(model).__name__}: load it first")
@@ -158,7 +163,18 @@ def _check(models: tuple[nn.Module, ...], inputs, same_parameters: bool) -> list
                 f"({type(models[0]).__name__}) and {theirs.get(name, 'missing')} in the candidate "
                 f"({type(models[-1]).__name__}); pass norms=False to compare logits and generation alone"
             )
-    return _batches(inputs, sizes[0], devices[0])
+    return _batches(_random_inputs(models[0], new_tokens) if inputs is None else inputs, sizes[0], devices[0])
+
+
+def _random_inputs(model: nn.Module, new_tokens: int) -> dict:
+    cure = "pass inputs: token ids (batch, tokens), what a tokenizer or a processor returns, or a list of either"
+    if not hasattr(model, "config"):
+        raise ValueError(f"{type(model).__name__} has no config that says what it takes: {cure}")
+    try:
+        made = default_inputs(model, tokens=(TOKENS[0], prompt_length(model.config, TOKENS[1], new_tokens)))
+    except ValueError as error:
+        raise ValueError(f"{type(model).__name__}: {error}; {cure}") from error
+    return {name: value.to(model.dtype) if is_float(value) else value for name, value in made.items()}
 
 
 def _first_parameter(model: nn.Module) -> torch.Tensor:
@@ -184,8 +200,6 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _batches(inputs, vocabulary: int | None, device: torch.device) -> list[dict]:
-    if inputs is None:
-        raise ValueError("no inputs: pass token ids (batch, tokens), what a tokenizer returns, or a list of either")
     if isinstance(inputs, (torch.Tensor, Mapping)):
         inputs = [inputs]
     if not isinstance(inputs, Sequence) or isinstance(inputs, str):
@@ -252,19 +266,24 @@ def _paths(reference: nn.Module, candidate: nn.Module, changed: list[str] | None
     return paths
 
 
-def _logits(model: nn.Module, batch: dict) -> torch.Tensor:
-    """(tokens kept by the attention mask, vocabulary) in the dtype the model returns."""
-    with torch.no_grad():
-        out = model(**batch)
-    logits = getattr(out, "logits", None)
-    if hasattr(out, "logits_per_image"):  # products of these, and so few that their largest error is chance
-        logits = torch.cat((out.text_embeds, out.image_embeds))
-    if not isinstance(logits, torch.Tensor):
-        raise ValueError(f"{type(model).__name__} returns no logits: load it with a head, as AutoModelForCausalLM does")
-    mask = batch.get("attention_mask")
-    if mask is not None and logits.dim() == 3 and mask.shape == logits.shape[:2]:
-        return logits[mask.bool()]
-    return logits.reshape(-1, logits.shape[-1])
+def _outputs(model: nn.Module, batches: list[dict]) -> tuple[list[torch.Tensor], bool]:
+    """((tokens kept by the attention mask, size) of all that is to be compared, whether that is logits)."""
+    rows, are_logits = [], False
+    for batch in batches:
+        with torch.no_grad():
+            out = model(**batch)
+        are_logits = is_float(logits := getattr(out, "logits", None))
+        if hasattr(out, "logits_per_image"):  # products of these, and so few that their largest error is chance
+            found = [out.text_embeds, out.image_embeds]
+        else:
+            found = [logits] if are_logits else [y for y in output_tensors(out) if y.dim()]
+        if not found:
+            raise ValueError(f"{type(model).__name__} returns no logits and no hidden state: nothing can be compared")
+        mask = batch.get("attention_mask")
+        for y in found:
+            masked = mask is not None and y.dim() == 3 and mask.shape == y.shape[:2]
+            rows.append(y[mask.bool()] if masked else y.reshape(-1, y.shape[-1]))
+    return rows, are_logits
 
 
 def _generate(model: nn.Module, batch: dict, max_new_tokens: int) -> tuple[torch.Tensor, torch.Tensor] | str:

@@ -16,7 +16,8 @@ class LogitDifference:
     """Candidate against reference, over every token that the attention mask keeps.
 
     ``max_abs`` and ``mean_abs`` are of the logits' difference, ``kl_mean`` and ``kl_max`` of KL(reference || candidate)
-    per token in nats, ``top1_agreement`` is the fraction of tokens with the same most likely word.
+    per token in nats, ``top1_agreement`` is the fraction of tokens with the same most likely word. A model without
+    logits has no ``vocabulary``: what else it returns is compared, ``tokens`` rows of it, by the first two alone.
     """
 
     tokens: int = 0
@@ -93,7 +94,7 @@ class Sizes:
 
 
 def compare_logits(
-    reference: list[torch.Tensor], candidate: list[torch.Tensor], exact: list[torch.Tensor]
+    reference: list[torch.Tensor], candidate: list[torch.Tensor], exact: list[torch.Tensor], are_logits: bool = True
 ) -> tuple[LogitDifference, NoiseFloor]:
     """Measure logits against each other, and both against those of the reference in float64.
 
@@ -104,7 +105,7 @@ def compare_logits(
     if not triples:
         return LogitDifference(), NoiseFloor(reason="there is nothing to compare: the inputs gave no outputs")
     own, other, size, difference, divergence = (Sizes() for _ in range(5))
-    agree, finite = 0, True
+    tokens, agree, finite = 0, 0, True
     for r, c, y in (rows for each in triples for rows in zip(*(t.split(_ROWS) for t in each), strict=True)):
         keep = y.abs() < _MASKED
         finite = finite and bool((keep | (y <= -_MASKED)).all())
@@ -112,6 +113,9 @@ def compare_logits(
         other.add((c.double() - y)[keep])
         size.add(y[keep])
         difference.add(torch.where(r == c, 0.0, r.double() - c.double()))
+        tokens += len(r)
+        if not are_logits:
+            continue
         divergence.add(_kl(r, c))
         agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
@@ -123,10 +127,10 @@ def compare_logits(
         "the candidate gives NaN or infinity where the reference does not": other.max == math.inf,
     }
     reason = next((text for text, holds in reasons.items() if holds), "")
-    name, tokens = str(dtype).removeprefix("torch."), divergence.count
+    name = str(dtype).removeprefix("torch.")
     floor = NoiseFloor(name, own.max, own.rms, other.max, other.rms, max_step, rms_step / math.sqrt(12), reason)
     between = (difference.max, difference.mean, divergence.mean, divergence.max, agree / tokens)
-    return LogitDifference(tokens, reference[0].shape[-1], *between), floor
+    return LogitDifference(tokens, reference[0].shape[-1] if are_logits else 0, *between), floor
 
 
 def _kl(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:

@@ -145,10 +145,13 @@ class EquivalenceReport:
         rms = errors.format(floor.reference_rms, floor.candidate_rms, floor.allowed_rms)
         kl = f"KL per token {logits.kl_mean:.2g} (max {logits.kl_max:.2g})"
         means = f"max {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}"
-        difference = f"{means}, {kl}, top-1 equal {logits.top1_agreement:.2%}"
+        size, what, difference = f"{logits.tokens} rows of its outputs", "outputs", means
+        if logits.vocabulary:
+            size, what = f"{logits.tokens} tokens, vocabulary {logits.vocabulary}", "logits"
+            difference = f"{means}, {kl}, top-1 equal {logits.top1_agreement:.2%}"
         lines = [
-            f"{self.model}, {self.dtype} on {self.device}: {logits.tokens} tokens, vocabulary {logits.vocabulary}",
-            _line("logits against reference", difference),
+            f"{self.model}, {self.dtype} on {self.device}: {size}",
+            _line(f"{what} against reference", difference),
             _line("(a) max error to float64", largest, floor.max_passed, floor.reason),
             _line("    RMS error to float64", rms, floor.rms_passed),
             *self._norm_lines(),

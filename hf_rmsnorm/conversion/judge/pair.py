@@ -12,13 +12,13 @@ from transformers import AutoTokenizer
 
 from ...patching import patched
 from ...verification import NoiseFloor, verify_equivalence
-from ...verification.context import hooked, one_line, prompt_length
+from ...verification.context import TOKENS as RANDOM_TOKENS
+from ...verification.context import default_inputs, hooked, one_line, output_tensors, prompt_length
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.shard import ConversionError
-from ..twin.run import and_more, loaded, output_tensors
-from ..twin.twin import TOKENS as RANDOM_TOKENS
-from ..twin.twin import config_and_class, default_inputs
+from ..twin.run import and_more, loaded
+from ..twin.twin import config_and_class
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",

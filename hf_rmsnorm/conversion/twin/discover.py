@@ -9,14 +9,14 @@ import torch
 
 from ... import __version__
 from ...record import RECORD_KEY, make_record
-from ...verification.context import one_line
+from ...verification.context import default_inputs, is_float, one_line
 from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
 from .gauge import Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test
 from .keys import Hit, KeyMap, named_as_stored, stored_names
 from .layer_norms import TwinNorm, find_layer_norms
-from .run import alike, and_more, is_float, run
+from .run import alike, and_more, run
 from .runtime import centre_at_run_time, same_mean, with_mean
-from .twin import Twin, attend_to_encoder, default_inputs, give_weights, make_twin, new_model
+from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # tried in turn while experts are left that no token reached

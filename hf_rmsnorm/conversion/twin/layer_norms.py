@@ -11,7 +11,8 @@ import torch
 
 from ...formula import NormSpec
 from ...reference import reference_norm
-from .run import MISFITS, in_double, is_float, leaves, run, weight_axis
+from ...verification.context import is_float
+from .run import MISFITS, in_double, leaves, run, weight_axis
 
 TOLERANCE = 1e-9  # of the largest output; a wrong formula or eps is off by 1e-6 and more
 USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute may have in its code

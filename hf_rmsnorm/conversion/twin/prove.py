@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...patching.centring import centre_at
+from ...verification.context import is_float
 from ..checkpoint.expressions import computed, planned_tensors
 from ..checkpoint.values import Values
 from ..plan import CentringPlan, ConversionRefused
 from .gauge import input_means
 from .keys import named_as_stored, saved_tensors
 from .layer_norms import TwinNorm, find_layer_norms
-from .run import is_float, loaded, run
+from .run import loaded, run
 from .twin import Twin, give_weights, new_model, with_settings
 
 BOUND, MOST = 1e-12, 1e-9

@@ -1,7 +1,7 @@
 """Run a model of Transformers in float64, look at what its modules take and give, and take its outputs apart."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,11 +9,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...verification.context import hooked
+from ...verification.context import hooked, output_tensors
 from ...verification.float64 import Float64Mode
 
-# What the vision tower of a CLIP returns is beside the model's own outputs; its `last_hidden_state` is the raw stream.
-NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss", "vision_model_output")
 # What any constructor or forward may raise on sizes that do not suit it.
 MISFITS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
 MISFITS += (ValueError, StrictDataclassError)
@@ -44,23 +42,6 @@ def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=No
     if not all(bool(torch.isfinite(o).any()) or not o.numel() for o in outputs):
         raise ValueError("the model's outputs are not finite")
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
-
-
-def is_float(value) -> bool:
-    """Whether it is a tensor of floats."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def output_tensors(output) -> Iterator[torch.Tensor]:
-    if is_float(output):
-        yield output
-    elif isinstance(output, dict):
-        for key, value in output.items():
-            if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
-                yield from output_tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from output_tensors(value)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 import torch
 
 from ...patching.centring import centre_at, input_name
+from ...verification.context import is_float
 from .gauge import GAUGE, ZERO_MEAN, gradients, input_means
 from .layer_norms import Norms
 from .prove import difference
-from .run import MISFITS, is_float, run
+from .run import MISFITS, run
 
 LEAST = 2  # norms that become RMSNorms by one subtraction: for fewer it does not pay
 Place = tuple[str, str]  # path of a module, and "input" or "output"

@@ -16,18 +16,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
-from ...verification.context import max_positions, one_line
+from ...verification.context import default_inputs, is_float, one_line
 from ..checkpoint.source import read_json
 from ..plan import ConversionRefused
 from .keys import Hit
-from .run import MISFITS, is_float, run
+from .run import MISFITS, run
 from .shrink import shrunk
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
 # up to MIDDLE are tried before larger ones.
 SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
-TOKENS = (2, 24)  # rows and their length
-VOCABULARY_IF_UNKNOWN = 64
 LEAST_ROW = 4  # of two channels LayerNorm gives little but a sign, which has no gradients to find anything by
 
 
@@ -251,44 +249,3 @@ def attend_to_encoder(twin: Twin) -> bool:
         twin.inputs[name] = wrap(states)
         return True
     return False
-
-
-def default_inputs(model: PreTrainedModel, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
-    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature."""
-    generator = torch.Generator().manual_seed(seed)
-    config, names = model.config, inspect.signature(model.forward).parameters
-    tokens = (tokens[0], min(tokens[1], max_positions(config)))
-    main = getattr(model, "main_input_name", None) or next(iter(names))
-
-    def number(*keys: str, default: int) -> int:
-        parts = (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig)))
-        values = (getattr(part, key, None) for part in parts for key in keys)
-        values = (v[0] if isinstance(v, (list, tuple)) and v else v for v in values)
-        return next((v for v in values if isinstance(v, int) and v), default)
-
-    def ids():
-        special = {v for k, v in vars(config).items() if k.endswith("_id") and isinstance(v, int)}
-        vocabulary = number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
-        free = torch.tensor([i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary)))
-        return free[torch.randint(len(free), tokens, generator=generator)]
-
-    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
-    bins = number("num_mel_bins", "input_feat_per_channel", default=80)
-    frames = number("max_source_positions", default=50)
-    shapes = {
-        "pixel_values": (number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]),
-        "input_values": (4000,),
-        "input_features": (bins, 2 * frames),
-    }
-    if main != "input_ids" and main not in shapes:
-        raise ValueError(f"nothing is known of the input {main!r}")
-    inputs = {main: normal(tokens[0], *shapes[main]) if main in shapes else ids()}
-    # A model with a tower for texts and one for images compares the two; others hold a text's tokens free for images.
-    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
-    if main == "input_ids" and "pixel_values" in names and towers and not any("image_token" in k for k in vars(config)):
-        inputs["pixel_values"] = normal(tokens[0], *shapes["pixel_values"])
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        inputs["decoder_input_ids"] = ids()
-    if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
-        inputs["use_cache"] = False
-    return inputs

@@ -11,6 +11,7 @@ import accelerate
 import pytest
 import tiny_models
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -420,13 +421,58 @@ def test_an_error_in_the_middle_changes_nothing(patch_first):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGE, WORDS = {**TOWER, "image_size": 16, "patch_size": 8}, {**TOWER, "vocab_size": 64, "max_position_embeddings": 16}
+AUDIO = {"conv_dim": (16, 16), "conv_stride": (5, 16), "conv_kernel": (10, 16), "num_conv_pos_embedding_groups": 2}
+AUDIO |= {**TOWER, "vocab_size": 32}
+BOTH = {"text_config": WORDS, "vision_config": IMAGE}
+WHISPER = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+WHISPER |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64, "num_mel_bins": 8}
+WHISPER |= {"max_source_positions": 20, "max_target_positions": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
+WHISPER |= {"bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "norms", "rows"),
+    [
+        ("ViTModel", ("ViTConfig", IMAGE), 3, 2 * 5 + 2),
+        ("ViTForImageClassification", ("ViTConfig", IMAGE), 3, 2),
+        ("Wav2Vec2Model", ("Wav2Vec2Config", AUDIO), 4, 2 * 49 * 2),
+        ("Wav2Vec2ForCTC", ("Wav2Vec2Config", AUDIO), 4, 2 * 49),
+        ("CLIPModel", ("CLIPConfig", {**BOTH, "projection_dim": 16}), 7, 2 + 2),
+        ("SiglipModel", ("SiglipConfig", BOTH), 7, 2 + 2),
+        ("WhisperForConditionalGeneration", ("WhisperConfig", WHISPER), 7, 2 * 16),
+        ("LlamaModel", ("LlamaConfig", WORDS), 3, 2 * 8),
+    ],
+)
+def test_a_model_needs_no_inputs(name, config, norms, rows):
+    torch.manual_seed(0)
+    kind, settings = config
+    model = getattr(transformers, name)(getattr(transformers, kind)(**settings))
+    report = verify_equivalence(model, backend="reference")
+    assert report.passed, str(report)
+    assert len(report.norms) == norms and not report.unreached and report.logits.tokens == rows
+
+
+def test_a_model_without_logits_is_judged_by_its_other_outputs():
+    torch.manual_seed(0)
+    model = transformers.ViTModel(transformers.ViTConfig(**IMAGE)).eval()
+    report = verify_equivalence(model, backend="reference")
+    assert "12 rows of its outputs" in str(report) and "outputs against reference" in str(report)
+    assert "KL" not in str(report) and report.logits.vocabulary == 0
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.pooler.dense.weight[0] *= 1.01  # read by the pooled output alone
+    report = verify_equivalence(model, changed, backend="reference")
+    assert not report.noise_floor.passed and report.logits.max_abs > 0
+
+
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
-        (None, ValueError, "no inputs: pass token ids"),
         ([], ValueError, "inputs are empty"),
         ({}, ValueError, "inputs are empty"),
         (torch.empty(1, 0, dtype=torch.long), ValueError, r"inputs\[0\] is empty: input_ids has shape \(1, 0\)"),
@@ -446,6 +492,16 @@ def test_bad_inputs(inputs, error, message):
     assert types_of(model) == before
 
 
+class Silent(torch.nn.LayerNorm):
+    """A model that returns nothing to compare."""
+
+    def __init__(self):
+        super().__init__(8)
+
+    def forward(self, x):
+        return {"seen": super().forward(x).shape}
+
+
 def test_models_that_cannot_be_compared():
     model = tiny_models.build("llama")
     with pytest.raises(TypeError, match="needs loaded models, got str"):
@@ -458,8 +514,13 @@ def test_models_that_cannot_be_compared():
         verify_equivalence(model, tiny_models.build("llama", num_hidden_layers=3), IDS)
     with pytest.raises(ValueError, match="is on the meta device"):
         verify_equivalence(model, copy.deepcopy(model).to("meta"), IDS)
-    with pytest.raises(ValueError, match="LlamaModel returns no logits"):
-        verify_equivalence(model.model, inputs=IDS)
+    with pytest.raises(ValueError, match="LayerNorm has no config that says what it takes: pass inputs"):
+        verify_equivalence(torch.nn.LayerNorm(8))
+    model.main_input_name = "point_clouds"
+    with pytest.raises(ValueError, match="LlamaForCausalLM: nothing is known of the input 'point_clouds'; pass inputs"):
+        verify_equivalence(model)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="Silent returns no logits and no hidden state"):
+        verify_equivalence(Silent(), inputs={"x": torch.ones(2, 8)})
     with pytest.raises(ValueError, match="norms names 'model.nrom'"):
         verify_equivalence(model, inputs=IDS, norms=["model.nrom"])
     with pytest.raises(ValueError, match="no such backend"):

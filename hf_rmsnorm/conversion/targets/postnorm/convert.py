@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .... import __version__
 from ....record import RECORD_KEY, make_record
-from ....verification.context import max_positions
+from ....verification.context import default_inputs, max_positions
 from ...checkpoint.expressions import Expression, Stored
 from ...checkpoint.layout import split
 from ...checkpoint.shard import changed
@@ -34,7 +34,7 @@ from ...twin.keys import Hit, saved_tensors
 from ...twin.layer_norms import Norms, find_layer_norms
 from ...twin.prove import BOUND, difference, run_as_rms
 from ...twin.run import loaded, run, weight_axis
-from ...twin.twin import config_and_class, default_inputs
+from ...twin.twin import config_and_class
 from ..centred import PlannedConversion
 from .build import NEURONS, Structure, Sum, as_double, converted, hits_of, look, put_neurons, tie_changes
 
