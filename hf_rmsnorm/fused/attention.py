@@ -12,7 +12,6 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
-from ..ops.backend import left_alone
 from ..ops.direct import version
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
@@ -31,7 +30,6 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     if norm is None:
         return getattr(attention, name)(x)
     called = _is_compiling() or type(x) is not torch.Tensor or type(norm).__call__ is not _CALL
-    called = called or (x.is_cpu and not observers and left_alone(x))
     found = None if called else operands_ahead(norm)
     if found is None or (found[0] is not None and found[0].dim() != 1):
         return norm(x)

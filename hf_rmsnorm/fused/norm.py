@@ -15,6 +15,7 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
+from ..ops.backend import left_alone
 from ..ops.direct import LaunchCache
 from ..ops.norm import launched_norm, plan_of
 from .handover import handed_over
@@ -96,9 +97,11 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     # Where nothing but eps can change, what it was found with; None is also what is not there.
     only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
     eps_name, eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
-    is_simple, memory_efficient = recipe.is_simple, recipe.memory_efficient
+    as_rms, is_simple, memory_efficient = recipe.as_rms, recipe.is_simple, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
+        if not as_rms and args and left_alone(args[0]):
+            return base.forward(self, *args, **kwargs)
         # Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
         # forward other code, as IPython's autoreload does.
         if (
@@ -121,8 +124,6 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
         whole = (weight is not None or weight_name is None) and (bias is not None or bias_name is None)
         if is_simple and whole and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary it sees
             key, plan = plans.find(x, weight, bias, functional)
-        if plan is False:
-            return own_forward(self, *args, **kwargs)
         if plan is None:
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
@@ -136,8 +137,6 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             ):
                 return own_forward(self, *args, **kwargs)
             backend = resolve_backend(rows, weight, bias, spec, gate)
-            if backend == "original" and key is not None:
-                plans.leave(key)
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)

@@ -79,15 +79,16 @@ def _gist(code) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def guarded(forward: Callable, base: type) -> Callable:
-    """A forward that steps aside where somebody gives the class it was made from another."""
+def guarded(forward: Callable, base: type, is_idle: Callable = lambda args, kwargs: False) -> Callable:
+    """A forward that steps aside where somebody gives the class it was made from another, or it has nothing to do."""
     original = base.forward
     inner = inspect.unwrap(original)
     code = inner.__code__
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
-        if base.forward is not original or inner.__code__ is not code:  # autoreload exchanges the code alone
+        # autoreload exchanges the code alone
+        if base.forward is not original or inner.__code__ is not code or is_idle(args, kwargs):
             return base.forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 

@@ -46,8 +46,10 @@ def device_refusal(device_type: str, index: int | None = None) -> str | None:
 
 
 def left_alone(x: torch.Tensor) -> bool:
-    """Whether no kernel can serve x where it is, and nobody has chosen what shall."""
-    return chosen.backend == "auto" and _device_refusal(x.device.type, x.device.index) is not None
+    """Whether nothing but a module's own forward serves x where it is, for all that nobody compiles: asked first."""
+    if chosen.backend != "auto" or type(x) is not torch.Tensor or _is_compiling():
+        return False
+    return (_device_refusal("cpu", None) if x.is_cpu else _device_refusal(x.device.type, x.device.index)) is not None
 
 
 def describe_backend(device: torch.device | str) -> tuple[str, str]:

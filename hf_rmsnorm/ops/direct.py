@@ -72,19 +72,16 @@ class LaunchCache(dict):
     Attributes:
         last: by the shape of x, what tells whether operands are like those of the last call that was found here, and
             its key and plan.
-        left: keys of calls that nothing but the module's own forward serves, while the backend is ``"auto"``.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
-    MOST_LEFT = 256  # which saves less
 
     def __init__(self):
         self._alike: dict[tuple, Callable] = {}
         self.last: dict[torch.Size, tuple] = {}
-        self.left: set[tuple] = set()
 
     def clear(self):
-        for each in (super(), self._alike, self.last, self.left):
+        for each in (super(), self._alike, self.last):
             each.clear()
 
     def keep(self, key: tuple, backend: str, make: Callable, *operands):
@@ -96,17 +93,8 @@ class LaunchCache(dict):
         plan = self[key] = make(*operands)
         return plan
 
-    def leave(self, key: tuple) -> None:
-        """Keep that a call is left to the module's own forward."""
-        if len(self.left) >= self.MOST_LEFT:
-            self.clear()
-        self.left.add(key)
-
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
-        """(key, plan) of a call that nobody compiles: plan is None where none is kept, and key too where none can be.
-
-        plan is False where the call was left to the module's own forward, and is so again.
-        """
+        """(key, plan) of a call that nobody compiles: plan is None where none is kept, key too where none can be."""
         if (
             type(x) not in DIRECT_TYPES
             or chosen.backend == "reference"
@@ -119,11 +107,9 @@ class LaunchCache(dict):
             return None, None
         like = alike(x, weight) if bias is None else alike(x, weight, bias)
         if like and not is_watched():
-            return key, plan if plan or chosen.backend == "auto" else None
+            return key, plan
         key = launch_key(x, weight, bias, functional)
         plan = None if key is None else self.get(key)
-        if key in self.left and chosen.backend == "auto":
-            plan = False
         if plan is not None:
             before, known = self.last.get(x.shape, _NOTHING)[1], self._alike.get(key)
             if known is None or before == key:  # or made under other modes, autocast or gradients say

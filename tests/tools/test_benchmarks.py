@@ -12,11 +12,11 @@ import torch
 from places import ROOT
 from torch.cuda._utils import _get_device_index
 
-from benchmarks import command, counting, kernels, models, peers, plot, tables
+from benchmarks import command, counting, cpu, kernels, models, peers, plot, tables
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.timing import Stopwatch
-from hf_rmsnorm import count_launches, rms_norm
+from hf_rmsnorm import count_launches, rms_norm, unpatch_model
 
 ENVELOPE = {"format", "bench", "started", "versions", "device", "driver", "platform", "commit", "dtype", "not_measured"}
 MODES = ("inference", "forward", "forward+backward")
@@ -336,3 +336,18 @@ def test_counting_without_kernels_leaves_no_launch_behind():
     with count_launches() as launches:
         rms_norm(x, weight)
     assert not launches
+
+
+@pytest.mark.full
+def test_the_cost_of_a_patch_on_a_cpu_is_a_ratio_beside_that_of_chance():
+    model = counting.build(TINY["tiny"], 1, "cpu", torch.float32).eval()
+    found = cpu.measure(model, 5)
+    assert found["turns"] == 5 and found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert all(0 < found[kind]["us_min"] <= found[kind]["us"] for kind in (cpu.PLAIN, cpu.PATCHED, cpu.AGAIN))
+    assert found["ratio"] > 0 and found["ratio by chance"] > 0 and unpatch_model(model) == 0
+
+
+def test_the_cost_of_a_patch_on_a_cpu_is_not_that_of_the_interpreter(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["cpu", "--turns", "5"]) == 2
+    assert "unset TRITON_INTERPRET" in capsys.readouterr().err

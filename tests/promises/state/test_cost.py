@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from reports import calls_of
 from torch import nn
@@ -20,7 +21,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import hf_rmsnorm
-from hf_rmsnorm import patch_model, unpatch_model
+from hf_rmsnorm import count_launches, patch_model, unpatch_model
+from hf_rmsnorm.ops import backend
 
 FORMULAS = [LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm, T5LayerNorm, CohereLayerNorm, nn.LayerNorm, nn.RMSNorm]
 
@@ -120,3 +122,48 @@ def test_nothing_is_allocated_for_the_model_but_small_inputs():
             patch_model(model)
         peaks.append(sum(e.self_cpu_memory_usage for e in profile.key_averages() if e.self_cpu_memory_usage > 0))
     assert peaks[0] == peaks[1] > 0
+
+
+def functions_called(model, ids):
+    """How many Python functions a forward calls."""
+    count = 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        count += event == "call"
+
+    with torch.no_grad():
+        model(ids)
+        sys.setprofile(profile)
+        try:
+            model(ids)
+        finally:
+            sys.setprofile(None)
+    return count
+
+
+def test_where_no_kernel_serves_a_patched_module_goes_to_its_own_forward_at_once(monkeypatch):
+    model, ids = tiny_models.build("qwen3").eval(), torch.tensor([[5]])
+    before = functions_called(model, ids)
+    monkeypatch.setattr(backend, "_device_refusal", lambda *_: "no kernel serves this device")
+    report = patch_model(model)
+    fused = sum(bool(layer.fused) for layer in report.layers)
+    # Its forward, whether a kernel may serve, the stand-in above, and two of torch's that say whether it compiles.
+    more = 5 * len(report.swapped) + 6 * fused + 2
+    assert fused and before < functions_called(model, ids) <= before + more
+
+
+def test_a_model_is_fused_from_where_a_kernel_serves_it(monkeypatch):
+    model, ids = tiny_models.build("qwen3").eval(), torch.tensor([[5, 6, 7]])
+    patch_model(model)
+
+    def launches():
+        with torch.no_grad(), count_launches() as counts:
+            model(ids)
+        return sum(counts.values())
+
+    served = launches()
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_device_refusal", lambda *_: "no kernel serves this device")
+        assert launches() == 0
+    assert launches() == served > 0
