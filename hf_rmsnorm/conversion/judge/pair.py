@@ -114,9 +114,7 @@ def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
         if streamed:
             room = int(_FOR_EACH * psutil.virtual_memory().available)
             loading |= {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": scratch}
-        (source, absent), (result, missing) = loaded(cls, src, **loading), loaded(cls, folder, **loading)
-        if absent:  # by which nothing can be compared: what is made up for it is another in each of the two
-            raise ConversionError(f"{src}: has no {and_more(absent)}: add what is missing, or pass verify=False")
+        (source, _), (result, missing) = loaded(cls, src, **loading), loaded(cls, folder, **loading)
         # Nothing is wider to tell its own error by; and parts of a forward stay in float32, not the same ones in both.
         if source.dtype == torch.float64 and not streamed:
             source, result = source.float(), result.float()
@@ -157,8 +155,13 @@ def tokenizer_of(src, model, trust_remote_code: bool):
 
 def look_first(src, how: Running) -> None:
     """Raise ConversionError for what would end the comparison, before anything is written."""
-    if how.verify and how.inputs is None:
-        _, cls = config_and_class(src, how.trust_remote_code, how.model_class, trained=True)
+    if not how.verify:
+        return
+    _, cls = config_and_class(src, how.trust_remote_code, how.model_class, trained=True)
+    _, absent = loaded(cls, src, device_map="meta", dtype="auto", trust_remote_code=how.trust_remote_code)
+    if absent:  # by which nothing can be compared: what is made up for it is another in each of the two
+        raise ConversionError(f"{src}: has no {and_more(absent)}: add what is missing, or pass verify=False")
+    if how.inputs is None:
         tokenizer_of(src, cls, how.trust_remote_code)
 
 

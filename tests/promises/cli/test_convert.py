@@ -290,3 +290,5 @@ def test_a_fault_of_the_source_is_named(fault, tmp_path, capsys):
         "no room": f"centring takes '{name} (float16)' past the largest number",
     }
     assert words[fault] in out + err and code in (2, 3) and not (tmp_path / "dst").exists()
+    # Before a byte is written: nothing is left beside DST.
+    assert fault != "missing" or (len(err.splitlines()) == 1 and [*tmp_path.iterdir()] == [src])
