@@ -74,6 +74,8 @@ def _loading(source: Source, what: str):
         if "trust_remote_code" in str(error):
             cure = "it brings its own code: read that, then pass --trust-remote-code"
         told = f"{type(error).__name__}: {one_line(error, 300)}"
+        if isinstance(error, OSError) and not source.is_local and not _hub_answers():  # the hub's own advice is another
+            told = "the hub does not answer, and its cache here has not all of it"
         raise CliError(f"cannot load {what} of {source.name}: {cure} ({told})") from error
 
 

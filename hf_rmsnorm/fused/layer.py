@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
-from ..ops.backend import left_alone
 from ..ops.direct import capturing, launch_key, under_transform
 from ..ops.norm import plan_of
 from .handover import given_otherwise, hand_over
@@ -186,11 +185,6 @@ def operands_ahead(norm: torch.nn.Module) -> tuple | None:
     return operands(norm, recipe)
 
 
-def _is_idle(args: tuple, kwargs: dict) -> bool:
-    """Whether nothing of a layer's forward can be fused where its first input is, and nobody observes it."""
-    return not observers and left_alone(args[0] if args else next(iter(kwargs.values()), None))
-
-
 _classes: dict[tuple, type] = {}
 _classes_lock = threading.Lock()
 
@@ -209,7 +203,7 @@ def fused_layer_class(base: type, fusion) -> type:
     with _classes_lock:
         if key not in _classes:
             marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
-            cls = derive(base, guarded(fusion.rewrite(base), base, _is_idle), marks, fused_layer_class, fusion)
+            cls = derive(base, guarded(fusion.rewrite(base), base, observers), marks, fused_layer_class, fusion)
             if not wrapped_alike(cls.forward, base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")
             _classes[key] = cls

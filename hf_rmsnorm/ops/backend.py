@@ -19,6 +19,7 @@ MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach 
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 
 _is_compiling = torch.compiler.is_compiling
+_Tensor = torch.Tensor
 _is_tracing = torch._C._is_tracing
 
 
@@ -46,10 +47,10 @@ def device_refusal(device_type: str, index: int | None = None) -> str | None:
 
 
 def left_alone(x: torch.Tensor) -> bool:
-    """Whether nothing but a module's own forward serves x where it is, for all that nobody compiles: asked first."""
-    if chosen.backend != "auto" or type(x) is not torch.Tensor or _is_compiling():
+    """Whether nothing but a module's own forward serves x where it is; what every call asks first, and so little."""
+    if chosen.backend != "auto" or type(x) is not _Tensor:
         return False
-    return (_device_refusal("cpu", None) if x.is_cpu else _device_refusal(x.device.type, x.device.index)) is not None
+    return (device_refusal("cpu") if x.is_cpu else device_refusal(x.device.type, x.device.index)) is not None
 
 
 def describe_backend(device: torch.device | str) -> tuple[str, str]:

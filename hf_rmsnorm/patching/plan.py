@@ -46,8 +46,15 @@ def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedL
             swapped += [Swapped(path, name, recipe.spec, notes, recipe.as_rms) for path in entry.paths]
         else:
             skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]
-    held_by = dict.fromkeys(p.device for p in model.parameters() if swapped and not p.is_meta)
-    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(map(runs_on, held_by)))
+    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(map(runs_on, _devices(model) if swapped else ())))
+
+
+def _devices(model: torch.nn.Module) -> dict[torch.device, None]:
+    """Those that hold the model, or run what accelerate has offloaded; meta is none."""
+    found = [(module, p) for module in model.modules() for p in module._parameters.values() if p is not None]
+    running = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module, p in found if p.is_meta)
+    held = (p.device for _, p in found if not p.is_meta)
+    return dict.fromkeys([*held, *(torch.device(where) for where in running if where is not None)])
 
 
 def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> list[Entry]:

@@ -63,7 +63,8 @@ class PatchReport:
             at several paths has a record for each.
         skipped: norms left alone, and modules that only carry a norm's name.
         layers: decoder layers, fused or not.
-        devices: of each that holds the model, meta aside, its name, the backend there and the reason (`runs_on`).
+        devices: of each that holds the model, or runs what accelerate has offloaded, its name, the backend there and
+            the reason (`runs_on`).
     """
 
     swapped: tuple[Swapped, ...] = ()
@@ -106,7 +107,8 @@ class PatchReport:
         if any(record.fused for record in self.layers):
             lines.append("  fused in   float32, float16, bfloat16, and mixtures of them, as under autocast")
         for (backend, reason), records in _alike(self.devices, lambda r: (r["backend"], r["reason"])).items():
-            until = ", and nothing is fused, until the model is moved to a GPU that Triton serves"
+            until = " (converted norms: RMSNorm in plain torch)" if any(r.converted for r in self.swapped) else ""
+            until += ", and nothing is fused, until the model is moved to a GPU that Triton serves"
             names = ", ".join(record["device"] for record in records)
             lines.append(f"  runs on    {names}: {reason}{until if backend == 'original' else ''}")
         return fitted("\n".join(lines), 11)

@@ -268,6 +268,12 @@ def test_it_converts(dtype, eps, tmp_path, capsys):
     assert {t.dtype for t in load_file(tmp_path / "dst" / "model.safetensors").values()} == {getattr(torch, dtype)}
 
 
+def test_a_hub_id_that_nobody_answers_for_is_one_line_without_the_hubs_own_advice(tmp_path, capsys):
+    code, out, err = run(capsys, "nobody/nothing", tmp_path / "dst")
+    assert code == 2 and not out and err.count("\n") == 1 and "local_files_only" not in err
+    assert "check the id and the network" in err and "the hub does not answer" in err
+
+
 @pytest.mark.parametrize("fault", ["missing", "NaN", "no room"])
 def test_a_fault_of_the_source_is_named(fault, tmp_path, capsys):
     src, name = save(tmp_path / "src", "GPT2LMHeadModel", "gpt2", GPT2), "transformer.h.0.mlp.c_proj.weight"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import accelerate
 import pytest
 import tiny_models
 import torch
@@ -14,7 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from hf_rmsnorm import NormSpec, PatchReport, patch_model
 from hf_rmsnorm.ops import backend as backend_module
-from hf_rmsnorm.patching.report import Skipped
+from hf_rmsnorm.patching.report import Skipped, Swapped
 from hf_rmsnorm.paths import compact_paths
 
 
@@ -137,6 +138,22 @@ def test_it_says_that_nothing_is_fused_where_no_kernel_runs(monkeypatch):
 def test_it_says_that_kernels_run(monkeypatch):
     report = served(monkeypatch, "triton", "Triton compiles the kernels for cuda")
     assert str(report).endswith("  runs on    cpu: Triton compiles the kernels for cuda")
+
+
+def test_it_says_what_converted_norms_run_where_no_kernel_does():
+    spec = patch_model(LlamaRMSNorm(8)).swapped[0].formula
+    devices = ({"device": "cpu", "backend": "original", "reason": "patched modules run their own forward"},)
+    for converted in (True, False):
+        report = PatchReport((Swapped("norm", "LayerNorm", spec, converted=converted),), devices=devices)
+        said = "own forward (converted norms: RMSNorm in plain torch), and nothing is fused"
+        assert (said in " ".join(str(report).split())) == converted
+
+
+def test_a_model_that_accelerate_has_offloaded_runs_where_its_hooks_bring_it(tmp_path):
+    model = torch.nn.Sequential(LlamaRMSNorm(8), torch.nn.Linear(8, 8))
+    accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert [device["device"] for device in patch_model(model).devices] == ["cpu"]
 
 
 def test_devices_that_are_alike_share_a_line():
