@@ -156,7 +156,7 @@ def tokens(model, tokenizer, text: str, limit: int | None):
 
 def other_inputs(model, file: Path | None) -> dict | None:
     """What a model is given that needs more than a text: the tensors of `file`, else random images or audio."""
-    from ..verification.context import default_inputs
+    from ..verification.context import default_inputs, in_dtype_of
 
     if file is not None:
         given = _tensors(file)
@@ -164,11 +164,10 @@ def other_inputs(model, file: Path | None) -> dict | None:
         try:
             given = default_inputs(model)
         except ValueError as error:
-            raise CliError(f"{type(model).__name__}: {error}; pass its inputs with --inputs") from error
+            raise CliError(str(error).replace("pass", "pass its") + " with --inputs") from error
         if not set(given) - {"input_ids", "decoder_input_ids", "use_cache"}:
             return None
-    cast = {"device": model.device, "dtype": model.dtype}
-    return {k: v.to(**cast) if getattr(v, "is_floating_point", bool)() else v for k, v in given.items()}
+    return in_dtype_of(model, given)
 
 
 def _tensors(file: Path) -> dict:

@@ -16,6 +16,7 @@ NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss",
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 TOKENS = (2, 24)  # rows and their length
 VOCABULARY_IF_UNKNOWN = 64
+RANDOM = "pixel_values", "input_values", "input_features"
 
 
 @contextmanager
@@ -62,12 +63,16 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def default_inputs(model, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> dict:
-    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature."""
-    generator = torch.Generator().manual_seed(seed)
+def default_inputs(model, tokens: tuple[int, int] = TOKENS, new_tokens: int = 0) -> dict:
+    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature.
+
+    `tokens` are rows and their length, which leaves room for `new_tokens`.
+    """
+    if (main := getattr(model, "main_input_name", None)) not in (*RANDOM, "input_ids"):
+        raise ValueError(f"{type(model).__name__}: nothing is known of the input {main!r}: pass inputs")
+    generator = torch.Generator().manual_seed(0)
     config, names = model.config, inspect.signature(model.forward).parameters
-    tokens = (tokens[0], min(tokens[1], max_positions(config)))
-    main = getattr(model, "main_input_name", None) or next(iter(names))
+    tokens = tokens[0], prompt_length(config, tokens[1], new_tokens)
 
     def number(*keys: str, default: int) -> int:
         parts = (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig)))
@@ -84,13 +89,8 @@ def default_inputs(model, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> di
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     bins = number("num_mel_bins", "input_feat_per_channel", default=80)
     frames = number("max_source_positions", default=50)
-    shapes = {
-        "pixel_values": (number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]),
-        "input_values": (4000,),
-        "input_features": (bins, 2 * frames),
-    }
-    if main != "input_ids" and main not in shapes:
-        raise ValueError(f"nothing is known of the input {main!r}")
+    images = number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]
+    shapes = dict(zip(RANDOM, (images, (4000,), (bins, 2 * frames)), strict=True))
     inputs = {main: normal(tokens[0], *shapes[main]) if main in shapes else ids()}
     # A model with a tower for texts and one for images compares the two; others hold a text's tokens free for images.
     towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
@@ -101,6 +101,11 @@ def default_inputs(model, seed: int = 0, tokens: tuple[int, int] = TOKENS) -> di
     if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
         inputs["use_cache"] = False
     return inputs
+
+
+def in_dtype_of(model, inputs: dict) -> dict:
+    """Inputs whose floats have the dtype of a model's weights."""
+    return {name: value.to(model.dtype) if is_float(value) else value for name, value in inputs.items()}
 
 
 def is_float(value) -> bool:

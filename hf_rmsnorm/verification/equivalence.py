@@ -11,7 +11,7 @@ from ..kernels import count_launches
 from ..ops import chosen_backend, use_backend
 from ..patching import patched, unpatch_model
 from .checks import check, check_fused, check_gradients
-from .context import GREEDY, TOKENS, default_inputs, evaluating, is_float, max_positions, output_tensors, prompt_length
+from .context import GREEDY, default_inputs, evaluating, in_dtype_of, is_float, max_positions, output_tensors
 from .float64 import in_float64
 from .modules import changed_modules
 from .noise import compare_logits
@@ -163,18 +163,9 @@ def _check(models: tuple[nn.Module, ...], inputs, new_tokens: int, same_paramete
                 f"({type(models[0]).__name__}) and {theirs.get(name, 'missing')} in the candidate "
                 f"({type(models[-1]).__name__}); pass norms=False to compare logits and generation alone"
             )
-    return _batches(_random_inputs(models[0], new_tokens) if inputs is None else inputs, sizes[0], devices[0])
-
-
-def _random_inputs(model: nn.Module, new_tokens: int) -> dict:
-    cure = "pass inputs: token ids (batch, tokens), what a tokenizer or a processor returns, or a list of either"
-    if not hasattr(model, "config"):
-        raise ValueError(f"{type(model).__name__} has no config that says what it takes: {cure}")
-    try:
-        made = default_inputs(model, tokens=(TOKENS[0], prompt_length(model.config, TOKENS[1], new_tokens)))
-    except ValueError as error:
-        raise ValueError(f"{type(model).__name__}: {error}; {cure}") from error
-    return {name: value.to(model.dtype) if is_float(value) else value for name, value in made.items()}
+    if inputs is None:
+        inputs = in_dtype_of(models[0], default_inputs(models[0], new_tokens=new_tokens))
+    return _batches(inputs, sizes[0], devices[0])
 
 
 def _first_parameter(model: nn.Module) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A checkpoint and what was made of it, run on the same inputs; where memory does not hold both, module by module."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from ...patching import patched
 from ...verification import NoiseFloor, verify_equivalence
 from ...verification.context import TOKENS as RANDOM_TOKENS
-from ...verification.context import default_inputs, hooked, one_line, output_tensors, prompt_length
+from ...verification.context import default_inputs, hooked, in_dtype_of, one_line, output_tensors, prompt_length
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.shard import ConversionError
@@ -119,17 +119,13 @@ def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
         if source.dtype == torch.float64 and not streamed:
             source, result = source.float(), result.float()
         given = [how.inputs(source)] if how.inputs else _prompts(src, source, how)
-        batches = [_in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
+        batches = [in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
         pair = ModelPair(source, result, batches[: 1 if streamed else None], streamed, missing)
         outputs = pair.outputs(source) if how.inputs is None else []
         if outputs and sum(t.numel() for t in outputs) < ENOUGH:
             more = _random(source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
-            pair.inputs.append(_in_dtype_of(source, more))
+            pair.inputs.append(in_dtype_of(source, more))
         yield pair
-
-
-def _in_dtype_of(model, batch: Mapping) -> dict:
-    return {k: v.to(model.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
 
 
 def fits_memory(src: Path) -> bool:
@@ -139,7 +135,7 @@ def fits_memory(src: Path) -> bool:
 
 
 def _random(model, rows: int, tokens: int) -> dict:
-    return default_inputs(model, tokens=(rows, prompt_length(model.config, tokens, GREEDY_TOKENS)))
+    return default_inputs(model, (rows, tokens), GREEDY_TOKENS)
 
 
 def tokenizer_of(src, model, trust_remote_code: bool):
