@@ -268,6 +268,18 @@ def test_the_host_costs_are_those_of_the_result():
     assert f"A residual sum with its norm takes {add[0]} in inference, Hugging Face's {add[1]}" in said
 
 
+def test_the_cost_of_a_patch_that_no_kernel_serves_is_that_of_the_result():
+    models = result("cpu.json")["models"]
+    demo, llama = models["demo:qwen3"], models["LLaMA of 90 M"]
+    shown = [f"{each[what] - 1:.1%}" for what in ("ratio", "ratio by chance") for each in (demo, llama)]
+    said = pages.prose("docs/fusion.md")
+    assert f"{shown[0]} more CPU time in the demo Qwen3" in said and f"and {shown[1]} in a LLaMA of 90 million" in said
+    assert f"two unpatched copies differ by {shown[2]} and {shown[3]}" in said
+    assert demo["ratio"] <= 1.05 and llama["ratio"] <= 1.01 and 8.5e7 < llama["parameters"] < 9.5e7
+    within = re.search(r"as fast as before \[within (\d+)%\]", pages.prose("README.md"))
+    assert demo["ratio"] <= 1 + int(within[1]) / 100
+
+
 @pytest.mark.full
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the text is Python 3.11's own help")
 def test_the_perplexities_are_those_of_the_embedded_model_and_its_naive_swap(capsys):
