@@ -42,6 +42,17 @@ def _operands(x, weight, bias, spec, backend) -> tuple:
     return versions, torch.is_grad_enabled(), capturing(x), backend, spec
 
 
+def holds_rows_of(x: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether x is a view of all of `total` that has its rows in the same order, as ``total.reshape(-1, n)`` is."""
+    return (
+        x._base is total
+        and x.shape[-1:] == total.shape[-1:]
+        and x.numel() == total.numel()
+        and x.is_contiguous()
+        and total.is_contiguous()
+    )
+
+
 def hand_over(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, spec, backend: str) -> None:
     """Keep what `norm` computes of `total`; what nobody took before is dropped, and this when `total` dies."""
     place = _slot.held
@@ -62,7 +73,8 @@ def handed_over(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, back
     if held is None or held.norm() is not norm:
         return None
     total = held.total()
-    if total is not x:
+    reshaped = total is not x and total is not None and x._base is total and holds_rows_of(x, total)
+    if total is not x and not reshaped:
         if total is not None and total.dtype != x.dtype:
             given_otherwise.add(norm)
         return None
@@ -72,4 +84,8 @@ def handed_over(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, back
     output = held.output
     if isinstance(output, torch.Tensor) and output.requires_grad and (x._backward_hooks or x.retains_grad):
         return None  # the output is in the graph beside x: its gradient would pass by what hangs on x
-    return output if held.operands == _operands(x, weight, bias, spec, backend) else None
+    if held.operands != _operands(x, weight, bias, spec, backend):
+        return None
+    if not reshaped:
+        return output
+    return output.view(x.shape) if isinstance(output, torch.Tensor) else (output[0].view(x.shape), *output[1:])

@@ -18,7 +18,7 @@ from .subclass import derive, marked
 
 _is_compiling = torch.compiler.is_compiling
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
-_NO_LINK = (lambda: None), ""
+_NO_LINK = (lambda: None), "", ()
 # Of a sum without gradients. Below it the host is what everything waits for, and handing a norm over takes it twice the
 # time of an add and a norm; a graph that is captured needs the host no more.
 LEAST_ELEMENTS = 2**20
@@ -46,14 +46,12 @@ class Fusion:
     """Which sums of a layer's forward are computed with which norm.
 
     Args:
-        sites: (position among the ``+`` of the forward's source, name of the child norm that reads the sum); the name
-            is "" for the sum that the layer returns, which the next layer's norm reads.
-        entry: name of the child norm that reads the layer's input; "" where none does.
+        sites: (position among the sums of the forward's source, name of the child norm that reads the sum); the name
+            is "" for the sum that the layer returns, which a norm elsewhere reads.
         seen: positions of those sums that something besides norms and operators may get hold of.
     """
 
     sites: tuple[tuple[int, str], ...]
-    entry: str = ""
     seen: tuple[int, ...] = ()
 
     def rewrite(self, base: type) -> Callable:
@@ -61,20 +59,24 @@ class Fusion:
         return with_sums(base, {at: (reader, not reader or at in self.seen) for at, reader in self.sites}, add)
 
 
-# layer -> (the module that calls the norm that reads what the layer returns, the norm's name there). Not an attribute
+# layer -> (the module that calls the norm that reads what the layer returns, the norm's name there, the modules around
+# the layer that return it too). Not an attribute
 # of the layer, which would copy, pickle and show the next layer with it; a copy has no entry until it is patched
 # itself. An entry outlives the patch, and does nothing without it.
 _links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def link(layer: torch.nn.Module, owner: torch.nn.Module, name: str) -> None:
-    """Tell a fused layer which norm reads what it returns: the child `name` of `owner`, which calls it."""
-    _links[layer] = weakref.ref(owner), name
+def link(layer: torch.nn.Module, owner: torch.nn.Module, name: str, around: tuple[torch.nn.Module, ...] = ()) -> None:
+    """Tell a fused layer which norm reads what it returns: the child `name` of `owner`, which calls it.
+
+    around: modules that contain the layer, and return the very tensor that it returned.
+    """
+    _links[layer] = weakref.ref(owner), name, tuple(map(weakref.ref, around))
 
 
 def reader_of(layer: torch.nn.Module, name: str) -> torch.nn.Module | None:
     """The norm that reads a sum of a layer: the child of that name, or for "" the one behind the layer."""
-    owner, name = (lambda: layer, name) if name else _links.get(layer, _NO_LINK)
+    owner, name, _ = (lambda: layer, name, ()) if name else _links.get(layer, _NO_LINK)
     owner = owner()
     return None if owner is None else owner._modules.get(name)
 
@@ -136,15 +138,15 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
 
 def _next_norm(layer: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module | None:
     """The norm behind the layer, where it may be computed before its owner is called; else None. x: of the sum."""
-    owner, name = _links.get(layer, _NO_LINK)
+    owner, name, around = _links.get(layer, _NO_LINK)
     owner = owner()
     if (
         owner is None
-        or (layer._forward_hooks and any(map(_may_write, layer._forward_hooks.values())))
+        or _is_interrupted(layer)
+        or (around and any(_is_interrupted(module()) for module in around))
         or owner._forward_pre_hooks  # they may fetch or change its weights: FSDP2, DeepSpeed, a user's own
         or "_hf_hook" in owner.__dict__
         or "forward" in owner.__dict__  # it may bring the weights in as hooks do
-        or (layer.training and getattr(layer, "gradient_checkpointing", False))
         # Non-reentrant checkpoints and offloading of activations: what one region makes no other may use.
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or under_transform()
@@ -153,6 +155,13 @@ def _next_norm(layer: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module | Non
         return None
     norm = owner._modules.get(name)
     return None if norm is None or "_is_fsdp_managed_module" in norm.__dict__ else norm
+
+
+def _is_interrupted(layer: torch.nn.Module) -> bool:
+    """Whether something comes between what a layer returns and who reads it: a hook, or a checkpoint around it."""
+    return (layer._forward_hooks and any(map(_may_write, layer._forward_hooks.values()))) or (
+        layer.training and getattr(layer, "gradient_checkpointing", False)
+    )
 
 
 def _may_write(hook: Callable) -> bool:

@@ -5,6 +5,7 @@ of the original.
 """
 
 import ast
+import copy
 import functools
 import inspect
 import linecache
@@ -17,6 +18,7 @@ from ..ops.backend import left_alone
 
 _FACTORY = "_hf_rmsnorm_make"
 _ADD = "_hf_rmsnorm_add"
+_CODE = "_hf_rmsnorm_code_of"
 _GUARD = "stepping_aside"
 _syntax_trees = threading.Lock()  # Python 3.11 raises SystemError where two threads make syntax trees at once
 
@@ -34,6 +36,10 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
     function = inspect.unwrap(cls.forward)
     if not inspect.isfunction(function):
         raise CannotRewrite(f"its forward is a {type(function).__name__}")
+    return function, _definition(function)
+
+
+def _definition(function: Callable) -> ast.FunctionDef:
     if set(function.__code__.co_freevars) - {"__class__"}:
         raise CannotRewrite("its forward uses variables of the function around it")
     try:
@@ -53,7 +59,7 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
             raise CannotRewrite(f"its forward calls {name}, which may see that it is another")
     if not same:
         raise CannotRewrite("the source of its forward has changed since it was imported")
-    return function, definition
+    return definition
 
 
 def _is_source_of(function: Callable) -> bool:
@@ -120,18 +126,55 @@ def changes_itself(definition: ast.FunctionDef) -> bool:
     return False
 
 
-def sums(definition: ast.FunctionDef) -> list[ast.BinOp]:
-    """Every ``a + b`` of a function's body, in the order of its source."""
+def sums(definition: ast.FunctionDef, function: Callable | None = None) -> list[ast.BinOp | ast.Call]:
+    """Every ``a + b`` of a function's body in the order of its source; and given the function, calls of an `_adder`."""
     nodes = (node for statement in definition.body for node in ast.walk(statement))
-    found = [node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
+    found = [
+        node
+        for node in nodes
+        if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add))
+        or (function and isinstance(node, ast.Call) and _adder(function, getattr(node.func, "id", "")))
+    ]
     return sorted(found, key=lambda node: (node.lineno, node.col_offset, -node.end_lineno, -node.end_col_offset))
 
 
+def _adder(function: Callable, name: str) -> Callable | None:
+    """The function of that name beside another, if it is one that returns a sum, as BLOOM's `dropout_add` is."""
+    found = None if name in function.__code__.co_varnames else function.__globals__.get(name)
+    if inspect.isfunction(found) and found.__globals__ is function.__globals__ and found.__name__ == name:
+        return found if _sum_returned(found, found.__code__) is not None else None
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _sum_returned(function: Callable, _) -> tuple[ast.FunctionDef, ast.BinOp] | None:
+    """(the definition of a plain function, the ``+`` whose result it returns at its end)."""
+    try:
+        definition = _definition(function)
+    except CannotRewrite:
+        return None
+    arguments = definition.args
+    literal = all(d is None or isinstance(d, ast.Constant) for d in (*arguments.defaults, *arguments.kw_defaults))
+    if definition.decorator_list or arguments.posonlyargs or not literal:
+        return None
+    *_, before, last = (None, *definition.body)
+    if isinstance(before, ast.If) and not before.orelse:
+        before = before.body[-1]
+    match before, last:
+        case _, ast.Return(ast.BinOp(op=ast.Add()) as total):
+            return definition, total
+        case ast.Assign([ast.Name(made)], ast.BinOp(op=ast.Add()) as total), ast.Return(ast.Name(returned)):
+            return (definition, total) if returned == made else None
+    return None
+
+
 def with_sums(cls: type, sites: Mapping[int, object], add: Callable) -> Callable:
-    """`cls.forward` with ``a + b`` replaced by ``add(self, a, b, label)`` at the sites: position -> label."""
+    """`cls.forward` with its `sums` made by ``add(self, a, b, label)`` at the sites: position -> label."""
+    helpers, beside = {_ADD: add, _CODE: lambda found: getattr(found, "__code__", None)}, {}
 
     def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-        chosen = {id(node): sites[at] for at, node in enumerate(sums(definition)) if at in sites}
+        function = inspect.unwrap(cls.forward)
+        chosen = {id(node): sites[at] for at, node in enumerate(sums(definition, function)) if at in sites}
 
         class Replace(ast.NodeTransformer):
             def visit_BinOp(self, node):
@@ -139,9 +182,42 @@ def with_sums(cls: type, sites: Mapping[int, object], add: Callable) -> Callable
                 self.generic_visit(node)
                 return node if label is None else call(_ADD, node, itself, node.left, node.right, label)
 
+            def visit_Call(self, node):
+                label = chosen.get(id(node))
+                self.generic_visit(node)
+                if label is None:
+                    return node
+                adder, name = _adder(function, node.func.id), f"_hf_rmsnorm_{node.func.id}"
+                beside[name] = _adding(adder, function.__code__.co_firstlineno, name)
+                helpers[f"{name}_code"] = adder.__code__
+                ours = call(name, node, itself, label, *node.args)
+                ours.keywords = node.keywords
+                as_it_was = ast.Compare(
+                    call(_CODE, node, node.func), [ast.Is()], [ast.Name(f"{name}_code", ast.Load())]
+                )
+                return ast.copy_location(ast.IfExp(as_it_was, ours, node), node)  # or somebody has exchanged it
+
         return Replace().visit(definition)
 
-    return compiled_again(cls, change, {_ADD: add})
+    return compiled_again(cls, change, helpers, beside)
+
+
+def _adding(adder: Callable, first_line: int, new_name: str) -> ast.FunctionDef:
+    """The definition of an `_adder` that takes, before its own arguments, whose sum it makes and the label of it.
+
+    first_line: of the function in whose source it is to stand.
+    """
+    definition, total = copy.deepcopy(_sum_returned(adder, adder.__code__))
+    layer, label = ast.Name("_hf_rmsnorm_layer", ast.Load()), ast.Name("_hf_rmsnorm_label", ast.Load())
+
+    class Replace(ast.NodeTransformer):
+        def visit_BinOp(self, node):
+            return node if node is not total else call(_ADD, node, layer, node.left, node.right, label)
+
+    definition = Replace().visit(ast.increment_lineno(definition, adder.__code__.co_firstlineno - first_line))
+    definition.name = new_name
+    definition.args.args[:0] = [ast.arg(layer.id), ast.arg(label.id)]
+    return definition
 
 
 def call(function: str, where: ast.AST, *arguments) -> ast.Call:
@@ -152,21 +228,24 @@ def call(function: str, where: ast.AST, *arguments) -> ast.Call:
     return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), nodes, []), where)
 
 
-def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable]) -> Callable:
+def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable], beside: Mapping | None = None):
     """`cls.forward`, compiled from its own source once ``change(definition, name of self)`` has been made to it.
 
     Args:
         change: returns the definition to compile.
         helpers: functions that the changed source calls, by name.
+        beside: definitions of more such functions, by name, which are there once the change has been made.
 
     Raises:
         CannotRewrite: as in `forward_source`.
     """
     function, definition = forward_source(cls)
     definition = change(definition, next(iter(inspect.signature(function).parameters)))
-    for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs):
-        argument.annotation = None  # they may name what only type checkers import
-    definition.returns = None
+    definitions = [*(beside or {}).values(), definition]
+    for each in definitions:
+        for argument in (*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs):
+            argument.annotation = None  # they may name what only type checkers import
+        each.returns = None
     # The function's own are put back below: their expressions may name what is there in the class's body alone.
     definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
     definition.args.kw_defaults = [None if d is None else ast.Constant(None) for d in definition.args.kw_defaults]
@@ -174,7 +253,7 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
     names = ["__class__", *helpers]
     factory = ast.FunctionDef(
         name=_FACTORY, args=ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, []),
-        body=[definition, ast.Return(ast.Name(definition.name, ast.Load()))], decorator_list=[], type_params=[],
+        body=[*definitions, ast.Return(ast.Name(definition.name, ast.Load()))], decorator_list=[], type_params=[],
     )  # fmt: skip
     tree = ast.fix_missing_locations(ast.Module([factory], []))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)

@@ -15,7 +15,7 @@ from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
 from .qk import QKFusion, QKRefusal, find_qk
-from .sums import NO_SUM, find_fusion, norms_of
+from .sums import LayerFlow, find_flow, norms_of
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
@@ -24,32 +24,41 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     rows = [(p, name, row) for p, name, row in places if isinstance(row, (nn.ModuleList, nn.Sequential))]
     rows = [(p, name, [m for m in row if m is not None]) for p, name, row in rows]  # a place may hold None
     in_rows = {_inner(module) for _, _, row in rows for module in row}
-    layers = {m: (path, _examine(m, m in in_rows)) for path, m in model.named_modules() if norms_of(m)}
-    sums = {m: found if isinstance(found, Fusion) else Fusion(()) for m, (_, found) in layers.items()}
-    behind = _behind_each(rows, sums)
+    # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
+    repeated = {module for layer in in_rows for module in layer.modules()}
+    named = dict(model.named_modules())
+    holders = {path[: dot.start()] for path, m in named.items() if recipe_of(m) for dot in re.finditer(r"\.", path)}
+    layers = {m for path, m in named.items() if norms_of(m) or (path in holders and m in repeated)}
+    found = {m: _examine(m, m in repeated) for m in layers}
+    behind = _behind_each(rows, found)
     told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
-    for module, (path, found) in layers.items():
-        reason = found if isinstance(found, str) else ""
-        inside = [f"+ {reader}" for _, reader in sums[module].sites if reader]
-        inside += [str(found)] if isinstance(found, QKFusion) else []
+    for path, module in ((path, m) for path, m in named.items() if m in found):
+        flow, fusion = found[module]
+        reason = fusion if isinstance(fusion, str) else ""
+        inside = [f"+ {reader}" for _, reader in flow.fusion.sites if reader]
+        inside += [str(fusion)] if isinstance(fusion, QKFusion) else []
         if inside or module in behind:
             try:
                 undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
-                fuse(module, found)  # one of an earlier patch, when other norms were swapped, goes
+                fuse(module, fusion)  # one of an earlier patch, when other norms were swapped, goes
                 if module in behind:
-                    reader, owner = behind[module]
-                    link(module, owner, reader)
+                    reader, owner, around = behind[module]
+                    link(module, owner, reader, around)
                     inside.append("+ the norm behind it")
             except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
                 reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
         if inside and not reason:
             told[path] = ", ".join(inside), ""
-        elif module in in_rows or isinstance(found, QKRefusal):
-            reads = "no patched norm is known to read the sum that it returns" if sums[module].sites else NO_SUM
-            told[path] = "", reason or reads
-    further_in = _with_norms_further_in(model, in_rows, set(told))
-    told.update((path, ("", reason)) for path, reason in further_in.items())
-    return tuple(FusedLayer(path, type(m).__name__, *told[path]) for path, m in model.named_modules() if path in told)
+        elif (module in in_rows and norms_of(module)) or isinstance(fusion, QKRefusal):
+            told[path] = "", reason or "no patched norm is known to read the sum that it returns"
+    reasons = {path: ("", reason) for path, reason in _with_norms_further_in(model, in_rows, set(told)).items()}
+    sums = [path for path, (fused, _) in told.items() if fused.startswith("+")]
+    told = {
+        path: words
+        for path, words in {**reasons, **told}.items()
+        if words[0] or not any(inner.startswith(f"{path}.") for inner in sums)
+    }
+    return tuple(FusedLayer(path, type(m).__name__, *told[path]) for path, m in named.items() if path in told)
 
 
 def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[str]) -> dict[str, str]:
@@ -79,23 +88,25 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(module: nn.Module, in_row: bool) -> Fusion | QKFusion | str:
-    """What is found of a module with norms among its children, or why nothing is."""
+def _examine(module: nn.Module, repeated: bool) -> tuple[LayerFlow, Fusion | QKFusion | str]:
+    """(what a module does with sums, what can be fused of it or why nothing can)."""
+    flow = LayerFlow()
     part = layer_part(type(module))
     if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
-        return "its class was given another forward: unpatch the model and patch it again"
+        return flow, "its class was given another forward: unpatch the model and patch it again"
     if other := replaced_forward(module):
-        return f"its forward was replaced on the instance by {other}"
+        return flow, f"its forward was replaced on the instance by {other}"
     try:
         with neutral_modes(), torch.random.fork_rng(devices=[]):
-            # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
-            found = find_fusion(module) if in_row else Fusion(())
-            if isinstance(found, str) or not found.sites:
+            found = find_flow(module) if repeated else flow
+            flow = found if isinstance(found, LayerFlow) else flow
+            if not flow.fusion.sites:
                 with contextlib.suppress(CannotRewrite):
-                    return find_qk(unfused(type(module)), _heads(module), module._modules)
-            return found
+                    return flow, find_qk(unfused(type(module)), _heads(module), module._modules)
+                return flow, found if isinstance(found, str) else flow.reason
+            return flow, flow.fusion
     except Exception as error:  # whatever a user's class does, its norms are swapped
-        return f"it could not be examined: {type(error).__name__}: {error}"
+        return flow, f"it could not be examined: {type(error).__name__}: {error}"
 
 
 def _heads(attention: nn.Module) -> set[str]:
@@ -108,19 +119,42 @@ def _heads(attention: nn.Module) -> set[str]:
     return {name for name, weights in plain if all(p.dim() == 1 and len(p) <= MAX_HEAD_DIM for p in weights)}
 
 
-def _behind_each(rows, sums: dict[nn.Module, Fusion]) -> dict[nn.Module, tuple[str, nn.Module]]:
-    """Layer -> (name of the norm that reads what it returns, the module whose child that is)."""
-    behind: dict[nn.Module, tuple[str, nn.Module]] = {}
+def _behind_each(rows: list, found: dict[nn.Module, tuple]) -> dict[nn.Module, tuple[str, nn.Module, tuple]]:
+    """Layer -> (name of the norm that reads a sum that it returns, whose child that is, what is around the layer).
+
+    A module without norms that returns such a sum is examined for it, and is in `found` then.
+    """
+    behind: dict[nn.Module, tuple[str, nn.Module, tuple]] = {}
+
+    def first_norm(module: nn.Module) -> tuple[str, nn.Module] | None:
+        """The norm that is the first to be given what a module is given, and whose child it is."""
+        while module in found and (name := found[module][0].entry):
+            if name in norms_of(module):
+                return name, module
+            module = module._modules[name]
+        return None
+
+    def spread(module: nn.Module, reader: tuple[str, nn.Module] | None, around: tuple) -> None:
+        """Note who reads what a module returns, with all in it that return the same."""
+        if reader is None:
+            return
+        flow, _ = found[module] if module in found else found.setdefault(module, _examine(module, True))
+        if any(not name for _, name in flow.fusion.sites):
+            behind.setdefault(module, (*reader, around))
+        for child, to in flow.passes:
+            if not to:
+                spread(module._modules[child], reader, (*around, module))
+
     for parent, name, row in rows:
         for here, there in zip(row, [*row[1:], None], strict=False):  # a row may be empty
-            if here not in sums or all(reader for _, reader in sums[here].sites):
-                continue
-            if there is None:
-                reader, owner = _called_last(parent, name), parent
-            else:
-                reader, owner = sums[there].entry if there in sums else "", there
-            if reader:
-                behind[here] = reader, owner
+            last = _called_last(parent, name) if there is None else ""
+            if here in found:
+                spread(here, (last, parent) if last else there and first_norm(there), ())
+    for module, (flow, _) in list(found.items()):
+        for child, to in flow.passes:
+            if to:
+                reader = (to, module) if to in norms_of(module) else first_norm(module._modules[to])
+                spread(module._modules[child], reader, ())
     return behind
 
 

@@ -10,11 +10,12 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ...fused.handover import hand_over, handed_over
+from ...fused.handover import hand_over, handed_over, holds_rows_of
 from ...fused.layer import Fusion
 from ...fused.norm import recipe_of
 from ...fused.recipe import operands
@@ -26,13 +27,31 @@ from .values import is_seen, past_versions
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
 NO_SUM = "no norm reads a sum of its forward as it is"
-_cache: dict[tuple, Fusion | str] = {}
+_cache: dict[tuple, "LayerFlow | str"] = {}
 _NUMBER = re.compile("training|idx|index|layer_id")
 _HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
-def find_fusion(layer: nn.Module) -> Fusion | str:
-    """The fusion of a layer whose norms are patched; the reason where there is none to be had."""
+@dataclass(frozen=True)
+class LayerFlow:
+    """What the forward of a layer does with sums, and where its tensors go.
+
+    Args:
+        fusion: its own sums that a norm reads.
+        entry: the child that is the first to be given the layer's input; "" where none is.
+        passes: (child, who is the first to be given the very tensor that it returned) for each child that is no norm:
+            another child, or "" for who called the layer.
+        reason: why no sum is fused; "" where one is.
+    """
+
+    fusion: Fusion = Fusion(())
+    entry: str = ""
+    passes: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+
+
+def find_flow(layer: nn.Module) -> LayerFlow | str:
+    """What a layer whose norms are patched does with sums; the reason where nothing can be told of it."""
     key = _key(layer)
     if key not in _cache:
         try:
@@ -59,21 +78,21 @@ def _key(layer: nn.Module) -> tuple:
     return unfused(type(layer)), function, children, shapes, tuple(sorted(plain.items()))
 
 
-def _learn(layer: nn.Module) -> Fusion | str:
+def _learn(layer: nn.Module) -> LayerFlow | str:
     base = unfused(type(layer))
-    _, definition = forward_source(base)
-    if not (positions := range(len(sums(definition)))):
-        return "its forward adds nothing"
+    function, definition = forward_source(base)
+    positions = range(len(sums(definition, function)))
     if changes_itself(definition):
         return "its forward changes what the layer holds"
     if any(isinstance(node, ast.Attribute) and node.attr in _HOOKING for node in ast.walk(definition)):
         return "its forward hangs hooks on tensors"
     norms = norms_of(layer)
     size, dtype = _row(norms)
-    x = torch.randn(*SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x, other = torch.randn(2, *SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
     stubs = [name for name, child in layer.named_children() if name not in norms and not _is_plain_module(child)]
     totals: dict[int, torch.Tensor] = {}  # what each `+` returned
-    given: list[tuple[str, torch.Tensor, int]] = []  # what each norm was given, in which version
+    returned: dict[str, torch.Tensor] = {}  # what each stub did
+    given: list[tuple[str, torch.Tensor, int]] = []  # what each child was given, in which version
 
     def note(layer, left, right, at: int):
         total = left + right
@@ -82,39 +101,57 @@ def _learn(layer: nn.Module) -> Fusion | str:
         return total
 
     forward = with_sums(base, {at: at for at in positions}, note)
+    added = (getattr(node, "left", None) for node in sums(definition, function))
+    kind = list if any(isinstance(side, ast.List) for side in added) else tuple  # ``[h] + outputs[1:]``
     # What the stubs may return, the most likely first: how the source uses their outputs says it.
     guess = tuple(_used_as(definition, name) for name in stubs)
     others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 else ()
-    for forms in dict.fromkeys([guess, *others]):
-        stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)))
+    for rest, forms in itertools.product((None, other), dict.fromkeys([guess, *others])):
+        stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)), kind)
         try:
-            expected = _run(base.forward, stand_in, x)
-            for name in norms:
+            expected = _run(base.forward, stand_in, x, rest)
+            for name in (*norms, *stubs):
                 stand_in._modules[name].register_forward_pre_hook(
-                    lambda _, args, name=name: given.append((name, args[0], args[0]._version))
+                    lambda _, args, kwargs, name=name: given.extend(
+                        (name, t, t._version) for t in (_first(args, kwargs),) if t is not None
+                    ),
+                    with_kwargs=True,
                 )
-            output = _run(forward, stand_in, x)
+            for name in stubs:
+                stand_in._modules[name].register_forward_hook(
+                    lambda _, args, y, name=name: returned.update({name: y[0] if isinstance(y, tuple) else y})
+                )
+            output = _run(forward, stand_in, x, rest)
         except Exception:  # a stub returns what this forward does not expect, which any error can say
             output = None
         if output is not None and output.shape == x.shape and torch.equal(output, expected):
-            nodes, itself = sums(definition), definition.args.args[0].arg
+            nodes, itself = sums(definition, function), definition.args.args[0].arg
             past = past_versions(definition, itself)
-            sites = tuple(site for site in _sites(totals, given, output) if nodes[site[0]] not in past)
-            entry = next((name for name, read, _ in given if read is x), "")
+            to_norms = [each for each in given if each[0] in norms]
+            sites = tuple(site for site in _first_readers(totals, to_norms, output) if nodes[site[0]] not in past)
+            entries = [*to_norms, *given]  # a norm before others
+            entry = next((name for name, read, _ in entries if read is x), "")
             seen = [at for at, name in sites if name and is_seen(definition, nodes[at], itself, norms)]
-            return _proven(base, stand_in, norms, Fusion(sites, entry, tuple(seen)), expected, x)
+            reason = _refuted(base, stand_in, norms, sites, expected, x, rest) if sites else NO_SUM
+            fusion = Fusion(() if reason else sites, tuple(seen))
+            passes = tuple((name, to) for name, to in _first_readers(returned, given, output) if name != to)
+            return LayerFlow(fusion, entry, passes, reason if positions else "its forward adds nothing")
         totals.clear()
+        returned.clear()
         given.clear()
-    return "its forward does not run on stand-ins for what is not a norm"
+    return "its forward does not run on stand-ins for what is not a norm" if positions else "its forward adds nothing"
 
 
-def _sites(totals: dict, given: list, output: torch.Tensor) -> tuple[tuple[int, str], ...]:
-    """As in `Fusion`, where the forward returned this."""
+def _first_readers(made: dict, given: list, output: torch.Tensor) -> tuple:
+    """(key, name) of each tensor that was made and is given to somebody as it is; "" is who called the forward."""
     # A sum that is written to before it is read is another: what tells so at run time, the version of a tensor, there
     # is none of under `inference_mode`.
     given = [*given, ("", output, output._version)]
-    readers = ((at, [name for name, x, version in given if x is y and version == 0]) for at, y in totals.items())
-    return tuple(sorted((at, names[0]) for at, names in readers if names))
+    readers = (
+        (key, [name for name, x, version in given if (x is y or holds_rows_of(x, y)) and version == 0])
+        for key, y in made.items()
+    )
+    return tuple(sorted((key, names[0]) for key, names in readers if names))
 
 
 def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
@@ -126,9 +163,8 @@ def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
     return next(filter(None, sizes), 64), next(iter(dtypes), torch.bfloat16)
 
 
-def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: torch.Tensor, x) -> Fusion | str:
-    if not fusion.sites and not fusion.entry:
-        return NO_SUM
+def _refuted(base: type, stand_in: nn.Module, norms, sites: tuple, expected: torch.Tensor, x, rest) -> str:
+    """Why these sums cannot be fused, "" where the forward that fuses them gives what it is expected to."""
     recipes = {name: recipe_of(norm) for name, norm in norms.items()}
 
     def add(layer, left, right, reader):
@@ -144,27 +180,32 @@ def _proven(base: type, stand_in: nn.Module, norms, fusion: Fusion, expected: to
             lambda norm, args, _, recipe=recipe: handed_over(norm, args[0], *operands(norm, recipe), "reference")
         )
     try:
-        output = _run(with_sums(base, dict(fusion.sites), add), stand_in, x)
+        output = _run(with_sums(base, dict(sites), add), stand_in, x, rest)
     except Exception as error:  # a sum where `self` is another object, or whatever else a forward does
         return f"with its sums fused its forward fails: {type(error).__name__}: {error}"
-    return fusion if torch.equal(output, expected) else "with its sums fused its forward gives other values"
+    return "" if torch.equal(output, expected) else "with its sums fused its forward gives other values"
 
 
 class _Stub(nn.Module):
-    """Something that mixes: one tensor of its input's shape, or a tuple that begins with it."""
+    """Something that mixes: one tensor of its input's shape, or a tuple or list that begins with it."""
 
-    def __init__(self, original: nn.Module, number: int, form: int):
+    def __init__(self, original: nn.Module, number: int, form: int, kind: type = tuple):
         super().__init__()
-        self.__dict__["original"], self.number, self.form = original, number, form
+        self.__dict__["original"], self.number, self.form, self.kind = original, number, form, kind
 
     def __getattr__(self, name):
         found = getattr(self.__dict__["original"], name)
         return _Stub(found, self.number, 1) if isinstance(found, nn.Module) else found
 
     def forward(self, *args, **kwargs):
-        x = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point())
+        x = _first(args, kwargs)
         y = x.roll(1, -1) * 0.5 + 0.125 * self.number
-        return y if self.form == 1 else (y, *[None] * (self.form - 1))
+        return y if self.form == 1 else self.kind([y, *[None] * (self.form - 1)])
+
+
+def _first(args: tuple, kwargs: dict) -> torch.Tensor | None:
+    tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+    return next((t for t in tensors if t.is_floating_point()), None)
 
 
 def _is_plain_module(module: nn.Module) -> bool:
@@ -172,7 +213,7 @@ def _is_plain_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not module._modules and not module._parameters
 
 
-def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: dict[str, int]) -> nn.Module:
+def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: dict[str, int], kind: type) -> nn.Module:
     """The layer with its norms on the CPU, hooks off, and stubs for all else; nothing of the layer is changed."""
     twin = _bare(layer)
     twin.__class__ = unfused(type(layer))
@@ -183,7 +224,7 @@ def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: d
         held[key] = (t if here else torch.randn(t.shape, generator=generator).to(t.dtype)).detach().cpu()
     modules = {}
     for number, (name, child) in enumerate(layer.named_children()):
-        modules[name] = _Stub(child, number, forms[name]) if name in forms else _bare(child)
+        modules[name] = _Stub(child, number, forms[name], kind) if name in forms else _bare(child)
     for name in norms:
         for held, key, t in _held(modules[name]):
             shape = t.shape if t.numel() else (size,)
@@ -211,12 +252,13 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _run(forward: Callable, stand_in: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The first output of a forward for x, whatever else it asks for being None."""
+def _run(forward: Callable, stand_in: nn.Module, x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """The first output of a forward for x, all else that it asks for, or may be given a tensor, being `other`."""
     rest = list(inspect.signature(forward).parameters.values())[2:]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    output = forward(stand_in, x, **{p.name: None for p in rest if p.default is p.empty and p.kind in named})
-    return output[0] if isinstance(output, tuple) else output
+    asked = [p.name for p in rest if p.default in (p.empty, None) and p.kind in named]
+    output = forward(stand_in, x, **dict.fromkeys(asked, other))
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def _used_as(definition: ast.FunctionDef, child: str) -> int:
