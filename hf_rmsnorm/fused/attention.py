@@ -4,6 +4,7 @@ The norms are put off, from where the forward calls them to where it rotates: wh
 touch the last dimension, and both the norm and the rotary embedding work along that alone.
 """
 
+import functools
 import types
 import weakref
 from collections.abc import Callable
@@ -29,10 +30,19 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     norm = attention._modules.get(name)
     if norm is None:
         return getattr(attention, name)(x)
+    found = _put_off(norm, x)
+    if found is None:
+        return norm(x)
+    held[name] = found
+    return x
+
+
+def _put_off(norm: torch.nn.Module, x) -> tuple | None:
+    """(weight, bias, formula, key, versions of x and the weight) of a norm that can be computed of x later; or None."""
     called = _is_compiling() or type(x) is not torch.Tensor or type(norm).__call__ is not _CALL
     found = None if called else operands_ahead(norm)
     if found is None or (found[0] is not None and found[0].dim() != 1):
-        return norm(x)
+        return None
     weight, bias, spec = found
     casts = spec.functional or spec.rounding == "every_step"  # as `qk_norm_backend` asks
     plans = type(norm)._hf_rmsnorm_plans
@@ -40,11 +50,10 @@ def norm_later(attention: torch.nn.Module, held: dict, name: str, x):
     if not plan:
         backend = resolve_backend(x, weight, bias, spec)
         if backend == "original" or not type(norm)._hf_rmsnorm_recipe.fits(x, weight, bias):
-            return norm(x)
+            return None
         if key is not None:
             plans.keep(key, backend, plan_of, x, weight, bias, spec)
-    held[name] = weight, bias, spec, key, version(x), version(weight)
-    return x
+    return weight, bias, spec, key, version(x), version(weight)
 
 
 def norm_and_rotate(
@@ -64,22 +73,58 @@ def norm_and_rotate(
         if of_x is not None and (version(x) != of_x[4] or version(of_x[0]) != of_x[5]):
             raise RuntimeError(f"what {name} is yet to read was written to: patch the model with fuse_residual=False")
     if of_q is not None and of_k is not None:
-        q_weight, q_bias, spec, q_key, *_ = of_q
-        k_weight, k_bias, k_spec, k_key, *_ = of_k
-        if q_bias is None and k_bias is None and (spec is k_spec or spec == k_spec):
-            if observers:
-                tell(attention, "q/k", (names, rotate), (q, k, *tables))
-            if rotate is None or is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0])):
-                plans = type(attention._modules[q_name])._hf_rmsnorm_plans
-                key = qk_launch_key(q_key, k_key, q, k, *tables)
-                plan, backend = None if key is None else plans.get(key), "triton"
-                if plan is None:
-                    backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
-                    plan = key and plans.keep(key, backend, qk_plan_of, q, k, q_weight, spec, *tables[:1])
-                if backend != "original":
-                    return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
+        done = _in_one_launch(attention, names, of_q, of_k, rotate, q, k, *tables)
+        if done is not None:
+            return done
     q, k = (x if held.get(n) is None else attention._modules[n](x) for n, x in zip(names, (q, k), strict=True))
     return (q, k) if rotate is None else rotate(q, k, *tables)
+
+
+def _in_one_launch(attention: torch.nn.Module, names: tuple[str, str], of_q, of_k, rotate, q, k, *tables):
+    """(q, k), normalised and rotated; None where that is not one launch. of_q and of_k: what `_put_off` returned."""
+    q_weight, q_bias, spec, q_key, *_ = of_q
+    k_weight, k_bias, k_spec, k_key, *_ = of_k
+    if q_bias is not None or k_bias is not None or not (spec is k_spec or spec == k_spec):
+        return None
+    if observers:
+        tell(attention, "q/k", (names, rotate), (q, k, *tables))
+    if rotate is not None and not is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0])):
+        return None
+    plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
+    key = qk_launch_key(q_key, k_key, q, k, *tables)
+    plan, backend = None if key is None else plans.get(key), "triton"
+    if plan is None:
+        backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
+        plan = key and plans.keep(key, backend, qk_plan_of, q, k, q_weight, spec, *tables[:1])
+    if backend == "original":
+        return None
+    return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
+
+
+def norm_and_turn(attention: torch.nn.Module, name: str, rotate: Callable, dim: int, x, cos, sin):
+    """``rotate(norm(x), cos, sin, unsqueeze_dim=dim)``, in one launch where that is the same."""
+    norm = attention._modules.get(name)
+    found = None if norm is None or not isinstance(rotate, types.FunctionType) else _put_off(norm, x)
+    if found is not None and x.dim() == 4:
+        q = x.transpose(1, 2) if dim == 2 else x
+        k = q.detach()[:, :0]  # no heads: the launch is of one tensor
+        done = _in_one_launch(attention, (name, name), found, found, as_pair(rotate, dim), q, k, cos, sin)
+        if done is not None:
+            return done[0].transpose(1, 2) if dim == 2 else done[0]
+    return rotate(getattr(attention, name)(x), cos, sin, unsqueeze_dim=dim)
+
+
+@functools.cache
+def as_pair(rotate: Callable, dim: int) -> Callable:
+    """What rotates q and k, (batch, heads, length, head_dim), by a function that takes one with heads in `dim`."""
+
+    @functools.wraps(rotate)
+    def both(q, k, cos, sin):
+        if dim == 1:
+            return tuple(rotate(x, cos, sin, unsqueeze_dim=1) for x in (q, k))
+        return tuple(rotate(x.transpose(1, 2), cos, sin, unsqueeze_dim=2).transpose(1, 2) for x in (q, k))
+
+    return both
 
 
 def _dtypes_differ(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec, table) -> bool:

@@ -118,7 +118,7 @@ def backward_plan(dq, dk, q, k, weight, cos, spec: NormSpec, need: tuple[bool, .
         outputs = tuple(_output_strides(t, None, False) for t in (q, k))
         tiles = [-(-_rows(t) // config.rows) for t in (q, k)]
         parts = min(sms * config.programs_per_sm, sum(tiles))  # in proportion to their tiles, at least one for each
-        q_parts = min(max(1, round(parts * tiles[0] / max(1, sum(tiles)))), parts - 1)
+        q_parts = min(max(1, round(parts * tiles[0] / max(1, sum(tiles)))), parts - 1) if tiles[1] else parts
         addresses = {"q": q.stride(), "k": k.stride(), "dxq": outputs[0], "dxk": outputs[1]}
         addresses |= {"dyq": dq.stride(), "dyk": dk.stride()}
         named = _named(q, k, weight, cos, spec, config, addresses) | {"q_parts": q_parts, "STAGES": config.stages}

@@ -205,7 +205,8 @@ def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, 
 
     keep = max(1, rows // max(1, operands[0].shape[1]))
     operands = tuple(_copied(t[:, :, :keep] if t.dim() == 4 else t[:, :keep]) for t in operands)
-    what = " and ".join(names) + ("" if rotate is None else f" with {getattr(rotate, '__name__', 'rotary')}")
+    what = " and ".join(dict.fromkeys(names))
+    what += "" if rotate is None else f" with {getattr(rotate, '__name__', 'rotary')}"
     along = tuple(2 if t.dim() == 4 else 1 for t in operands)
     return Piece(f"{path}: {what}", type(attention).__name__, operands, run, original, expects, norms, (along, (2, 2)))
 

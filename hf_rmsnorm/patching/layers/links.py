@@ -14,7 +14,7 @@ from ...ops.backend import MAX_HEAD_DIM
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
-from .qk import QKFusion, QKRefusal, find_qk
+from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
 from .sums import LayerFlow, find_flow, norms_of
 
 
@@ -36,7 +36,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         flow, fusion = found[module]
         reason = fusion if isinstance(fusion, str) else ""
         inside = [f"+ {reader}" for _, reader in flow.fusion.sites if reader]
-        inside += [str(fusion)] if isinstance(fusion, QKFusion) else []
+        inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion)) else []
         if inside or module in behind:
             try:
                 undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
@@ -88,7 +88,7 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(module: nn.Module, repeated: bool) -> tuple[LayerFlow, Fusion | QKFusion | str]:
+def _examine(module: nn.Module, repeated: bool) -> tuple[LayerFlow, Fusion | QKFusion | TurnFusion | str]:
     """(what a module does with sums, what can be fused of it or why nothing can)."""
     flow = LayerFlow()
     part = layer_part(type(module))

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...fused.attention import norm_and_rotate, norm_later, proven_rotary
+from ...fused.attention import as_pair, norm_and_rotate, norm_and_turn, norm_later, proven_rotary
 from ...fused.source import CannotRewrite, call, compiled_again, forward_source
 from ...reference import rotated
 from .values import children_given
 
 _LATER, _ROTATE, _HELD = "_hf_rmsnorm_norm_later", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_held"
+_TURN = "_hf_rmsnorm_norm_and_turn"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
 _HARMLESS = {bool, enumerate, float, int, isinstance, len, list, max, min, range, slice, tuple, zip}
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -41,15 +42,18 @@ class QKFusion:
                 holder = statement if statement.value is old else statement.value.func
                 holder.value = new
             names = ast.Tuple([ast.Constant(name) for name in norms], ast.Load())
+            pair = [statement.targets[0].id for statement in (q, k)]
+            both = call(_ROTATE, k, itself, held, names, None, *(ast.Name(n, ast.Load()) for n in pair))
+            targets = ast.Tuple([ast.Name(n, ast.Store()) for n in pair], ast.Store())
+            unrotated = ast.copy_location(ast.Assign([targets], both), k)
             if rotary is not None:
-                rotate = rotary.value
+                rotate = _rotation(rotary)
                 rotate.args[:0] = [ast.Name(itself, ast.Load()), held, names, rotate.func]
                 rotate.func = ast.Name(_ROTATE, ast.Load())
+                if isinstance(rotary, ast.If):
+                    rotary.orelse = [unrotated]
             else:
-                pair = [statement.targets[0].id for statement in (q, k)]
-                both = call(_ROTATE, k, itself, held, names, None, *(ast.Name(n, ast.Load()) for n in pair))
-                assigned = ast.Assign([ast.Tuple([ast.Name(n, ast.Store()) for n in pair], ast.Store())], both)
-                definition.body.insert(definition.body.index(k) + 1, ast.copy_location(assigned, k))
+                definition.body.insert(definition.body.index(k) + 1, unrotated)
             fresh = ast.Assign([ast.Name(_HELD, ast.Store())], ast.Dict([], []))
             definition.body.insert(definition.body.index(q), ast.copy_location(fresh, q))
             return definition
@@ -58,6 +62,33 @@ class QKFusion:
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.q, self.k, self.rotary))) + " in one launch"
+
+
+@dataclass(frozen=True)
+class TurnFusion:
+    """Where an attention normalises a tensor and rotates it directly after, each by itself, as `Gemma4TextAttention`.
+
+    norms: by which children; rotary: the function, which takes one tensor.
+    """
+
+    norms: tuple[str, ...]
+    rotary: str
+
+    def rewrite(self, base: type) -> Callable:
+        """The forward of a class, with each norm and what rotates behind it as one call."""
+
+        def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
+            for body, at, (name, rotary, dim) in reversed(_turns(definition, itself, set(self.norms))):
+                rows, (_, cos, sin) = body[at].value.args[0], body[at + 1].value.args
+                function = ast.Name(rotary, ast.Load())
+                body[at].value = call(_TURN, body[at].value, itself, name, function, dim, rows, cos, sin)
+                del body[at + 1]
+            return definition
+
+        return compiled_again(base, change, {_TURN: norm_and_turn})
+
+    def __str__(self) -> str:
+        return ", ".join(f"{norm} with {self.rotary}" for norm in self.norms) + ", each in one launch"
 
 
 class QKRefusal(str):
@@ -71,11 +102,16 @@ def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] 
     """
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
+    if found := [turn for _, _, turn in _turns(definition, itself, norms)]:
+        names, (rotary, *others), dims = zip(*found, strict=True)
+        called = function.__globals__.get(rotary)
+        if set(others) <= {rotary} and all(prove_rotary(called, as_pair(called, dim)) for dim in dims):
+            return TurnFusion(names, rotary)
     q, k, rotates, names = _find(definition, itself, norms)
     for name in names:
         if name in children and type(children[name]).__call__ is not torch.nn.Module.__call__:
             return QKRefusal(f"its {name} has a __call__ of its own")
-    rotary = "" if rotates is None else rotates.value.func.id
+    rotary = "" if rotates is None else _rotation(rotates).func.id
     proven = rotary and prove_rotary(function.__globals__.get(rotary))
     if proven and not _may_write(function, definition, itself, (q, k, rotates, names), children):
         return QKFusion(*names, rotary)
@@ -91,7 +127,7 @@ def _may_write(function: Callable, definition: ast.FunctionDef, itself: str, fou
     q, k, rotary, norms = found
     last = definition.body.index(rotary or k)
     between = definition.body[definition.body.index(q) + 1 : last + 1]
-    known = [_norm_call(k), None if rotary is None else rotary.value]
+    known = [_norm_call(k), None if rotary is None else _rotation(rotary)]
     for node in (node for statement in between for node in ast.walk(statement) if isinstance(node, ast.Call)):
         inplace = any(isinstance(each, ast.Constant) and each.value is True for each in node.args)  # perhaps
         if inplace or not (node in known or _is_harmless(node.func, function, itself, children)):
@@ -119,15 +155,19 @@ def _is_harmless(called: ast.expr, function: Callable, itself: str, children: Ma
     return False
 
 
-def prove_rotary(function: Callable | None) -> bool:
-    """Whether a function computes ``x * cos + rotate_half(x) * sin`` of q and k, to the bit; it is run to see that."""
-    if not isinstance(function, types.FunctionType) or not _rotates(function, [(d, d) for d in _DTYPES]):
+def prove_rotary(function: Callable | None, pair: Callable | None = None) -> bool:
+    """Whether a function computes ``x * cos + rotate_half(x) * sin`` of q and k, to the bit; it is run to see that.
+
+    pair: what calls it for q and for k, where it takes one of them.
+    """
+    pair = pair or function
+    if not isinstance(function, types.FunctionType) or not _rotates(pair, [(d, d) for d in _DTYPES]):
         return False
     functions, named = _named(function)
     if any(f.__closure__ for f in functions) or not all(isinstance(value, _FIXED) for *_, value in named):
         return False  # what they hold may change while they stay what they are
-    mixes = _rotates(function, itertools.permutations(_DTYPES, 2))  # some give q's dtype back
-    proven_rotary[function] = [(f, f.__code__) for f in functions], named, mixes
+    mixes = _rotates(pair, itertools.permutations(_DTYPES, 2))  # some give q's dtype back
+    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, mixes
     return True
 
 
@@ -166,6 +206,31 @@ def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype
     return True
 
 
+def _turns(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[tuple[list, int, tuple[str, str, int]]]:
+    """(statements, position, (norm, function, dim)) of each ``x = self.norm(rows)`` that is directly rotated.
+
+    That is ``x = function(x, cos, sin, unsqueeze_dim=dim)``, with heads in dimension 1 or 2.
+    """
+    blocks = [block for node in ast.walk(definition) for _, block in ast.iter_fields(node) if isinstance(block, list)]
+    found = []
+    for block in blocks:
+        for at, (first, second) in enumerate(itertools.pairwise(block)):
+            name = _normalises(first, itself, norms) if isinstance(first, ast.stmt) else ""
+            if not name or first.value is not _norm_call(first):
+                continue
+            match second:
+                case ast.Assign(
+                    [ast.Name(made)],
+                    ast.Call(
+                        ast.Name(function),
+                        [ast.Name(rows), ast.Name(cos), ast.Name(sin)],
+                        [ast.keyword("unsqueeze_dim", ast.Constant(1 | 2 as dim))],
+                    ),
+                ) if made == rows == first.targets[0].id and made not in (cos, sin):
+                    found.append((block, at, (name, function, dim)))
+    return found
+
+
 def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bool = True) -> tuple:
     """(the statement that assigns q, that for k, that which rotates both or None, the names of the two norms)."""
     found = [(at, s, name) for at, s in enumerate(definition.body) if (name := _normalises(s, itself, norms))]
@@ -177,7 +242,11 @@ def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bo
         raise CannotRewrite("its forward uses q before it normalises k")
     after = next((s for s in definition.body[second + 1 :] if any(_mentions(s, name) for name in names)), None)
     rotary = after if rotates and after is not None and _rotates_both(after, *names) else None
-    if rotary is None and q.value is _norm_call(q):
+    if (
+        rotary is None
+        and q.value is _norm_call(q)
+        and not any(_makes_heads(s, q_name) for s in definition.body[:first])
+    ):
         raise CannotRewrite("its forward does not show that it normalises heads")
     last = definition.body.index(rotary or k)
     roots = [_root(_norm_call(statement).args[0], itself) for statement in (q, k)]
@@ -208,8 +277,24 @@ def _norm_call(statement: ast.Assign) -> ast.expr:
     return statement.value
 
 
-def _rotates_both(statement: ast.stmt, q: str, k: str) -> bool:
+def _makes_heads(statement: ast.stmt, name: str) -> bool:
+    """Whether this is ``name = rows.transpose(1, 2)``."""
     match statement:
+        case ast.Assign([ast.Name(made)], ast.Call(ast.Attribute(_, "transpose"), [ast.Constant(1), ast.Constant(2)])):
+            return made == name
+    return False
+
+
+def _rotation(statement: ast.Assign | ast.If) -> ast.Call:
+    """The call in what `_rotates_both`."""
+    return (statement.body[0] if isinstance(statement, ast.If) else statement).value
+
+
+def _rotates_both(statement: ast.stmt, q: str, k: str) -> bool:
+    """Whether this is ``q, k = function(q, k, cos, sin)``, if need be under a condition, as `Exaone4Attention` has."""
+    match statement:
+        case ast.If(test, [inner], []):
+            return _rotates_both(inner, q, k) and not any(_mentions(test, name) for name in (q, k))
         case ast.Assign(
             [ast.Tuple([ast.Name(to_q), ast.Name(to_k)])],
             ast.Call(ast.Name(), [ast.Name(of_q), ast.Name(of_k), cos, sin], []),

@@ -34,6 +34,8 @@ def rows(*shape, seed=0):
         ([1, 100], 8, (1, 7)),
         ([32, 8], 8, (6, 2)),
         ([2, 2], 2, (1, 1)),
+        ([1, 0], 8, (1, 0)),
+        ([100, 0], 8, (8, 0)),
     ],
 )
 def test_programs_are_shared_in_proportion_and_none_is_left_out(monkeypatch, tiles, programs, shares):

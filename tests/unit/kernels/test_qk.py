@@ -382,6 +382,29 @@ def test_frozen_weights_and_inputs_take_no_gradient():
                 assert leaf.grad is None or torch.equal(leaf.grad, whole[i])
 
 
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("turn", [True, False])
+def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(rows, turn):
+    q, k = projected(1, 4, rows, 64, BF16, seed=0), projected(1, 2, rows, 64, BF16, seed=1)
+    weights, tables = parameters(QWEN3, 64, BF16), angles(1, rows, 64, BF16) if turn else ()
+
+    def alone(q, weight):
+        return fused_qk_norm(q, q.detach()[:, :0], weight, weight, QWEN3, *tables)
+
+    with use_backend("triton"):
+        both = gradients(lambda *t: fused_qk_norm(*t, QWEN3, *tables), q, k, weights, q, k)
+        with torch.no_grad():
+            expected = fused_qk_norm(q, k, *weights, QWEN3, *tables)
+        leaf, weight = q.detach().requires_grad_(), weights[0].detach().requires_grad_()
+        with count_launches() as launches:
+            y, none = alone(leaf, weight)
+            y.backward(q)
+    assert launches == {"qk_norm_forward": 1, "qk_norm_backward": 1, "qk_reduce_partials": 1}
+    assert none.numel() == 0 and torch.equal(y, expected[0]) and y.stride() == expected[0].stride()
+    assert torch.equal(leaf.grad, both[0])
+    torch.testing.assert_close(weight.grad, both[2])  # whose rows other programs share
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_no_rows(shape):
     batch, length = shape

@@ -9,6 +9,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.fused.attention import is_rotary
+from hf_rmsnorm.fused.layer import observing
 from hf_rmsnorm.fused.source import CannotRewrite
 from hf_rmsnorm.patching.layers.qk import QKFusion, find_qk, prove_rotary
 
@@ -176,6 +177,163 @@ def test_attentions_in_other_words(cls, count):
             found.append(model(x))
         assert launches["qk_norm_forward"] == count * fuse_residual
     assert torch.equal(*found)
+
+
+class NormalisesWhatItHasRotated(Heads):
+    """As `NanoChatAttention`."""
+
+    def forward(self, x):
+        q = self.qp(x).view(2, 5, 2, 16).transpose(1, 2)
+        k = self.kp(x).view(2, 5, 2, 16).transpose(1, 2)
+        q, k = rotary(q, k, *self.tables(5))
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        return (q @ k.mT).softmax(-1) @ k
+
+    def tables(self, length):
+        angles = torch.arange(length)[:, None] * torch.linspace(0.1, 1.0, 8).repeat(2)
+        return angles.cos()[None], angles.sin()[None]
+
+
+class RotatesOnACondition(NormalisesWhatItHasRotated):
+    """As `Exaone4Attention`."""
+
+    sliding = True
+
+    def forward(self, x):
+        q = self.qp(x).view(2, 5, 2, 16).transpose(1, 2)
+        k = self.kp(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        cos, sin = angles_of(5)
+        if self.sliding:
+            q, k = rotary(q, k, cos, sin)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class DoesNotRotate(RotatesOnACondition):
+    sliding = False
+    forward = RotatesOnACondition.forward
+
+
+def angles_of(length):
+    return NormalisesWhatItHasRotated.tables(None, length)
+
+
+def turn(x, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return x * cos + rotate_half(x) * sin
+
+
+def turn_back(x, cos, sin, unsqueeze_dim=1):
+    return turn(x, cos, -sin, unsqueeze_dim)
+
+
+class TurnsEach(Heads):
+    """As `Gemma4TextAttention`."""
+
+    shares = False
+
+    def forward(self, x):
+        cos, sin = NormalisesWhatItHasRotated.tables(None, 5)
+        q = self.qp(x).view(2, 5, 2, 16)
+        q = self.q_norm(q)
+        q = turn(q, cos, sin, unsqueeze_dim=2)
+        q = q.transpose(1, 2)
+        if self.shares:
+            k, v = q, q
+        else:
+            k = self.kp(x).view(2, 5, 2, 16)
+            v = k
+            k = self.k_norm(k)
+            k = turn(k, cos, sin, unsqueeze_dim=2)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class TurnsByTheFirstDimension(Heads):
+    def forward(self, x):
+        cos, sin = NormalisesWhatItHasRotated.tables(None, 5)
+        q = self.qp(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_norm(q)
+        q = turn(q, cos, sin, unsqueeze_dim=1)
+        return q
+
+
+class TurnsTheOtherWay(Heads):
+    def forward(self, x):
+        cos, sin = NormalisesWhatItHasRotated.tables(None, 5)
+        q = self.q_norm(self.qp(x).view(2, 5, 2, 16))
+        q = turn_back(q, cos, sin, unsqueeze_dim=2)
+        return q
+
+
+class DoesMoreInBetween(Heads):
+    def forward(self, x):
+        cos, sin = NormalisesWhatItHasRotated.tables(None, 5)
+        q = self.q_norm(self.qp(x).view(2, 5, 2, 16))
+        q = q * 2
+        q = turn(q, cos, sin, unsqueeze_dim=2)
+        return q
+
+
+ORDERS = [
+    (NormalisesWhatItHasRotated, 1), (RotatesOnACondition, 1), (DoesNotRotate, 1), (TurnsEach, 2),
+    (TurnsByTheFirstDimension, 1), (TurnsTheOtherWay, 0), (DoesMoreInBetween, 0),
+]  # fmt: skip
+
+
+def trained(model, x, fuse_residual):
+    """The output, all gradients, and how many launches were of heads."""
+    patch_model(model, fuse_residual=fuse_residual)
+    model.zero_grad()
+    with use_backend("triton"), count_launches() as launches:
+        y = model(x)
+        y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], launches["qk_norm_forward"]
+
+
+@pytest.mark.parametrize("cls, count", ORDERS)
+def test_norms_in_another_order(cls, count):
+    model, x = cls(), torch.randn(2, 5, 32)
+    apart, none = trained(model, x, False)
+    together, launches = trained(model, x, True)
+    assert (none, launches) == (0, count)
+    for a, b in zip(together, apart, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert torch.equal(together[0], apart[0])
+
+
+def test_a_norm_that_turns_what_it_returns_is_called_once_where_somebody_watches_it():
+    model, x, seen = TurnsEach(), torch.randn(2, 5, 32), []
+    patch_model(model)
+    model.q_norm.register_forward_hook(lambda norm, args, y: seen.append(args[0].shape) or 2 * y)
+    with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+        found = model(x)
+        assert seen == [(2, 5, 2, 16)] and launches["qk_norm_forward"] == 1
+        patch_model(model, fuse_residual=False)
+        assert torch.equal(model(x), found)
+
+
+def test_a_turn_that_is_exchanged_after_the_patch_is_the_one_that_runs(monkeypatch):
+    model, x = TurnsEach(), torch.randn(2, 5, 32)
+    patch_model(model)
+    monkeypatch.setitem(globals(), "turn", lambda x, cos, sin, unsqueeze_dim: x * cos.unsqueeze(unsqueeze_dim))
+    with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+        found = model(x)
+        assert not launches["qk_norm_forward"]
+        patch_model(model, fuse_residual=False)
+        assert torch.equal(model(x), found)
+
+
+def test_what_turns_each_is_reported_and_observed():
+    model, x = nn.Sequential(TurnsEach()), torch.randn(2, 5, 32)
+    (layer,) = patch_model(model).layers
+    assert layer.fused == "q_norm with turn, k_norm with turn, each in one launch"
+    seen = []
+    with observing(lambda *what: seen.append(what)), torch.no_grad(), use_backend("triton"):
+        model(x)
+    assert [which[0] for _, _, which, _ in seen] == [("q_norm", "q_norm"), ("k_norm", "k_norm")]
 
 
 def test_norms_whose_output_is_contiguous_keep_q_and_k_in_their_order_in_memory():
