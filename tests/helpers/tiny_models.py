@@ -64,13 +64,13 @@ def build(family, dtype=torch.float32, seed=0, **config):
     """A tiny causal LM in eval mode, the same for the same arguments; the global generator is left as it was.
 
     Args:
-        family: a key of `FAMILIES`.
+        family: a key of `FAMILIES`, or another causal type whose configuration `config` gives in full.
         dtype: of all parameters.
         config: changes to its configuration, for example ``num_hidden_layers=4``.
     """
     sizes = {} if family == "gpt2" else _COMMON
     options = {**sizes, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    options = {**options, **FAMILIES[family], **config}
+    options = {**options, **FAMILIES.get(family, {}), **config}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)

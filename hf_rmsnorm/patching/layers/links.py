@@ -29,7 +29,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     named = dict(model.named_modules())
     holders = {path[: dot.start()] for path, m in named.items() if recipe_of(m) for dot in re.finditer(r"\.", path)}
     layers = {m for path, m in named.items() if norms_of(m) or (path in holders and m in repeated)}
-    found = {m: _examine(m, m in repeated) for m in layers}
+    found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers}
     behind = _behind_each(rows, found)
     told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
     for path, module in ((path, m) for path, m in named.items() if m in found):
@@ -88,8 +88,13 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(module: nn.Module, repeated: bool) -> tuple[LayerFlow, Fusion | QKFusion | TurnFusion | str]:
-    """(what a module does with sums, what can be fused of it or why nothing can)."""
+def _examine(
+    module: nn.Module, repeated: bool, inside: bool = True
+) -> tuple[LayerFlow, Fusion | QKFusion | TurnFusion | str]:
+    """(what a module does with sums, what can be fused of it or why nothing can).
+
+    repeated: there are more like it in the model; inside: it is further in than a layer, as attentions are.
+    """
     flow = LayerFlow()
     part = layer_part(type(module))
     if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
@@ -100,11 +105,14 @@ def _examine(module: nn.Module, repeated: bool) -> tuple[LayerFlow, Fusion | QKF
         with neutral_modes(), torch.random.fork_rng(devices=[]):
             found = find_flow(module) if repeated else flow
             flow = found if isinstance(found, LayerFlow) else flow
-            if not flow.fusion.sites:
-                with contextlib.suppress(CannotRewrite):
-                    return flow, find_qk(unfused(type(module)), _heads(module), module._modules)
+            if flow.fusion.sites:
+                return flow, flow.fusion
+            try:
+                return flow, find_qk(unfused(type(module)), _heads(module), module._modules)
+            except CannotRewrite as error:
+                if repeated and inside and len(norms_of(module)) > 1:
+                    return flow, QKRefusal(error)
                 return flow, found if isinstance(found, str) else flow.reason
-            return flow, flow.fusion
     except Exception as error:  # whatever a user's class does, its norms are swapped
         return flow, f"it could not be examined: {type(error).__name__}: {error}"
 

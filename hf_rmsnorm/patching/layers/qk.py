@@ -52,10 +52,13 @@ class QKFusion:
                 rotate.func = ast.Name(_ROTATE, ast.Load())
                 if isinstance(rotary, ast.If):
                     rotary.orelse = [unrotated]
-            else:
-                definition.body.insert(definition.body.index(k) + 1, unrotated)
+            if rotary is None:
+                blocks = (definition.body, *(s.body for s in definition.body if isinstance(s, ast.If)))
+                block = next(block for block in blocks if k in block)
+                block.insert(block.index(k) + 1, unrotated)
+            outer = next(s for s in definition.body if q in (s, *getattr(s, "body", ())))
             fresh = ast.Assign([ast.Name(_HELD, ast.Store())], ast.Dict([], []))
-            definition.body.insert(definition.body.index(q), ast.copy_location(fresh, q))
+            definition.body.insert(definition.body.index(outer), ast.copy_location(fresh, outer))
             return definition
 
         return compiled_again(base, change, {_LATER: norm_later, _ROTATE: norm_and_rotate})
@@ -125,14 +128,15 @@ def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] 
 def _may_write(function: Callable, definition: ast.FunctionDef, itself: str, found: tuple, children: Mapping) -> str:
     """What a forward calls, from where q is normalised to what rotates it, that may write to either; "" if nothing."""
     q, k, rotary, norms = found
-    last = definition.body.index(rotary or k)
-    between = definition.body[definition.body.index(q) + 1 : last + 1]
+    body = _flat(definition, itself, set(norms))
+    last = body.index(rotary or k)
+    between = body[body.index(q) + 1 : last + 1]
     known = [_norm_call(k), None if rotary is None else _rotation(rotary)]
     for node in (node for statement in between for node in ast.walk(statement) if isinstance(node, ast.Call)):
         inplace = any(isinstance(each, ast.Constant) and each.value is True for each in node.args)  # perhaps
         if inplace or not (node in known or _is_harmless(node.func, function, itself, children)):
             return ast.unparse(node.func)
-    read, own = children_given(definition, definition.body[: last + 1], itself, norms)
+    read, own = children_given(definition, body[: last + 1], itself, norms)
     reached = [name for name, values in read if values & own and not isinstance(children.get(name), torch.nn.Linear)]
     return f"{itself}.{reached[0]}" if reached else ""
 
@@ -233,29 +237,27 @@ def _turns(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[tu
 
 def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bool = True) -> tuple:
     """(the statement that assigns q, that for k, that which rotates both or None, the names of the two norms)."""
-    found = [(at, s, name) for at, s in enumerate(definition.body) if (name := _normalises(s, itself, norms))]
+    body = _flat(definition, itself, norms)
+    found = [(at, s, name) for at, s in enumerate(body) if (name := _normalises(s, itself, norms))]
     if len(found) != 2 or found[0][2] == found[1][2]:
         raise CannotRewrite("its forward does not assign a normalised q and a normalised k")
     (first, q, q_norm), (second, k, k_norm) = found
     names = q_name, k_name = q.targets[0].id, k.targets[0].id
-    if q_name == k_name or any(_mentions(node, q_name) for node in (*definition.body[first + 1 : second], k.value)):
+    if q_name == k_name or any(_mentions(node, q_name) for node in (*body[first + 1 : second], k.value)):
         raise CannotRewrite("its forward uses q before it normalises k")
-    after = next((s for s in definition.body[second + 1 :] if any(_mentions(s, name) for name in names)), None)
+    using = (s for s in body[second + 1 :] if any(_mentions(s, name) for name in names))
+    after = next((s for s in using if not any(_makes_heads(s, name, name) for name in names)), None)
     rotary = after if rotates and after is not None and _rotates_both(after, *names) else None
-    if (
-        rotary is None
-        and q.value is _norm_call(q)
-        and not any(_makes_heads(s, q_name) for s in definition.body[:first])
-    ):
+    if rotary is None and q.value is _norm_call(q) and not any(_makes_heads(s, q_name) for s in body[:first]):
         raise CannotRewrite("its forward does not show that it normalises heads")
-    last = definition.body.index(rotary or k)
+    last = body.index(rotary or k)
     roots = [_root(_norm_call(statement).args[0], itself) for statement in (q, k)]
     for at, name, root in zip((first, second), names, roots, strict=True):
         views = (rotary, k if roots[1] == root else None)
-        rest = [statement for statement in definition.body[at + 1 : last + 1] if statement not in views]
+        rest = [statement for statement in body[at + 1 : last + 1] if statement not in views]
         if root not in ("", name) and any(_mentions(statement, root) for statement in rest):
             raise CannotRewrite(f"its forward goes on with {root}, which it may write to")
-    if any(_in_place(node) for statement in definition.body[first : last + 1] for node in ast.walk(statement)):
+    if any(_in_place(node) for statement in body[first : last + 1] for node in ast.walk(statement)):
         raise CannotRewrite("its forward writes in place between q and what rotates it")
     return q, k, rotary, (q_norm, k_norm)
 
@@ -277,11 +279,22 @@ def _norm_call(statement: ast.Assign) -> ast.expr:
     return statement.value
 
 
-def _makes_heads(statement: ast.stmt, name: str) -> bool:
-    """Whether this is ``name = rows.transpose(1, 2)``."""
+def _flat(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[ast.stmt]:
+    """The statements of a forward; in the place of a condition, as `Glm4MoeAttention` has, what normalises under it."""
+    statements: list[ast.stmt] = []
+    for statement in definition.body:
+        inside = statement.body if isinstance(statement, ast.If) and not statement.orelse else []
+        statements += inside if any(_normalises(s, itself, norms) for s in inside) else [statement]
+    return statements
+
+
+def _makes_heads(statement: ast.stmt, name: str, of: str = "") -> bool:
+    """Whether this is ``name = rows.transpose(1, 2)``; of: of rows by that name."""
     match statement:
-        case ast.Assign([ast.Name(made)], ast.Call(ast.Attribute(_, "transpose"), [ast.Constant(1), ast.Constant(2)])):
-            return made == name
+        case ast.Assign(
+            [ast.Name(made)], ast.Call(ast.Attribute(rows, "transpose"), [ast.Constant(1), ast.Constant(2)])
+        ):
+            return made == name and of in ("", getattr(rows, "id", None))
     return False
 
 

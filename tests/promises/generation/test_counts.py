@@ -114,9 +114,25 @@ def test_launches_are_counted_across_threads_and_contexts():
     assert outer == {"norm_forward": 4}
 
 
+OTHERS = {  # what their configurations need besides the common sizes
+    "gemma4_text": {
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0,
+        "layer_types": ["full_attention"] * 3,
+    },
+    "glm4_moe": {
+        "use_qk_norm": True, "moe_intermediate_size": 32, "n_routed_experts": 2, "num_experts_per_tok": 1,
+        "first_k_dense_replace": 9,
+    },
+    "cohere": {}, "exaone4": {}, "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "bert": {"is_decoder": True},
+}  # fmt: skip
+
+
 def decode_step(family, layers, patch):
     """Operators, allocations left out, plus launches of one decoded token."""
-    model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers).to(DEVICE)
+    config = dict(OTHERS.get(family, {}))
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers, **config).to(DEVICE)
     if patch:
         patch_model(model)
     ids = tiny_models.token_ids(1, 6).to(DEVICE)
@@ -133,6 +149,9 @@ def decode_step(family, layers, patch):
         ("llama", 40, 26, 24), ("mistral", 40, 26, 24), ("qwen2", 40, 26, 24), ("qwen3", 56, 17, 15),
         ("phi3", 40, 26, 24), ("gemma", 44, 26, 24), ("gemma2", 75, 39, 37), ("gemma3_text", 84, 19, 17),
         ("olmo2", 58, 30, 30), ("mixtral", 59, 45, 43), ("gpt2", 20, 20, 18),
+        pytest.param("gemma4_text", 100, 28, 27, marks=pytest.mark.full),
+        ("glm4_moe", 58, 17, 15), ("cohere", 40, 29, 28), ("exaone4", 56, 17, 17), ("opt", 15, 15, 13),
+        ("bert", 14, 14, 12),
     ],
 )  # fmt: skip
 def test_operators_and_launches_of_a_layer(family, before, decoding, after, monkeypatch):

@@ -188,20 +188,21 @@ class TakesAnotherByThatName(Block):
 
 def test_a_name_of_the_forwards_own_is_no_function_beside_it():
     report = patch_model(row(TakesAnotherByThatName(), TakesAnotherByThatName()))
-    assert fused(report) [0] == BEHIND
+    assert fused(report)[0] == BEHIND
 
 
 SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64,
     "pad_token_id": 0,
 }  # fmt: skip
+EACH = "q_norm with apply_rotary_pos_emb, k_norm with apply_rotary_pos_emb, each in one launch"
 TYPES = {  # what the first layer's sums are computed with
     "bert": ["encoder.layer.0.attention.output + LayerNorm", "encoder.layer.0.output + LayerNorm"],
     "roberta-prelayernorm": [f"encoder.layer.0.attention.output {BEHIND}", f"encoder.layer.0.output {BEHIND}"],
     "bloom": [f"h.0.mlp {BEHIND}"],
     "falcon": [f"h.0 {BEHIND}"],
     "opt": [f"decoder.layers.0 + final_layer_norm, {BEHIND}"],
-    "gemma4_text": ["layers.0 + pre_feedforward_layernorm"],
+    "gemma4_text": ["layers.0 + pre_feedforward_layernorm", f"layers.0.self_attn {EACH}"],
 }
 EXTRA = {
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from fusion_models import fused
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -201,13 +202,47 @@ class RotatesOnACondition(NormalisesWhatItHasRotated):
     sliding = True
 
     def forward(self, x):
+        cos, sin = angles_of(5)
         q = self.qp(x).view(2, 5, 2, 16).transpose(1, 2)
         k = self.kp(x).view(2, 5, 2, 16).transpose(1, 2)
         q = self.q_norm(q)
         k = self.k_norm(k)
-        cos, sin = angles_of(5)
         if self.sliding:
             q, k = rotary(q, k, cos, sin)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class NormalisesOnACondition(NormalisesWhatItHasRotated):
+    """As `Glm4MoeAttention`."""
+
+    normalises = True
+
+    def forward(self, x):
+        cos, sin = angles_of(5)
+        q = self.qp(x).view(2, 5, 2, 16)
+        k = self.kp(x).view(2, 5, 2, 16)
+        if self.normalises:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        q, k = rotary(q, k, cos, sin)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class NormalisesNothing(NormalisesOnACondition):
+    normalises = False
+    forward = NormalisesOnACondition.forward
+
+
+class NormalisesOnTwoConditions(NormalisesOnACondition):
+    def forward(self, x):
+        q = self.qp(x).view(2, 5, 2, 16).transpose(1, 2)
+        k = self.kp(x).view(2, 5, 2, 16).transpose(1, 2)
+        if self.normalises:
+            q = self.q_norm(q)
+        if self.normalises:
+            k = self.k_norm(k)
         return (q @ k.mT).softmax(-1) @ k
 
 
@@ -277,10 +312,19 @@ class DoesMoreInBetween(Heads):
         return q
 
 
+BOTH, ALONE = "q_norm, k_norm, rotary in one launch", "q_norm, k_norm in one launch"
 ORDERS = [
-    (NormalisesWhatItHasRotated, 1), (RotatesOnACondition, 1), (DoesNotRotate, 1), (TurnsEach, 2),
-    (TurnsByTheFirstDimension, 1), (TurnsTheOtherWay, 0), (DoesMoreInBetween, 0),
-]  # fmt: skip
+    (NormalisesWhatItHasRotated, 1, ALONE),
+    (RotatesOnACondition, 1, BOTH),
+    (DoesNotRotate, 1, BOTH),
+    (NormalisesOnACondition, 1, BOTH),
+    (NormalisesNothing, 0, BOTH),
+    (NormalisesOnTwoConditions, 1, ALONE),
+    (TurnsEach, 2, "q_norm with turn, k_norm with turn, each in one launch"),
+    (TurnsByTheFirstDimension, 1, "q_norm with turn, each in one launch"),
+    (TurnsTheOtherWay, 0, None),
+    (DoesMoreInBetween, 0, None),
+]
 
 
 def trained(model, x, fuse_residual):
@@ -293,12 +337,12 @@ def trained(model, x, fuse_residual):
     return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], launches["qk_norm_forward"]
 
 
-@pytest.mark.parametrize("cls, count", ORDERS)
-def test_norms_in_another_order(cls, count):
+@pytest.mark.parametrize("cls, count, words", ORDERS)
+def test_norms_in_another_order(cls, count, words):
     model, x = cls(), torch.randn(2, 5, 32)
     apart, none = trained(model, x, False)
     together, launches = trained(model, x, True)
-    assert (none, launches) == (0, count)
+    assert (none, launches) == (0, count) and words in (None, *fused(patch_model(model)))
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert torch.equal(together[0], apart[0])
@@ -328,8 +372,7 @@ def test_a_turn_that_is_exchanged_after_the_patch_is_the_one_that_runs(monkeypat
 
 def test_what_turns_each_is_reported_and_observed():
     model, x = nn.Sequential(TurnsEach()), torch.randn(2, 5, 32)
-    (layer,) = patch_model(model).layers
-    assert layer.fused == "q_norm with turn, k_norm with turn, each in one launch"
+    assert fused(patch_model(model)) == ["q_norm with turn, k_norm with turn, each in one launch"]
     seen = []
     with observing(lambda *what: seen.append(what)), torch.no_grad(), use_backend("triton"):
         model(x)
