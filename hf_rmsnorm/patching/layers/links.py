@@ -88,9 +88,7 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(
-    module: nn.Module, repeated: bool, inside: bool = True
-) -> tuple[LayerFlow, Fusion | QKFusion | TurnFusion | str]:
+def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow, Fusion | QKFusion | TurnFusion | str]:
     """(what a module does with sums, what can be fused of it or why nothing can).
 
     repeated: there are more like it in the model; inside: it is further in than a layer, as attentions are.
@@ -103,7 +101,7 @@ def _examine(
         return flow, f"its forward was replaced on the instance by {other}"
     try:
         with neutral_modes(), torch.random.fork_rng(devices=[]):
-            found = find_flow(module) if repeated else flow
+            found = find_flow(module, inside) if repeated else flow
             flow = found if isinstance(found, LayerFlow) else flow
             if flow.fusion.sites:
                 return flow, flow.fusion
@@ -146,7 +144,7 @@ def _behind_each(rows: list, found: dict[nn.Module, tuple]) -> dict[nn.Module, t
         """Note who reads what a module returns, with all in it that return the same."""
         if reader is None:
             return
-        flow, _ = found[module] if module in found else found.setdefault(module, _examine(module, True))
+        flow, _ = found[module] if module in found else found.setdefault(module, _examine(module, True, False))
         if any(not name for _, name in flow.fusion.sites):
             behind.setdefault(module, (*reader, around))
         for child, to in flow.passes:

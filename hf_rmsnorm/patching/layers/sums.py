@@ -50,12 +50,15 @@ class LayerFlow:
     reason: str = ""
 
 
-def find_flow(layer: nn.Module) -> LayerFlow | str:
-    """What a layer whose norms are patched does with sums; the reason where nothing can be told of it."""
-    key = _key(layer)
+def find_flow(layer: nn.Module, inside: bool = False) -> LayerFlow | str:
+    """What a layer whose norms are patched does with sums; the reason where nothing can be told of it.
+
+    inside: it is further in than a layer, where there are many such modules, of which few add: less is tried.
+    """
+    key = inside, *_key(layer)
     if key not in _cache:
         try:
-            _cache[key] = _learn(layer)
+            _cache[key] = _learn(layer, inside)
         except CannotRewrite as error:
             _cache[key] = str(error)
     return _cache[key]
@@ -78,7 +81,7 @@ def _key(layer: nn.Module) -> tuple:
     return unfused(type(layer)), function, children, shapes, tuple(sorted(plain.items()))
 
 
-def _learn(layer: nn.Module) -> LayerFlow | str:
+def _learn(layer: nn.Module, inside: bool) -> LayerFlow | str:
     base = unfused(type(layer))
     function, definition = forward_source(base)
     positions = range(len(sums(definition, function)))
@@ -105,7 +108,7 @@ def _learn(layer: nn.Module) -> LayerFlow | str:
     kind = list if any(isinstance(side, ast.List) for side in added) else tuple  # ``[h] + outputs[1:]``
     # What the stubs may return, the most likely first: how the source uses their outputs says it.
     guess = tuple(_used_as(definition, name) for name in stubs)
-    others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 else ()
+    others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 and not inside else ()
     for rest, forms in itertools.product((None, other), dict.fromkeys([guess, *others])):
         stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)), kind)
         try:
