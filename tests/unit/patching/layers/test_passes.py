@@ -161,6 +161,24 @@ def test_a_hook_between_the_sum_and_its_norm_may_write(place, mode):
     assert torch.equal(*outputs)
 
 
+class WritesToTheNorm(Block):
+    def forward(self, x):
+        h = (x + self.a(self.n1(x))).reshape(-1, 32)
+        y = self.n2(h)
+        y += 1
+        return (h + self.b(y)).view(x.shape)
+
+
+def test_what_a_norm_behind_a_view_returns_may_be_written_to():
+    model, x = row(WritesToTheNorm(), WritesToTheNorm()), torch.randn(2, 5, 32)
+    patch_model(model, fuse_residual=False)
+    apart = outcome(model, x)
+    assert fused(patch_model(model)) == INSIDE
+    assert all(map(torch.equal, outcome(model, x), apart))
+    with use_backend("triton"):
+        model(x).sum().backward()
+
+
 def _double(y) -> None:
     (y[0] if isinstance(y, tuple) else y).data.mul_(2)
 
