@@ -100,7 +100,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     as_rms, is_simple, memory_efficient = recipe.as_rms, recipe.is_simple, recipe.memory_efficient
 
     def forward(self, *args, **kwargs):
-        if not as_rms and args and left_alone(args[0]):
+        if not as_rms and args and getattr(args[0], "is_cpu", False) and left_alone(args[0]):
             return base.forward(self, *args, **kwargs)
         # Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
         # forward other code, as IPython's autoreload does.
@@ -125,6 +125,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
         if is_simple and whole and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary it sees
             key, plan = plans.find(x, weight, bias, functional)
         if plan is None:
+            if not as_rms and left_alone(x):  # on an old GPU, or one of another kind
+                return base.forward(self, *args, **kwargs)
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
                 spec is None

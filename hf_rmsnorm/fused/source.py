@@ -97,7 +97,8 @@ def guarded(forward: Callable, base: type, observers: list | tuple = ()) -> Call
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
-        if not observers and left_alone(args[0] if args else next(iter(kwargs.values()), None)):
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if getattr(x, "is_cpu", False) and not observers and left_alone(x):
             return base.forward(self, *args, **kwargs)
         if base.forward is not original or inner.__code__ is not code:  # autoreload exchanges the code alone
             return base.forward(self, *args, **kwargs)
