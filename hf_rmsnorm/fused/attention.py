@@ -21,7 +21,8 @@ from .layer import observers, operands_ahead, tell
 _is_compiling = torch.compiler.is_compiling
 _CALL = torch.nn.Module.__call__
 # A rotary function that was proven -> the functions that it calls with their code, and all that they name, which are to
-# be the same whenever it is not run; and whether it promotes as plain arithmetic does where dtypes differ.
+# be the same whenever it is not run; whether it promotes as plain arithmetic does where dtypes differ; and whether it
+# rotates the first columns where its tables have fewer.
 proven_rotary: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -88,15 +89,19 @@ def _in_one_launch(attention: torch.nn.Module, names: tuple[str, str], of_q, of_
         return None
     if observers:
         tell(attention, "q/k", (names, rotate), (q, k, *tables))
-    if rotate is not None and not is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0])):
-        return None
+    if rotate is not None:
+        in_part = getattr(tables[0], "shape", ())[-1:] != q.shape[-1:]
+        if not is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0]), in_part):
+            return None
     plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
     key = qk_launch_key(q_key, k_key, q, k, *tables)
     plan, backend = None if key is None else plans.get(key), "triton"
     if plan is None:
         backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables)
         plan = key and plans.keep(key, backend, qk_plan_of, q, k, q_weight, spec, *tables[:1])
-    if backend == "original":
+    if backend == "original" or (
+        backend == "reference" and of_q is of_k
+    ):  # one tensor, which plain torch reads as it is
         return None
     return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, backend=backend, plan=plan)
 
@@ -135,10 +140,10 @@ def _dtypes_differ(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec,
     return dtype != spec.output_dtype(x.dtype, None if weight is None else weight.dtype)
 
 
-def is_rotary(function: Callable, dtypes_differ: bool = False) -> bool:
+def is_rotary(function: Callable, dtypes_differ: bool = False, in_part: bool = False) -> bool:
     """Whether a function was proven for such operands, and nothing that it calls has been exchanged since."""
     proven = proven_rotary.get(function) if isinstance(function, types.FunctionType) else None
-    if proven is None or (dtypes_differ and not proven[2]):
+    if proven is None or (dtypes_differ and not proven[2]) or (in_part and not proven[3]):
         return False
     for called, code in proven[0]:
         if called.__code__ is not code:  # autoreload puts another into the function that is there

@@ -88,6 +88,8 @@ def handed_over(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, back
         return None
     if not reshaped:
         return output
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        return None  # it is in the graph beside the view, which may be cut off there
     # Nobody could write in place to what a Function returns, if that were a view.
     shaped = torch.ops.aten._unsafe_view
     return shaped(output, x.shape) if isinstance(output, torch.Tensor) else (shaped(output[0], x.shape), *output[1:])

@@ -18,7 +18,6 @@ from ..ops.backend import left_alone
 
 _FACTORY = "_hf_rmsnorm_make"
 _ADD = "_hf_rmsnorm_add"
-_CODE = "_hf_rmsnorm_code_of"
 _GUARD = "stepping_aside"
 _syntax_trees = threading.Lock()  # Python 3.11 raises SystemError where two threads make syntax trees at once
 
@@ -129,10 +128,9 @@ def changes_itself(definition: ast.FunctionDef) -> bool:
 
 def sums(definition: ast.FunctionDef, function: Callable | None = None) -> list[ast.BinOp | ast.Call]:
     """Every ``a + b`` of a function's body in the order of its source; and given the function, calls of an `_adder`."""
-    nodes = (node for statement in definition.body for node in ast.walk(statement))
     found = [
         node
-        for node in nodes
+        for node in _inside(definition)
         if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add))
         or (function and isinstance(node, ast.Call) and _adder(function, getattr(node.func, "id", "")))
     ]
@@ -142,8 +140,8 @@ def sums(definition: ast.FunctionDef, function: Callable | None = None) -> list[
 def _adder(function: Callable, name: str) -> Callable | None:
     """The function of that name beside another, if it is one that returns a sum, as BLOOM's `dropout_add` is."""
     found = None if name in function.__code__.co_varnames else function.__globals__.get(name)
-    if inspect.isfunction(found) and found.__globals__ is function.__globals__ and found.__name__ == name:
-        return found if _sum_returned(found, found.__code__) is not None else None
+    if inspect.isfunction(found) and found.__globals__ is function.__globals__ and found.__code__.co_name == name:
+        return found if not hasattr(found, "__wrapped__") and _sum_returned(found, found.__code__) is not None else None
     return None
 
 
@@ -156,7 +154,9 @@ def _sum_returned(function: Callable, _) -> tuple[ast.FunctionDef, ast.BinOp] | 
         return None
     arguments = definition.args
     literal = all(d is None or isinstance(d, ast.Constant) for d in (*arguments.defaults, *arguments.kw_defaults))
-    if definition.decorator_list or arguments.posonlyargs or not literal:
+    # Nobody else is to get hold of the sum.
+    sharing = any(isinstance(n, (ast.Global, ast.Nonlocal, ast.Lambda, ast.FunctionDef)) for n in _inside(definition))
+    if definition.decorator_list or arguments.posonlyargs or not literal or sharing:
         return None
     *_, before, last = (None, *definition.body)
     if isinstance(before, ast.If) and not before.orelse:
@@ -169,9 +169,27 @@ def _sum_returned(function: Callable, _) -> tuple[ast.FunctionDef, ast.BinOp] | 
     return None
 
 
+def _inside(definition: ast.FunctionDef) -> list[ast.AST]:
+    return [node for statement in definition.body for node in ast.walk(statement)]
+
+
+def _stays(function: Callable) -> Callable[[object], bool]:
+    """What tells whether something is a function like this one as it is now."""
+    code, defaults, keywords = function.__code__, function.__defaults__, dict(function.__kwdefaults__ or {})
+
+    def stays(found) -> bool:
+        return (
+            getattr(found, "__code__", None) is code
+            and found.__defaults__ is defaults
+            and (found.__kwdefaults__ or {}) == keywords
+        )
+
+    return stays
+
+
 def with_sums(cls: type, sites: Mapping[int, object], add: Callable) -> Callable:
     """`cls.forward` with its `sums` made by ``add(self, a, b, label)`` at the sites: position -> label."""
-    helpers, beside = {_ADD: add, _CODE: lambda found: getattr(found, "__code__", None)}, {}
+    helpers, beside = {_ADD: add}, {}
 
     def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
         function = inspect.unwrap(cls.forward)
@@ -188,15 +206,13 @@ def with_sums(cls: type, sites: Mapping[int, object], add: Callable) -> Callable
                 self.generic_visit(node)
                 if label is None:
                     return node
-                adder, name = _adder(function, node.func.id), f"_hf_rmsnorm_{node.func.id}"
+                adder, name = _adder(function, node.func.id), f"{_ADD}_by_{node.func.id}"
                 beside[name] = _adding(adder, function.__code__.co_firstlineno, name)
-                helpers[f"{name}_code"] = adder.__code__
-                ours = call(name, node, itself, label, *node.args)
-                ours.keywords = node.keywords
-                as_it_was = ast.Compare(
-                    call(_CODE, node, node.func), [ast.Is()], [ast.Name(f"{name}_code", ast.Load())]
-                )
-                return ast.copy_location(ast.IfExp(as_it_was, ours, node), node)  # or somebody has exchanged it
+                helpers[f"{name}_stays"] = _stays(adder)
+                ours = call(name, node, itself, label, *copy.deepcopy(node.args))
+                ours.keywords = copy.deepcopy(node.keywords)
+                stays = call(f"{name}_stays", node, node.func)
+                return ast.copy_location(ast.IfExp(stays, ours, node), node)  # or somebody has exchanged it
 
         return Replace().visit(definition)
 

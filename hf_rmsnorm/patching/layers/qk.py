@@ -51,7 +51,7 @@ class QKFusion:
                 rotate.args[:0] = [ast.Name(itself, ast.Load()), held, names, rotate.func]
                 rotate.func = ast.Name(_ROTATE, ast.Load())
                 if isinstance(rotary, ast.If):
-                    rotary.orelse = [unrotated]
+                    rotary.orelse = [ast.copy_location(ast.If(held, [unrotated], []), k)]  # q may not be there
             if rotary is None:
                 blocks = (definition.body, *(s.body for s in definition.body if isinstance(s, ast.If)))
                 block = next(block for block in blocks if k in block)
@@ -164,14 +164,16 @@ def prove_rotary(function: Callable | None, pair: Callable | None = None) -> boo
 
     pair: what calls it for q and for k, where it takes one of them.
     """
-    pair = pair or function
-    if not isinstance(function, types.FunctionType) or not _rotates(pair, [(d, d) for d in _DTYPES]):
+    pair, alike = pair or function, [(d, d) for d in _DTYPES]
+    if not isinstance(function, types.FunctionType) or not _rotates(pair, alike, 8):
         return False
     functions, named = _named(function)
     if any(f.__closure__ for f in functions) or not all(isinstance(value, _FIXED) for *_, value in named):
         return False  # what they hold may change while they stay what they are
-    mixes = _rotates(pair, itertools.permutations(_DTYPES, 2))  # some give q's dtype back
-    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, mixes
+    in_part = _rotates(pair, alike, 4)  # others rotate whole heads only
+    mixed = list(itertools.permutations(_DTYPES, 2))  # some give q's dtype back
+    mixes = _rotates(pair, mixed, 8) and (not in_part or _rotates(pair, mixed, 4))
+    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, mixes, in_part
     return True
 
 
@@ -191,19 +193,17 @@ def _named(function: types.FunctionType) -> tuple[list[types.FunctionType], list
 
 
 @torch.no_grad()
-def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]]) -> bool:
-    """Whether it does with q and k of the first and tables of the second dtype, for each of these pairs."""
+def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], columns: int) -> bool:
+    """Whether it does with q and k, of 8 columns, by tables of so many; of the first and second dtype of each pair."""
     generator = torch.Generator().manual_seed(0)
-    for pair, columns in itertools.product(dtypes, (8, 4)):
+    for pair in dtypes:
         shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, columns), (2, 5, columns)
         q, k, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
         (q, k), (cos, sin) = ([t.to(dtype) for t in two] for two, dtype in zip(((q, k), (cos, sin)), pair, strict=True))
         try:
             given = function(q, k, cos, sin)
         except Exception:  # a function of other arguments, which any error can say
-            if columns == 8:
-                return False
-            continue  # it rotates whole heads only
+            return False
         two = isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, torch.Tensor) for each in given)
         if not two or not all(map(torch.equal, given, (rotated(q, cos, sin), rotated(k, cos, sin)))):
             return False
@@ -280,11 +280,15 @@ def _norm_call(statement: ast.Assign) -> ast.expr:
 
 
 def _flat(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[ast.stmt]:
-    """The statements of a forward; in the place of a condition, as `Glm4MoeAttention` has, what normalises under it."""
+    """The statements of a forward; in the place of a condition, as `Glm4MoeAttention` has, what normalises under it.
+
+    Both norms are: of one alone nobody would know later.
+    """
     statements: list[ast.stmt] = []
     for statement in definition.body:
         inside = statement.body if isinstance(statement, ast.If) and not statement.orelse else []
-        statements += inside if any(_normalises(s, itself, norms) for s in inside) else [statement]
+        both = sum(bool(_normalises(s, itself, norms)) for s in inside) == 2
+        statements += inside if both else [statement]
     return statements
 
 

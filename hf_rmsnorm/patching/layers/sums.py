@@ -134,7 +134,10 @@ def _learn(layer: nn.Module, inside: bool) -> LayerFlow | str:
             sites = tuple(site for site in _first_readers(totals, to_norms, output) if nodes[site[0]] not in past)
             entries = [*to_norms, *given]  # a norm before others
             entry = next((name for name, read, _ in entries if read is x), "")
-            seen = [at for at, name in sites if name and is_seen(definition, nodes[at], itself, norms)]
+            views = {
+                at for at, _ in sites if not any(t is totals[at] for _, t, _ in to_norms)
+            }  # whose graph is its own
+            seen = [at for at, name in sites if name and (at in views or is_seen(definition, nodes[at], itself, norms))]
             reason = _refuted(base, stand_in, norms, sites, expected, x, rest) if sites else NO_SUM
             fusion = Fusion(() if reason else sites, tuple(seen))
             passes = tuple((name, to) for name, to in _first_readers(returned, given, output) if name != to)

@@ -1,5 +1,6 @@
 """Sums whose norm is further in, in another module, behind a view, or made by a function beside the forward."""
 
+import functools
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from benchmarks.counting import Operators
 from hf_rmsnorm import patch_model, use_backend
+from hf_rmsnorm.fused.source import forward_source, sums
 
 
 def dropout_add(x, residual, training: bool = False):
@@ -191,6 +193,105 @@ def test_a_function_that_is_exchanged_after_the_patch_is_the_one_that_runs(monke
         found = model(x)
         patch_model(model, fuse_residual=False)
         assert torch.equal(model(x), found)
+
+
+def test_defaults_that_are_exchanged_after_the_patch_count(monkeypatch):
+    model, x = row(ByAFunction(), ByAFunction()).train(), torch.randn(2, 5, 32)
+    patch_model(model)
+    for defaults in ((None,), (torch.ones(2, 5, 32),)):
+        monkeypatch.setattr(add_if, "__defaults__", defaults)
+        found = []
+        for fuse_residual in (True, False):
+            patch_model(model, fuse_residual=fuse_residual)
+            torch.manual_seed(0)
+            with use_backend("triton"):
+                found.append(model(x))
+        assert torch.equal(*found)
+
+
+LAST = None
+
+
+def add(x, residual):
+    return residual + x
+
+
+def add_and_note(x, residual):
+    global LAST
+    LAST = residual + x
+    return LAST
+
+
+def add_and_close_over(x, residual):
+    out = residual + x
+    add_and_close_over.sum = lambda: out
+    out = residual + x
+    return out
+
+
+@functools.wraps(add)
+def wraps(x, residual):
+    return add(2 * x, residual)
+
+
+class ByAPlainFunction(Block):
+    def forward(self, x):
+        return add(self.a(self.n1(x)), x) + self.b(self.n2(x))
+
+
+class ByANote(Block):
+    def forward(self, x):
+        return add_and_note(self.a(self.n1(x)), x)
+
+
+class ByAClosure(Block):
+    def forward(self, x):
+        return add_and_close_over(self.a(self.n1(x)), x)
+
+
+class ByAWrapper(Block):
+    def forward(self, x):
+        return wraps(self.a(self.n1(x)), x)
+
+
+@pytest.mark.parametrize("cls, taken", [(ByAPlainFunction, 2), (ByANote, 0), (ByAClosure, 0), (ByAWrapper, 0)])
+def test_which_functions_add(cls, taken):
+    function, definition = forward_source(cls)
+    assert len(sums(definition, function)) == taken
+
+
+class LooksAway(Block):
+    """A view that is cut off from the graph, as a router's that takes no gradient."""
+
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        with torch.no_grad():
+            v = h.view(-1, 32)
+        return h + self.b(self.n2(v)).view(x.shape)
+
+
+def test_a_view_without_gradients_has_none():
+    model, x = row(LooksAway(), LooksAway()), torch.randn(2, 5, 32)
+    expected = outcome(model, x)
+    patch_model(model)
+    for a, b in zip(outcome(model, x), expected, strict=True):
+        assert torch.equal(a, b)
+    with use_backend("triton"):
+        y = model(x.requires_grad_())
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(dx, expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_errors_name_the_line_of_the_forward():
+    model = row(ByAFunction(), ByAFunction())
+    model[0].a.register_forward_hook(lambda *_: 1 / 0)
+    lines = []
+    for patch in (False, True):
+        patch_model(model, fuse_residual=patch)
+        with pytest.raises(ZeroDivisionError) as error:
+            model(torch.randn(2, 5, 32))
+        lines.append([(f.name, f.lineno) for f in error.traceback if f.path.name == "test_passes.py"])
+    assert [line for line in lines[0] if line[0] == "forward"] == [line for line in lines[1] if line[0] == "forward"]
 
 
 class TakesAnotherByThatName(Block):

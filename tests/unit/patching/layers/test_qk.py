@@ -6,6 +6,7 @@ import pytest
 import torch
 from fusion_models import fused
 from torch import nn
+from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_rmsnorm import count_launches, patch_model, use_backend
@@ -116,6 +117,19 @@ def test_what_may_rotate_otherwise_at_another_time_is_not_proven(function):
 def rotary_back_to_the_dtype_of_q(q, k, cos, sin):
     rotated = rotary(q, k, cos, sin)
     return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
+
+
+def rotary_of_whole_heads(q, k, cos, sin):
+    half = q.shape[-1] // 2
+    turned = (torch.cat((-x[..., half:], x[..., :half]), -1) for x in (q, k))
+    return tuple(x * cos.unsqueeze(1) + y * sin.unsqueeze(1) for x, y in zip((q, k), turned, strict=True))
+
+
+def test_a_function_that_rotates_whole_heads_is_proven_for_those_alone():
+    assert prove_rotary(rotary_of_whole_heads) and is_rotary(rotary_of_whole_heads)
+    assert not is_rotary(rotary_of_whole_heads, in_part=True)
+    assert prove_rotary(modeling_glm4_moe.apply_rotary_pos_emb)
+    assert is_rotary(modeling_glm4_moe.apply_rotary_pos_emb, in_part=True)
 
 
 def test_a_function_that_gives_the_dtype_of_q_back_is_proven_for_tables_of_that_dtype_alone():
@@ -236,14 +250,39 @@ class NormalisesNothing(NormalisesOnACondition):
 
 
 class NormalisesOnTwoConditions(NormalisesOnACondition):
+    second = False
+
     def forward(self, x):
         q = self.qp(x).view(2, 5, 2, 16).transpose(1, 2)
         k = self.kp(x).view(2, 5, 2, 16).transpose(1, 2)
         if self.normalises:
             q = self.q_norm(q)
-        if self.normalises:
+        if self.second:
             k = self.k_norm(k)
         return (q @ k.mT).softmax(-1) @ k
+
+
+class NormalisesOneOnACondition(NormalisesOnACondition):
+    def forward(self, x):
+        q = self.qp(x).view(2, 5, 2, 16).transpose(1, 2)
+        k = self.kp(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_norm(q)
+        if q.square().mean() > 1e9:
+            k = self.k_norm(k)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class MakesHeadsOnACondition(NormalisesOnACondition):
+    normalises = sliding = False
+
+    def forward(self, x):
+        cos, sin = angles_of(5)
+        if self.normalises:
+            q = self.q_norm(self.qp(x).view(2, 5, 2, 16)).transpose(1, 2)
+            k = self.k_norm(self.kp(x).view(2, 5, 2, 16)).transpose(1, 2)
+        if self.sliding:
+            q, k = rotary(q, k, cos, sin)
+        return self.vp(x) if not self.normalises else q @ k.mT
 
 
 class DoesNotRotate(RotatesOnACondition):
@@ -319,7 +358,9 @@ ORDERS = [
     (DoesNotRotate, 1, BOTH),
     (NormalisesOnACondition, 1, BOTH),
     (NormalisesNothing, 0, BOTH),
-    (NormalisesOnTwoConditions, 1, ALONE),
+    (NormalisesOnTwoConditions, 0, None),
+    (NormalisesOneOnACondition, 0, None),
+    (MakesHeadsOnACondition, 0, BOTH),
     (TurnsEach, 2, "q_norm with turn, k_norm with turn, each in one launch"),
     (TurnsByTheFirstDimension, 1, "q_norm with turn, each in one launch"),
     (TurnsTheOtherWay, 0, None),
