@@ -28,8 +28,9 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     repeated = {module for layer in in_rows for module in layer.modules()}
     named = dict(model.named_modules())
     holders = {path[: dot.start()] for path, m in named.items() if recipe_of(m) for dot in re.finditer(r"\.", path)}
-    layers = {m for path, m in named.items() if norms_of(m) or (path in holders and m in repeated)}
-    found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers}
+    # Not the wrappers around a norm or a layer: FSDP's forward would gather weights, on one rank before another.
+    layers = (m for path, m in named.items() if norms_of(m) or (path in holders and m in repeated))
+    found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers if _inner(m) is m}
     behind = _behind_each(rows, found)
     told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
     for path, module in ((path, m) for path, m in named.items() if m in found):
