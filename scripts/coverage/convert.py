@@ -40,11 +40,16 @@ def _with_patches(model) -> torch.Tensor:
 # By type: arguments of its forward that reach what those found by its signature do not, as in `hints.INPUTS`.
 INPUTS: dict[str, dict] = {
     "efficientloftr": {"pixel_values": (2, 2, 3, 64, 64)},
+    "fun_asr_nano_encoder": {
+        "input_features": lambda m: torch.randn(2, 12, m.config.input_size),
+        "input_features_mask": lambda: torch.ones(2, 12, dtype=torch.long),
+    },
     "fuyu": {
         "input_ids": _with_patches,
         "pixel_values": lambda m: torch.randn(2, 4, m.config.patch_size**2 * m.config.num_channels),
     },
     "table-transformer": {"pixel_values": (2, 3, 64, 64)},
+    "vits": {"input_ids": lambda: torch.tensor([[3]])},  # of more it says what takes minutes
 }
 
 
