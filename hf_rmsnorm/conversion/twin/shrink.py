@@ -17,7 +17,7 @@ _NO_WIDTH = re.compile(
 )
 _INNER = re.compile(r"intermediate|ffn|d_?ff$|inner|mlp|feed_?forward")
 _WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary|projection_size")
-_POSITIONS = re.compile(r"max_position|n_positions|n_ctx|max_seq|seq_len|block_size$")
+_POSITIONS = re.compile(r"max_(source_|target_)?position|n_positions|n_ctx|max_seq|seq_len|block_size$")
 _TOKEN = re.compile(r"tok(en)?_(id|index)s?$")
 _VOCABULARY = re.compile(r"vocab_size$|^vocab_size")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
