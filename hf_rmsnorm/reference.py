@@ -10,7 +10,12 @@ from .formula import NormSpec, compute_dtype
 
 
 def reference_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, gate: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Normalise x over its last dimension exactly as the layer that `spec` describes does.
 
@@ -21,6 +26,7 @@ def reference_norm(
         x: (..., hidden_size), any floating dtype.
         weight, bias: (hidden_size,) or None; or (heads, hidden_size) where x is (..., heads, hidden_size).
         gate: x's shape, where the spec has one.
+        residual: x's shape and dtype: added to x in float32, and their sum is normalised before it is rounded.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype(x.dtype, weight.dtype)``.
@@ -42,7 +48,8 @@ def reference_norm(
             return y
         return weight * y if bias is None else weight * y + bias
     compute = x.dtype if spec.rounding == "every_step" else compute_dtype(x.dtype)
-    h, square, _ = _normalised(x, spec, weight, gate, compute)
+    h = x if residual is None else x.to(compute) + residual.to(compute)
+    h, square, _ = _normalised(h, spec, weight, gate, compute)
     if spec.eps_outside:
         h = h / (torch.sqrt(square) + spec.eps)
     elif spec.rounding == "every_step":

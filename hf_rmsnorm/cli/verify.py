@@ -30,6 +30,8 @@ def add_arguments(parser) -> None:
     add_count(parser, "--max-tokens", 64, "use the first N tokens of the prompt")
     add_count(parser, "--max-new-tokens", 32, "compare N greedily generated tokens, 0 for none", least=0)
     parser.add_argument("--no-backward", action="store_true", help="leave out the gradients of the fused norms")
+    told = "round as vllm, sglang or torch does, and compare each norm with that order (default: model)"
+    parser.add_argument("--numerics", metavar="NAME", default="model", help=told)
     add_device(parser)
 
 
@@ -73,6 +75,7 @@ def run(args) -> Result:
                 patch_model(model)
             backward = not args.no_backward and norms
             how = {"backward": backward, "inputs": inputs, "backend": backend, "max_new_tokens": new, "norms": norms}
+            how["numerics"] = args.numerics
             how["progress"] = lambda what, each=each: step(f"{each}: {what}")
             runs.append((verify_equivalence(*pair, **how), conversion))
             del model, pair

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..formula import HALF_DTYPES
 from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
 from ..ops.direct import capturing, launch_key, under_transform
 from ..ops.norm import plan_of
@@ -15,6 +16,7 @@ from .handover import given_otherwise, hand_over
 from .recipe import operands
 from .source import CannotRewrite, guarded, with_sums, wrapped_alike
 from .subclass import derive, marked
+from .summands import keep_summands
 
 _is_compiling = torch.compiler.is_compiling
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
@@ -49,14 +51,17 @@ class Fusion:
         sites: (position among the sums of the forward's source, name of the child norm that reads the sum); the name
             is "" for the sum that the layer returns, which a norm elsewhere reads.
         seen: positions of those sums that something besides norms and operators may get hold of.
+        unrounded: norms of the model read sums before they are rounded, on every device.
     """
 
     sites: tuple[tuple[int, str], ...]
     seen: tuple[int, ...] = ()
+    unrounded: bool = False
 
     def rewrite(self, base: type) -> Callable:
-        """The forward of a class, with these sums made by `add`."""
-        return with_sums(base, {at: (reader, not reader or at in self.seen) for at, reader in self.sites}, add)
+        """The forward of a class, with these sums made by `add`, or by `add_unrounded`."""
+        sites = {at: (reader, not reader or at in self.seen) for at, reader in self.sites}
+        return with_sums(base, sites, add_unrounded if self.unrounded else add)
 
 
 # layer -> (the module that calls the norm that reads what the layer returns, the norm's name there, the modules around
@@ -136,6 +141,30 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     return total
 
 
+def add_unrounded(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
+    """`add` where a norm may read the sum before it is rounded: its summands are kept for it.
+
+    Raises:
+        RuntimeError: the sum is one of a graph that is compiled, exported or transformed, or of other tensors.
+    """
+    norm = reader_of(layer, site[0])
+    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
+    if recipe is None or recipe.rounds_sum:
+        return add(layer, left, right, site)
+    total = left + right
+    if _is_compiling() or under_transform() or not type(left) is type(right) is type(total) is torch.Tensor:
+        if total.dtype in HALF_DTYPES:
+            raise RuntimeError(
+                f"numerics={recipe.numerics!r} reads residual sums before they are rounded, which torch.compile, "
+                "torch.export, functorch and tensors of other types do not allow: run the model without them"
+            )
+        return total
+    if observers:
+        tell(layer, "sum", site, (left, right))
+    keep_summands(norm, total, left, right, returned=not site[0])
+    return total
+
+
 def _next_norm(layer: torch.nn.Module, x: torch.Tensor) -> torch.nn.Module | None:
     """The norm behind the layer, where it may be computed before its owner is called; else None. x: of the sum."""
     owner, name, around = _links.get(layer, _NO_LINK)
@@ -212,7 +241,8 @@ def fused_layer_class(base: type, fusion) -> type:
     with _classes_lock:
         if key not in _classes:
             marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
-            cls = derive(base, guarded(fusion.rewrite(base), base, observers), marks, fused_layer_class, fusion)
+            always = observers if not getattr(fusion, "unrounded", False) else (True,)
+            cls = derive(base, guarded(fusion.rewrite(base), base, always), marks, fused_layer_class, fusion)
             if not wrapped_alike(cls.forward, base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")
             _classes[key] = cls

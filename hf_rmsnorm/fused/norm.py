@@ -18,9 +18,11 @@ from ..ops import fused_norm, resolve_backend
 from ..ops.backend import left_alone
 from ..ops.direct import LaunchCache
 from ..ops.norm import launched_norm, plan_of
+from ..ops.unrounded import norm_of_summands
 from .handover import handed_over
 from .recipe import Recipe, one_dtype, operands, shapes_fit, tensor_of
 from .subclass import derive, exchanged, marked
+from .summands import summands_of
 
 _is_compiling = torch.compiler.is_compiling
 _SETTERS = ("__setattr__", "__delattr__", "register_parameter", "register_buffer", "add_module")
@@ -93,14 +95,17 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     hidden_size, functional, restricted = recipe.hidden_size, recipe.spec.functional, recipe.restricted
     channels_first = recipe.layout == "channels_first"
     any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
-    own_forward = _rms_forward(input_name, recipe) if recipe.as_rms else base_forward
+    own_forward = _formula_forward(input_name, recipe) if recipe.replaces else base_forward
     # Where nothing but eps can change, what it was found with; None is also what is not there.
     only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
     eps_name, eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
-    as_rms, is_simple, memory_efficient = recipe.as_rms, recipe.is_simple, recipe.memory_efficient
+    replaces, is_simple, memory_efficient = recipe.replaces, recipe.is_simple, recipe.memory_efficient
+    # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
+    mixes, unrounded = recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight", not recipe.rounds_sum
+    mixes = mixes and gate_name is None
 
     def forward(self, *args, **kwargs):
-        if not as_rms and args and getattr(args[0], "is_cpu", False) and left_alone(args[0]):
+        if not replaces and args and getattr(args[0], "is_cpu", False) and left_alone(args[0]):
             return base.forward(self, *args, **kwargs)
         # Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
         # forward other code, as IPython's autoreload does.
@@ -120,12 +125,18 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
         spec = recipe.spec if self.__dict__.get(eps_name) is eps_value else recipe.spec_of(self)
         if gate is None and gate_name is not None and spec is not None:
             spec = _ungated(spec) if recipe.gate_optional else None
+        if mixes and spec and weight is not None and getattr(x, "dtype", weight.dtype) != weight.dtype:
+            if torch.finfo(weight.dtype).eps > torch.finfo(x.dtype).eps:
+                return fused_norm(x, weight, bias, _in_weight_dtype(spec, "weight_dtype")).to(x.dtype)
+            spec = _in_weight_dtype(spec, "once")
         key, plan, backend = None, None, "triton"
         whole = (weight is not None or weight_name is None) and (bias is not None or bias_name is None)
         if is_simple and whole and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary it sees
+            if unrounded and (summands := summands_of(self, x)) is not None:
+                return norm_of_summands(x, *summands, weight, bias, spec)
             key, plan = plans.find(x, weight, bias, functional)
         if plan is None:
-            if not as_rms and left_alone(x):  # on an old GPU, or one of another kind
+            if not replaces and left_alone(x):  # on an old GPU, or one of another kind
                 return base.forward(self, *args, **kwargs)
             rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
             if (
@@ -160,18 +171,20 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     return forward
 
 
-def _rms_forward(input_name: str, recipe: Recipe):
-    """What a module that runs as RMSNorm runs where no kernel serves: that formula, for the same input alone."""
+def _formula_forward(input_name: str, recipe: Recipe):
+    """What a module that computes another formula than its own runs where no kernel serves: that, in plain torch."""
 
     def forward(self, *args, **kwargs):
-        x, _ = _inputs(args, kwargs, input_name, None)
+        x, gate = _inputs(args, kwargs, input_name, recipe.gate)
         found = operands(self, recipe)
-        if x is None or found is None:
+        if x is None or found is None or (gate is None) != (recipe.spec.gate is None):
+            what = "RMSNorm that its converted checkpoint records" if recipe.as_rms else f"norm of {recipe.numerics}"
             raise TypeError(
-                f"{type(self).__name__} runs the RMSNorm that its converted checkpoint records, on one input and with "
-                "the eps it was converted with: unpatch it to call it in another way"
+                f"{type(self).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
+                "to call it in another way"
             )
-        return fused_norm(x, *found, "reference")
+        y = fused_norm(x, *found, "reference", gate)
+        return y.contiguous() if recipe.row_major else y
 
     return forward
 
@@ -189,6 +202,11 @@ def _inputs(args: tuple, kwargs: dict, input_name: str, gate_name: str | None) -
 @cache
 def _ungated(spec: NormSpec) -> NormSpec:
     return replace(spec, gate=None)
+
+
+@cache
+def _in_weight_dtype(spec: NormSpec, rounding: str) -> NormSpec:
+    return replace(spec, rounding=rounding)
 
 
 def fused_part(cls: type) -> type | None:

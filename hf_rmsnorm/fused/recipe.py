@@ -42,6 +42,10 @@ class Recipe:
         row_major: the output is contiguous whatever the strides of the input.
         as_rms: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
             RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
+        numerics: whose order of rounding this is: ``"model"``, or that of a server (`patching.numerics`); then too the
+            module's own forward is never run.
+        own_spec: the formula of the module itself, where that is another.
+        rounds_sum: a residual sum is rounded before it is normalised; else the norm reads it as float32 holds it.
         memory_efficient: the kernels' backward reads the norm's output instead of its input, where that serves. Not of
             weights that FSDP manages: it writes them past their version.
 
@@ -68,6 +72,9 @@ class Recipe:
     input_written: bool = False
     row_major: bool = False
     as_rms: bool = False
+    numerics: str = "model"
+    own_spec: NormSpec | None = None
+    rounds_sum: bool = True
     memory_efficient: bool = False
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
@@ -94,6 +101,11 @@ class Recipe:
             if module._parameters.get(name) is not None:
                 changed.append(f"it has a {name} now")
         return changed
+
+    @cached_property
+    def replaces(self) -> bool:
+        """Whether the module computes something else than its own forward, which is never run then."""
+        return self.as_rms or self.numerics != "model"
 
     @cached_property
     def restricted(self) -> bool:

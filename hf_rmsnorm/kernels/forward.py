@@ -12,8 +12,9 @@ from .device import activation, load, normalised, root, round_hat, round_product
 
 @triton.jit
 def plus_residual(x, RES, at, mask, H, DENSE: tl.constexpr):
-    """residual + x, of float32 x, rounded once to H's dtype as PyTorch's addition rounds it."""
-    return (load(RES + at, mask, DENSE).to(tl.float32) + x).to(H.dtype.element_ty)
+    """residual + x, of float32 x: where there is an H, rounded once to its dtype as PyTorch's addition rounds it."""
+    h = load(RES + at, mask, DENSE).to(tl.float32) + x
+    return h if H is None else h.to(H.dtype.element_ty)
 
 
 @triton.jit
@@ -46,9 +47,10 @@ def norm_forward(
         X: rows of unit stride, row r at (r // x_len) * x_outer * UNIT + (r % x_len) * x_inner * UNIT.
         W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1) says which rows those are.
         G: rows of the gate, or None.
-        RES: rows of the residual, or None; where given, it is H = residual + x that is normalised.
+        RES: rows of the residual, or None; where given, it is H = residual + x that is normalised; or, where H is None,
+            that sum before it is rounded.
         other_len, other_outer, other_inner: address of G or RES (nothing has both), as x_len, x_outer, x_inner of X.
-        H: (rows_total, N), contiguous, in the dtype of that sum; None without RES.
+        H: (rows_total, N), contiguous, in the dtype of that sum; or None.
         Y: (rows_total, N), contiguous.
         RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also where not CENTERED).
     """
@@ -72,10 +74,11 @@ def norm_forward(
     if RES is not None:
         other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
         h = plus_residual(x, RES, other_at, mask, H, DENSE)
-        # An address of its own, not `y_at`: that would be held in registers until Y is stored.
-        store(H + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :], h, mask, DENSE)
+        if H is not None:
+            # An address of its own, not `y_at`: that would be held in registers until Y is stored.
+            store(H + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :], h, mask, DENSE)
+            X = H  # from here on it stands for the dtype of what is normalised
         x = h.to(tl.float32)
-        X = H  # from here on it stands for the dtype of what is normalised
     if G is not None:
         other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
         factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), GATE)
@@ -134,7 +137,7 @@ def norm_forward_loop(
     x_row = X + row_offsets(row, x_len, x_outer, x_inner, UNIT)
     y_row = Y + tl.cast(row, tl.int64) * N
     other_at = row_offsets(row, other_len, other_outer, other_inner, UNIT)
-    if RES is not None:
+    if H is not None:
         X = H  # as in `norm_forward`
     DENSE: tl.constexpr = N % BLOCK == 0
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -172,7 +175,8 @@ def norm_forward_loop(
         xhat = load(x_row + cols, col_mask, DENSE).to(tl.float32)
         if RES is not None:
             h = plus_residual(xhat, RES, other_at + cols, col_mask, H, DENSE)
-            store(H + tl.cast(row, tl.int64) * N + cols, h, col_mask, DENSE)
+            if H is not None:
+                store(H + tl.cast(row, tl.int64) * N + cols, h, col_mask, DENSE)
             xhat = h.to(tl.float32)
         if CENTERED:
             xhat = step(xhat - mean, X, ROUNDING)

@@ -21,7 +21,9 @@ def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     return t if order is None else t.permute(*order, -1)
 
 
-def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None, plan: ForwardPlan | None = None):
+def norm_forward(
+    x, weight, bias, spec, stats: bool, gate=None, residual=None, plan: ForwardPlan | None = None, keep_sum: bool = True
+):
     """Launch the forward of `spec`; see `hf_rmsnorm.ops` for the public function.
 
     Args:
@@ -31,16 +33,17 @@ def norm_forward(x, weight, bias, spec, stats: bool, gate=None, residual=None, p
         gate: x's shape, any strides, where the spec has one.
         residual: x's shape, any strides and dtype: then h = residual + x is what is normalised. Not with a gate, and
             not where a parameter has heads.
+        keep_sum: h is rounded to its dtype first, and returned; else it is normalised as float32 holds it.
         plan: what `forward_plan` made of such tensors, if that has been called.
 
     Returns:
-        (y, rstd, mean, h): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm, h without a residual.
+        (y, rstd, mean, h): rstd and mean are (rows,) float32 or None; mean is None for RMSNorm, h where none is kept.
 
     Raises:
         NotImplementedError: no kernel computes this formula.
     """
     if plan is None:
-        plan = forward_plan(x, weight, bias, gate, spec, residual)
+        plan = forward_plan(x, weight, bias, gate, spec, residual, keep_sum)
     serve = plan.serve[stats] or _forward(plan, stats)
     return serve(x, weight, bias, gate, residual, spec.eps)
 
@@ -56,6 +59,7 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
     )
     strides, sum_dtype, like_input = plan.sum_strides, plan.sum_dtype, plan.output_like_input
     dtype, memory_format, flat_output, flat_sum = plan.output_dtype, plan.memory_format, plan.flat_output, plan.flat_sum
+    keeps_sum = plan.keeps_sum
     empty_like, empty, float32 = torch.empty_like, torch.empty, torch.float32
 
     def serve(x, weight, bias, gate, residual, eps):
@@ -77,6 +81,8 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
                 gate, residual = (None if t is None else _in_order(t, order).contiguous() for t in (gate, residual))
             out = y if flat_output else _flat_like(y, order)
             out_h = h if h is None or flat_sum else _flat_like(h, order)
+        if not keeps_sum:
+            h = out_h = None  # it lent the output its strides
         pointers = x.data_ptr() if weight is None else x.data_ptr() | weight.data_ptr()  # mostly these are all
         aligned = vectorised and not pointers & 15 and aligned_pointers(bias, gate, residual)
         args = pack(values[aligned], x, weight, bias, gate, residual, out_h, out, rstd, mean, eps)

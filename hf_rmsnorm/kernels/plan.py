@@ -35,10 +35,11 @@ forget = _plans.clear
 class ForwardPlan:
     """One forward launch, without statistics or with.
 
-    `other` is the second operand of x's shape, a gate or a residual; `sum_dtype` and `sum_strides` are those
-    of residual + x. `in_place` says that nothing is copied, neither operands nor outputs. `backward` holds the plans of
-    backwards of such calls, and `serve` what launches it, without statistics and with. `last` is what was asked of the
-    last backward, what tells that operands are like those, and what launches it for them.
+    `other` is the second operand of x's shape, a gate or a residual; `sum_dtype` and `sum_strides` are those of
+    residual + x, and `keeps_sum` says that it is rounded and returned. `in_place` says that nothing is copied, neither
+    operands nor outputs. `backward` holds the plans of backwards of such calls, and `serve` what launches it, without
+    statistics and with. `last` is what was asked of the last backward, what tells that operands are like those, and
+    what launches it for them.
     """
 
     launch: BoundKernel
@@ -53,6 +54,7 @@ class ForwardPlan:
     output_like_input: bool
     flat_output: bool
     sum_dtype: torch.dtype
+    keeps_sum: bool
     sum_strides: tuple[int, ...] | None
     flat_sum: bool
     in_place: bool
@@ -130,8 +132,10 @@ def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> ForwardPlan:
+def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum: bool = True) -> ForwardPlan:
     """The launch of `spec` on tensors like these; none of their values is read.
+
+    keep_sum: residual + x is rounded, and returned too.
 
     Raises:
         NotImplementedError: no kernel computes this formula.
@@ -154,12 +158,13 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         if not config.loop:
             named |= {"ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": spec.gate}
         kernel, grid = NORM_FORWARD_LOOP if config.loop else NORM_FORWARD, (-(-rows // (config.rows * heads)), heads, 1)
-        keys = ((*dtypes, output_dtype, stats) for stats in (False, True))
+        keys = ((*dtypes, output_dtype, keep_sum, stats) for stats in (False, True))
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)
         return ForwardPlan(
             launch=kernel.bind(grid, config.num_warps, named, *keys), loop=config.loop, rows=rows,
             centered=spec.centered, order=order, x=x_rows, other=other_rows, output_dtype=output_dtype,
             memory_format=memory_format, flat_output=flat_output, sum_dtype=total.dtype, flat_sum=flat_sum,
+            keeps_sum=keep_sum,
             output_like_input=output_dtype == total.dtype and memory_format == torch.preserve_format,
             sum_strides=None if residual is None else total.stride(),
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
@@ -167,7 +172,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None) -> Forwar
         )  # fmt: skip
 
     strides = x.stride(), None if other is None else other.stride()
-    return remember(("forward", x.shape, strides, dtypes, spec.but_eps, heads), make)
+    return remember(("forward", x.shape, strides, dtypes, spec.but_eps, heads, keep_sum), make)
 
 
 def backward_plan(

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import torch
 
+from ..fused.norm import recipe_of
+from ..paths import compact_paths
 from .centring import centre_at, uncentre
 from .converted import recorded_model
-from .layers.links import fuse_layers
+from .layers.links import fuse_layers, sums_unknown
 from .moved import unwatch, watch
+from .numerics import NUMERICS, as_rounded_by
 from .plan import Globs, make_plan, report_on
 from .report import PatchReport
-from .swap import fuse, remember, restore, swap
+from .swap import fuse, restore, reswap, swap
 
 
 def patch_model(
@@ -23,6 +26,7 @@ def patch_model(
     strict: bool = False,
     fuse_residual: bool = True,
     memory_efficient: bool = False,
+    numerics: str = "model",
 ) -> PatchReport:
     """Swap every norm that is recognised by its arithmetic for the fused kernels, in place.
 
@@ -44,16 +48,21 @@ def patch_model(
             earlier, where the globs allow them. Some norms keep their input all the same: docs/training.md says which,
             and their notes in the report. A write through ``.data`` to the output or the weight, between forward and
             backward, cannot be seen and gives wrong gradients.
+        numerics: in whose order of rounding norms, and residual sums in front of them, are computed: ``"model"``;
+            ``"vllm"`` or ``"sglang"``, so that a model trains in the numbers by which its server generates;
+            ``"torch"``, as `F.rms_norm`. So it is on every device, by every backend. Under ``fuse_residual=False`` sums
+            are rounded first in any case. The value given last holds. docs/numerics.md states each order.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.
 
     Raises:
         TypeError: model is not a module, a glob is not a string, or a flag is not a bool.
-        ValueError: a glob matches no norm; or, under strict, a norm cannot be swapped or there is none.
+        ValueError: a glob matches no norm; numerics is unknown, or has no formula that a norm of the model computes;
+            or, under strict, a norm cannot be swapped or there is none, or there are sums to warn of.
 
     Warns:
-        UserWarning: no norm was swapped.
+        UserWarning: no norm was swapped; or `numerics` reads sums unrounded, and those of some layers are not found.
 
     Example:
         >>> import torch, hf_rmsnorm
@@ -61,7 +70,7 @@ def patch_model(
         >>> hf_rmsnorm.patch_model(model).swapped[0].text
         'LayerNorm(eps=1e-05, one rounding, bias)'
     """
-    return _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel=3)[0]
+    return _patch(model, include, exclude, strict, fuse_residual, memory_efficient, numerics, stacklevel=3)[0]
 
 
 def unpatch_model(model: torch.nn.Module) -> int:
@@ -88,23 +97,26 @@ def patched(
     strict: bool = False,
     fuse_residual: bool = True,
     memory_efficient: bool = False,
+    numerics: str = "model",
 ) -> Iterator[PatchReport]:
     """`patch_model` for the length of a ``with``, which gives the report; undone on exceptions too, to what was before.
 
     Args and errors: those of `patch_model`.
     """
-    report, undo = _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel=4)
+    report, undo = _patch(model, include, exclude, strict, fuse_residual, memory_efficient, numerics, stacklevel=4)
     with undo:
         yield report
 
 
-def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, stacklevel: int):
+def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, numerics, stacklevel: int):
     """(the report, what undoes the changes)."""
     check_module("patch_model", model)
     flags = {"strict": strict, "fuse_residual": fuse_residual, "memory_efficient": memory_efficient}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics is {numerics!r}: choose one of {', '.join(NUMERICS)}")
     entries = make_plan(model, include, exclude)
     unserved = [entry for entry in entries if entry.recipe is None and not entry.excluded]
     if strict and not entries:
@@ -113,12 +125,20 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
         first, cure = unserved[0], "list it in exclude to accept that"
         which = f"first {first.paths[0]!r} ({type(first.module).__name__})"
         raise ValueError(f"strict: {len(unserved)} of the norms cannot be swapped, {which}: {first.reason}; {cure}")
+    chosen = [entry for entry in entries if entry.recipe is not None and (entry.chosen or not entry.already)]
+    for entry in chosen:
+        try:
+            rounded = as_rounded_by(numerics, recipe_of(entry.module) or entry.recipe)
+        except ValueError as error:
+            raise ValueError(f"numerics={numerics!r}: {error}, as {entry.paths[0]!r} is: list it in exclude") from None
+        entry.recipe = replace(rounded, memory_efficient=memory_efficient)
     with contextlib.ExitStack() as undo:
-        for entry in entries:
-            if entry.already and entry.chosen:
-                undo.callback(remember, entry.module, remember(entry.module, memory_efficient))
-            elif entry.recipe is not None and not entry.already:
-                swap(entry.module, replace(entry.recipe, memory_efficient=memory_efficient))
+        for entry in chosen:
+            if entry.already:
+                undo.callback(reswap, entry.module, recipe_of(entry.module))
+                reswap(entry.module, entry.recipe)
+            else:
+                swap(entry.module, entry.recipe)
                 undo.callback(restore, entry.module)
         as_rms = any(entry.recipe is not None and entry.recipe.as_rms for entry in entries)
         if as_rms and (found := recorded_model(model)):  # none where this is a part of a model patched before
@@ -127,10 +147,19 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, sta
         for module in () if fuse_residual else model.modules():
             undo.callback(fuse, module, fuse(module, None))
         layers = fuse_layers(model, undo) if fuse_residual else ()
+        unrounded = any(not entry.recipe.rounds_sum for entry in chosen) and fuse_residual
+        missed = [layer for layer in layers if unrounded and sums_unknown(layer)]
+        if strict and missed:
+            what = f"the sums of {len(missed)} layers are rounded first, {numerics} reads them unrounded"
+            raise ValueError(f"strict: {what}, first {missed[0].path!r}: {missed[0].reason}")
         done = undo.pop_all()
     if not any(entry.recipe for entry in entries):
         found = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
         warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
+    if missed:
+        paths = ", ".join(compact_paths([layer.path for layer in missed]))
+        what = f"numerics={numerics!r} reads sums unrounded; rounded first are those of {paths}"
+        warnings.warn(f"{what}: {missed[0].reason}", stacklevel=stacklevel)
     return report_on(model, entries, layers), done
 
 

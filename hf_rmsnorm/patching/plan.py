@@ -12,6 +12,7 @@ from ..ops.backend import runs_on
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
 from .layers.values import written_inputs
+from .numerics import SERVERS
 from .report import FusedLayer, PatchReport, Skipped, Swapped
 from .swap import replaced_forward
 
@@ -41,9 +42,11 @@ def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedL
     for entry in entries:
         name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
         memory = "" if fused is None else fused.memory_note(entry.module)
-        notes = "; ".join(filter(None, (recipe.notes() if recipe else "", memory, entry.note)))
+        order = f"as {SERVERS[recipe.numerics]} rounds" if recipe and recipe.numerics != "model" else ""
+        notes = "; ".join(filter(None, (recipe.notes() if recipe else "", order, memory, entry.note)))
         if recipe is not None:
-            swapped += [Swapped(path, name, recipe.spec, notes, recipe.as_rms) for path in entry.paths]
+            told = recipe.spec, notes, recipe.as_rms, recipe.numerics
+            swapped += [Swapped(path, name, *told) for path in entry.paths]
         else:
             skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]
     return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(map(runs_on, _devices(model) if swapped else ())))

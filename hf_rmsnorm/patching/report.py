@@ -15,6 +15,7 @@ class Swapped:
         formula: what it was recognised to compute.
         notes: which calls still run the module's own forward, and an unusual layout; "" where there is nothing to say.
         converted: the formula is an RMSNorm that a converted checkpoint records where the module is a LayerNorm.
+        numerics: in whose order of rounding it is computed, as `patch_model` was asked.
     """
 
     path: str
@@ -22,6 +23,7 @@ class Swapped:
     formula: NormSpec
     notes: str = ""
     converted: bool = False
+    numerics: str = "model"
 
     @property
     def text(self) -> str:
@@ -107,7 +109,8 @@ class PatchReport:
         if any(record.fused for record in self.layers):
             lines.append("  fused in   float32, float16, bfloat16, and mixtures of them, as under autocast")
         for (backend, reason), records in _alike(self.devices, lambda r: (r["backend"], r["reason"])).items():
-            until = " (converted norms: RMSNorm in plain torch)" if any(r.converted for r in self.swapped) else ""
+            own = all(not r.converted and r.numerics == "model" for r in self.swapped)
+            until = "" if own else " (other formulas than their own in plain torch)"
             until += ", and nothing is fused, until the model is moved to a GPU that Triton serves"
             names = ", ".join(record["device"] for record in records)
             lines.append(f"  runs on    {names}: {reason}{until if backend == 'original' else ''}")

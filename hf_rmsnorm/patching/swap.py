@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import types
-from dataclasses import replace
 
 import torch
 
@@ -46,14 +45,11 @@ def restore(module: torch.nn.Module) -> bool:
     return fused is not None
 
 
-def remember(module: torch.nn.Module, memory_efficient: bool) -> bool:
-    """Set `Recipe.memory_efficient` of a module, if it is swapped; returns what it was."""
-    recipe = recipe_of(module)
-    if recipe is None or recipe.memory_efficient == memory_efficient:
-        return memory_efficient
-    restore(module)
-    swap(module, replace(recipe, memory_efficient=memory_efficient))
-    return not memory_efficient
+def reswap(module: torch.nn.Module, recipe: Recipe) -> None:
+    """Give a module, if it is swapped, another recipe in place of the one that it has."""
+    if recipe_of(module) not in (None, recipe):
+        restore(module)
+        swap(module, recipe)
 
 
 def fuse(layer: torch.nn.Module, fusion):

@@ -7,15 +7,17 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..fused.norm import recipe_of
 from ..kernels import count_launches
 from ..ops import chosen_backend, use_backend
 from ..patching import patched, unpatch_model
+from ..patching.numerics import SERVERS
 from .checks import check, check_fused, check_gradients
 from .context import GREEDY, default_inputs, evaluating, in_dtype_of, is_float, max_positions, output_tensors
 from .float64 import in_float64
 from .modules import changed_modules
 from .noise import compare_logits
-from .pieces import alone, keeps_formula, recording_fused, recording_modules, run_originals
+from .pieces import alone, keeps_formula, recording_fused, recording_modules, rounds_otherwise, run_originals
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
 
 
@@ -29,6 +31,7 @@ def verify_equivalence(
     norms: bool | Iterable[str] = True,
     rows_per_norm: int = 64,
     backward: bool = False,
+    numerics: str = "model",
     progress: Callable[[str], object] = str,
 ) -> EquivalenceReport:
     """Decide whether a candidate computes what a reference does, up to the reference's own rounding.
@@ -56,6 +59,8 @@ def verify_equivalence(
         rows_per_norm: about how many rows (vectors that a norm normalises) part (b) takes for each module.
         backward: also run one backward of each patched norm and of each fused piece: its gradients may have 1.5 times
             the error that eager's have against float64 (see `GradientCheck`).
+        numerics: as in `patch_model`, for a reference model that is to be patched here. Norms that round as a server
+            does are compared with that order in plain torch, not with their originals.
         progress: is told what runs next, seven times.
 
     Returns:
@@ -95,7 +100,7 @@ def verify_equivalence(
         elif own_paths:
             candidate_state, changed = own_patch, own_paths
         else:
-            candidate_state = partial(patched, reference_model)
+            candidate_state = partial(patched, reference_model, numerics=numerics)
             with candidate_state() as patch:
                 changed = [record.path for record in patch.swapped if not record.converted]
         candidate_model = models[-1]
@@ -120,6 +125,9 @@ def verify_equivalence(
                 progress("its text")
                 candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
             progress("norms")
+            run_originals(
+                piece for calls in modules.values() for piece in calls if any(map(rounds_otherwise, piece.norms))
+            )
             checks = tuple(check(path, class_names[path], calls) for path, calls in modules.items())
             run_originals(pieces)
             fused = check_fused(pieces)
@@ -130,7 +138,8 @@ def verify_equivalence(
                 gradients = check_gradients([*filter(None, each), *pieces])
             changes = [type(candidate_model.get_submodule(path)) for path in class_names]
             # The candidate is the reference patched, and its norms run their own forwards where nothing serves them.
-            itself = bool(changes) and all(map(keeps_formula, changes))
+            others = {recipe_of(module).numerics for module in candidate_model.modules() if rounds_otherwise(module)}
+            itself = bool(changes) and all(map(keeps_formula, changes)) and not others
             idle = itself and not launches and chosen_backend() != "reference"
 
     difference, floor = compare_logits(reference_logits, candidate_logits, exact_logits, are_logits)
@@ -139,7 +148,8 @@ def verify_equivalence(
     greedy = _compare_greedy(reference_tokens, candidate_tokens, tie_margin)
     model, dtype = type(reference_model).__name__, str(_first_parameter(reference_model).dtype).removeprefix("torch.")
     found = (difference, floor, None if paths is None else checks, greedy, dict(launches), backend, fused, gradients)
-    return EquivalenceReport(model, dtype, str(_device(reference_model)), *found, idle)
+    order = " and ".join(SERVERS[name] for name in sorted(others))
+    return EquivalenceReport(model, dtype, str(_device(reference_model)), *found, idle, order)
 
 
 def _check(models: tuple[nn.Module, ...], inputs, new_tokens: int, same_parameters: bool) -> list[dict]:

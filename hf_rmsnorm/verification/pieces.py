@@ -8,7 +8,7 @@ rotary embedding.
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..fused.attention import norm_and_rotate, norm_later
-from ..fused.layer import add, observing, reader_of
+from ..fused.layer import add_unrounded, observing, reader_of
+from ..fused.norm import fused_part, recipe_of
+from ..ops import use_backend
 
 
 @dataclass
@@ -39,8 +41,9 @@ class Piece:
     operands: tuple = ()  # as the model gave them, copied, strides included, down to some rows
     run: Callable | None = None  # the candidate's own code on such operands; returns all outputs
     original: Callable | None = None  # the same by the reference's modules; norms= takes others for `norms`
+    formula: Callable | None = None  # what `run` is to compute where the norm rounds otherwise; None: `run` itself
     expects: Callable[..., list[Expected]] | None = None  # of the original's outputs; nothing where they are no norm's
-    norms: tuple[nn.Module, ...] = ()  # the patched norms that take part
+    norms: tuple[nn.Module, ...] = ()  # of the candidate, those that take part
     # For each operand and for each output, the dimension along which they are many of the same; None if there is none.
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     expected: list[Expected] = field(default_factory=list)  # set by `run_originals`
@@ -48,10 +51,16 @@ class Piece:
 
 @torch.no_grad()
 def run_originals(pieces: Iterable[Piece]) -> None:
-    """Set what is expected of pieces, while the reference's modules are as they are to be taken."""
+    """Set what is expected of pieces, while the reference's modules are as they are to be taken.
+
+    Of a norm that rounds as a server does it is what plain torch makes of that order, once the norm is patched.
+    """
     for piece in pieces:
         if piece.original is not None:
-            piece.expected = piece.expects(*piece.original(*piece.operands))
+            stated = any(rounds_otherwise(norm) for norm in piece.norms)
+            with use_backend("reference") if stated else nullcontext():
+                run = (piece.formula or piece.run) if stated else piece.original
+                piece.expected = piece.expects(*run(*piece.operands))
 
 
 @contextmanager
@@ -93,7 +102,12 @@ def _module_piece(path: str, module: nn.Module, other: nn.Module, operands: tupl
             return []
         return [_norm_expects(lambda x: call(module, *operands[:at], x, *operands[at + 1 :])[0], x, y, x.dtype)]
 
-    return Piece(path, type(module).__name__, operands, partial(call, other), partial(call, module), expects)
+    def formula(*operands):
+        args, kwargs = tree_unflatten(list(operands), structure)
+        return (fused_part(type(other)).forward(other, *args, **kwargs),)
+
+    run, original = partial(call, other), partial(call, module)
+    return Piece(path, type(module).__name__, operands, run, original, formula, expects, (other,))
 
 
 def _first_rows(x: torch.Tensor, weight, rows: int) -> tuple[int, ...]:
@@ -166,7 +180,7 @@ def _sum_piece(path: str, layer: nn.Module, site: tuple, operands: tuple, rows: 
         return None
 
     def run(left, right):
-        total = add(layer, left, right, site)
+        total = add_unrounded(layer, left, right, site)
         return total, type(norm).forward(norm, total)
 
     def original(left, right, norms=(norm,)):
@@ -181,7 +195,8 @@ def _sum_piece(path: str, layer: nn.Module, site: tuple, operands: tuple, rows: 
     operands = tuple(_copied(t[: keep[0]] if t.dim() == 2 else t[: keep[0], : keep[1]]) for t in operands)
     along = (left.dim() - 2,) * 2
     what = f"+ {site[0]}" if site[0] else "+ the norm behind it"
-    return Piece(f"{path}: {what}", type(layer).__name__, operands, run, original, expects, (norm,), (along, along))
+    kept = (norm,), (along, along)
+    return Piece(f"{path}: {what}", type(layer).__name__, operands, run, original, None, expects, *kept)
 
 
 def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
@@ -208,7 +223,8 @@ def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, 
     what = " and ".join(dict.fromkeys(names))
     what += "" if rotate is None else f" with {getattr(rotate, '__name__', 'rotary')}"
     along = tuple(2 if t.dim() == 4 else 1 for t in operands)
-    return Piece(f"{path}: {what}", type(attention).__name__, operands, run, original, expects, norms, (along, (2, 2)))
+    kept = norms, (along, (2, 2))
+    return Piece(f"{path}: {what}", type(attention).__name__, operands, run, original, None, expects, *kept)
 
 
 def alone(norm: nn.Module, calls: list[Piece]) -> Piece | None:
@@ -223,13 +239,23 @@ def alone(norm: nn.Module, calls: list[Piece]) -> Piece | None:
     along = (operands[0].dim() - 2,)
     rows = (along, along) if type(norm)._hf_rmsnorm_recipe.layout == "last" else None
     name = type(norm).__name__
-    return Piece(calls[0].path, name, operands, lambda x: (type(norm).forward(norm, x),), original, None, (norm,), rows)
+
+    def run(x):
+        return (type(norm).forward(norm, x),)
+
+    return Piece(calls[0].path, name, operands, run, original, norms=(norm,), rows=rows)
 
 
 def keeps_formula(cls: type) -> bool:
     """Whether this is a patched norm that computes what its own class does; a converted checkpoint's does not."""
     recipe = getattr(cls, "_hf_rmsnorm_recipe", None)
     return recipe is not None and not recipe.as_rms
+
+
+def rounds_otherwise(norm: nn.Module) -> bool:
+    """Whether this is a patched norm that rounds as a server does, not as its own class."""
+    recipe = recipe_of(norm)
+    return recipe is not None and recipe.numerics != "model"
 
 
 def _is_comparable(norm: nn.Module) -> bool:

@@ -85,6 +85,7 @@ class EquivalenceReport:
         greedy: whether both generate the same tokens.
         launches: Triton kernels that the candidate launched, by kernel name; empty if none ran.
         backend: what `use_backend` was to choose for the candidate; None left the choice in force.
+        numerics: whose order of rounding the candidate's norms have, with its version; "" where it is their own.
     """
 
     model: str
@@ -99,6 +100,7 @@ class EquivalenceReport:
     fused: tuple[NormCheck, ...] = ()
     gradients: tuple[GradientCheck, ...] | None = None
     nothing_ran: bool = False
+    numerics: str = ""
 
     @property
     def norms_passed(self) -> bool:
@@ -159,7 +161,7 @@ class EquivalenceReport:
         if self.fused:
             failed = sorted((check for check in self.fused if not check.passed), key=lambda check: -check.off)
             reasons = [(check.path, check.reason) for check in failed]
-            lines += _section("    computed together", self.fused, "agree with their originals", reasons)
+            lines += _section("    computed together", self.fused, f"agree with {self._originals}", reasons)
         if self.gradients is not None:
             failed = {f"{c.path}, {c.gradient}": c for c in self.gradients if not c.passed}
             errors = "error {0.ours_max:.3g}, eager's {0.eager_max:.3g}"
@@ -177,6 +179,10 @@ class EquivalenceReport:
         lines.append(f"  {NOTHING_RAN}" if idle else _line("equivalent", gap, self.passed))
         return fitted("\n".join(lines), 35)
 
+    @property
+    def _originals(self) -> str:
+        return f"{self.numerics}'s order of rounding" if self.numerics else "their originals"
+
     def _norm_lines(self) -> list[str]:
         if self.norms is None:
             return [_line("(b) norm by norm", "not asked for")]
@@ -185,7 +191,7 @@ class EquivalenceReport:
         compared = [norm for norm in self.norms if norm.elements or not norm.passed]
         good = sum(norm.passed for norm in compared)
         others = f", {len(self.norms) - len(compared)} not compared" if len(compared) < len(self.norms) else ""
-        text = f"{good} of {len(compared)} agree with their originals{others}"
+        text = f"{good} of {len(compared)} agree with {self._originals}{others}"
         lines = [_line("(b) norm by norm", text, self.norms_passed)]
         worst = sorted(self.norms, key=lambda n: (n.passed, not n.reason, -n.off, -n.worst_ulp))
         for norm in worst[:_SHOWN]:

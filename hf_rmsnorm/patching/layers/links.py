@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import re
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,7 +16,9 @@ from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
 from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
-from .sums import LayerFlow, find_flow, norms_of
+from .sums import NO_SUMS, LayerFlow, find_flow, norms_of
+
+UNREAD = "no patched norm is known to read the sum that it returns"
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
@@ -32,6 +35,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     layers = (m for path, m in named.items() if norms_of(m) or (path in holders and m in repeated))
     found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers if _inner(m) is m}
     behind = _behind_each(rows, found)
+    unrounded = any(not recipe.rounds_sum for recipe in map(recipe_of, named.values()) if recipe is not None)
     told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
     for path, module in ((path, m) for path, m in named.items() if m in found):
         flow, fusion = found[module]
@@ -41,6 +45,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         if inside or module in behind:
             try:
                 undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
+                fusion = replace(fusion, unrounded=unrounded) if isinstance(fusion, Fusion) else fusion
                 fuse(module, fusion)  # one of an earlier patch, when other norms were swapped, goes
                 if module in behind:
                     reader, owner, around = behind[module]
@@ -51,7 +56,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         if inside and not reason:
             told[path] = ", ".join(inside), ""
         elif (module in in_rows and norms_of(module)) or isinstance(fusion, QKRefusal):
-            told[path] = "", reason or "no patched norm is known to read the sum that it returns"
+            told[path] = "", reason or UNREAD
     reasons = {path: ("", reason) for path, reason in _with_norms_further_in(model, in_rows, set(told)).items()}
     sums = [path for path, (fused, _) in told.items() if fused.startswith("+")]
     told = {
@@ -60,6 +65,11 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         if words[0] or not any(inner.startswith(f"{path}.") for inner in sums)
     }
     return tuple(FusedLayer(path, type(m).__name__, *told[path]) for path, m in named.items() if path in told)
+
+
+def sums_unknown(layer: FusedLayer) -> bool:
+    """Whether norms may read sums of this layer, or in it, of which nothing is known."""
+    return layer.reason not in ("", UNREAD, *NO_SUMS) and not isinstance(layer.reason, QKRefusal)
 
 
 def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from .values import is_seen, past_versions
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
-NO_SUM = "no norm reads a sum of its forward as it is"
+NO_SUMS = NO_SUM, ADDS_NOTHING = "no norm reads a sum of its forward as it is", "its forward adds nothing"
 _cache: dict[tuple, "LayerFlow | str"] = {}
 _NUMBER = re.compile("training|idx|index|layer_id")
 _HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
@@ -141,11 +141,11 @@ def _learn(layer: nn.Module, inside: bool) -> LayerFlow | str:
             reason = _refuted(base, stand_in, norms, sites, expected, x, rest) if sites else NO_SUM
             fusion = Fusion(() if reason else sites, tuple(seen))
             passes = tuple((name, to) for name, to in _first_readers(returned, given, output) if name != to)
-            return LayerFlow(fusion, entry, passes, reason if positions else "its forward adds nothing")
+            return LayerFlow(fusion, entry, passes, reason if positions else ADDS_NOTHING)
         totals.clear()
         returned.clear()
         given.clear()
-    return "its forward does not run on stand-ins for what is not a norm" if positions else "its forward adds nothing"
+    return "its forward does not run on stand-ins for what is not a norm" if positions else ADDS_NOTHING
 
 
 def _first_readers(made: dict, given: list, output: torch.Tensor) -> tuple:

@@ -1,0 +1,81 @@
+"""The two summands of a residual sum, kept for a norm that reads their sum before it is rounded.
+
+They hang on the storage of the sum. So they are found through views, `detach`, and what a checkpoint has saved, and go
+when the sum goes.
+"""
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from ..formula import HALF_DTYPES
+from ..ops.direct import DIRECT_TYPES, under_transform, version
+
+_HELD = "_hf_rmsnorm_summands"
+
+
+class _Summands(NamedTuple):
+    norm: weakref.ref
+    version: int | None
+    stride: tuple[int, ...]
+    left: torch.Tensor | None  # None once they are gone
+    right: torch.Tensor | None
+    returned: bool
+
+
+class _Awaited(threading.local):
+    def __init__(self):  # by thread: another one in the same model has its own
+        self.of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+_awaited = _Awaited()
+
+
+def keep_summands(norm: torch.nn.Module, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, returned: bool):
+    """Keep the summands of ``total`` for `norm`; those of a sum that is a summand itself go, as its norm has run.
+
+    returned: a layer returns the sum. Where a checkpoint is around the next layer, its norm reads it once more.
+    """
+    again = norm.training or torch.is_grad_enabled()
+    for summand in (left, right):
+        before = vars(summand.untyped_storage()).get(_HELD)
+        if before is not None and not (before.returned and again):
+            setattr(summand.untyped_storage(), _HELD, before._replace(left=None, right=None))
+    if total.dtype in HALF_DTYPES:  # a sum in float32 is what it is
+        storage = total.untyped_storage()
+        operands = total.stride(), left.detach(), right.detach()
+        kept = _Summands(weakref.ref(norm), version(total), *operands, returned)
+        setattr(storage, _HELD, kept)
+        _awaited.of[norm] = weakref.ref(storage)
+
+
+def summands_of(norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The summands of x, in its shape; None where it is no sum that was kept.
+
+    Raises:
+        RuntimeError: a sum was kept for this norm, and this is another tensor; or its summands are gone.
+    """
+    if x.dtype not in HALF_DTYPES or type(x) not in DIRECT_TYPES or under_transform():
+        return None
+    kept = vars(x.untyped_storage()).get(_HELD)
+    awaited = _awaited.of.pop(norm, None)
+    if kept is None or kept.version != version(x):
+        if awaited is not None and awaited() is not None:
+            raise RuntimeError(
+                f"the sum that this {type(norm).__name__} is to read unrounded was moved, changed or copied: patch the "
+                "model with fuse_residual=False, by which sums are rounded first"
+            )
+        return None
+    if kept.left is None:
+        if kept.norm() is norm:
+            raise RuntimeError(
+                f"the sum that this {type(norm).__name__} is to read unrounded was read before, and its summands are "
+                "gone: in eval mode without gradients each is read once, before the next sum is made of it"
+            )
+        return None
+    if x.stride() == kept.stride and x.shape == kept.left.shape:
+        return kept.left, kept.right
+    whole = x.is_contiguous() and x.numel() == kept.left.numel() and x.shape[-1:] == kept.left.shape[-1:]
+    return (kept.left.reshape(x.shape), kept.right.reshape(x.shape)) if whole else None

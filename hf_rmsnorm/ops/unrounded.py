@@ -1,0 +1,68 @@
+"""`norm_of_summands`: the norm of a residual sum as float32 holds it, where a model's own reads the rounded sum."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..formula import NormSpec
+from ..reference import reference_backward, reference_norm
+from .backend import resolve_backend
+from .direct import is_direct
+from .loading import kernels
+
+
+class _NormOfSummands(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, total, weight, bias, left, right, spec, backend):
+        y, rstd, mean = _launch(left, right, weight, bias, spec, backend, True)
+        ctx.save_for_backward(left, right, weight, bias, rstd, mean)
+        ctx.call = spec, backend, total.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        left, right, weight, bias, rstd, mean = ctx.saved_tensors
+        spec, backend, dtype = ctx.call
+        h, need = left.float() + right.float(), tuple(ctx.needs_input_grad[:3])
+        if backend == "triton":
+            grads = kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need)
+        else:
+            grads = reference_backward(dy, h, weight, bias, spec, need)
+        dx, dweight, dbias, _ = grads
+        return None if dx is None else dx.to(dtype), dweight, dbias, *[None] * 4
+
+
+def norm_of_summands(
+    total: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    spec: NormSpec,
+) -> torch.Tensor:
+    """The norm of ``left + right`` in float32, as `RMSNorm` of vLLM and of SGLang computes it of a residual sum.
+
+    In the graph it is a function of their rounded sum, whose gradient is that of both summands.
+
+    Args:
+        total: ``left + right``, rounded.
+        left, right: (..., hidden_size) in float16 or bfloat16, any strides.
+        weight, bias: (hidden_size,) or None, as the spec says.
+
+    Returns:
+        (..., hidden_size) in ``spec.output_dtype``.
+    """
+    backend = resolve_backend(total, weight, bias, spec)
+    if backend == "triton" and not is_direct(left, right, weight, bias):
+        backend = "reference"
+    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (total, weight, bias)):
+        return _NormOfSummands.apply(total, weight, bias, left, right, spec, backend)
+    return _launch(left, right, weight, bias, spec, backend, False)[0]
+
+
+def _launch(left, right, weight, bias, spec, backend, stats):
+    if backend == "triton":
+        return kernels().norm_forward(right, weight, bias, spec, stats, None, left, keep_sum=False)[:3]
+    with torch.no_grad():
+        return reference_norm(right, weight, bias, spec, residual=left), None, None

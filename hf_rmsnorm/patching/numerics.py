@@ -1,0 +1,51 @@
+"""In whose order of rounding a norm is computed: the model's own, or that of the server that generates for it.
+
+`docs/numerics.md` states each order, with the source it was read from.
+"""
+
+from dataclasses import replace
+
+from ..formula import NormSpec
+from ..fused.recipe import Recipe
+
+# What `as_rounded_by` follows, by name.
+SERVERS = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23", "torch": "torch.nn.functional"}
+NUMERICS = ("model", *SERVERS)
+
+
+def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
+    """A recipe whose formula is computed in this order of rounding.
+
+    Raises:
+        ValueError: the server has no such formula.
+    """
+    own = recipe.own_spec or recipe.spec
+    if numerics == "model":
+        return replace(recipe, spec=own, own_spec=None, numerics="model", rounds_sum=True)
+    found = None if recipe.layout != "last" or recipe.other_input else _formula(numerics, own)
+    if found is None:
+        raise ValueError(f"{SERVERS[numerics]} has no {own}{'' if recipe.layout == 'last' else ' ' + recipe.notes()}")
+    spec, rounds_sum = found
+    eps = spec.with_eps(recipe.spec.eps)
+    return replace(recipe, spec=eps, own_spec=own, numerics=numerics, rounds_sum=rounds_sum)
+
+
+def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
+    """(the formula in the server's order of rounding, whether a residual sum in front of it is rounded first)."""
+    plain = NormSpec(own.centered, own.eps, own.has_weight, own.has_bias, own.weight_offset)
+    if own.eps_outside or own.weight_first or own.weight_offset not in (0.0, 1.0):
+        return None
+    if own.gate is not None or own.group_size is not None:
+        before = own.gate == "silu_before"  # `Mixer2RMSNormGated`; else `RMSNormGated` with ``norm_before_gate``
+        if numerics != "vllm" or own.centered or own.weight_offset or own.has_bias or (own.group_size and not before):
+            return None
+        rounding = "before_weight" if before and own.has_weight else "once"
+        return replace(plain, rounding=rounding, gate=own.gate, group_size=own.group_size), True
+    if own.centered or numerics == "torch":
+        unknown = own.weight_offset or (own.has_bias and not own.centered)
+        return None if unknown else (replace(plain, functional=True), True)
+    if own.has_bias:
+        return None
+    if numerics == "sglang":
+        return plain, own.weight_offset != 0.0
+    return (replace(plain, rounding="before_weight") if own.has_weight and not own.weight_offset else plain), False

@@ -1,0 +1,344 @@
+"""`patch_model(numerics=...)`: norms, and the sums in front of them, bit for bit as a server's own code computes them.
+
+Bits are those of one order of summation, which is torch's. What the kernels make of it is compared by itself.
+"""
+
+import copy
+
+import pytest
+import tiny_models
+import torch
+import transformers.models as hf
+from server_norms import RMS, vllm_gated_after, vllm_gated_before
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend, verify_equivalence
+
+
+@pytest.fixture(autouse=True)
+def in_plain_torch():
+    with use_backend("reference"):
+        yield
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SERVERS = list(RMS)
+ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
+MODULES = {
+    "LLaMA": hf.llama.modeling_llama.LlamaRMSNorm,
+    "rounds at the end": hf.olmo2.modeling_olmo2.Olmo2RMSNorm,
+    "T5": hf.t5.modeling_t5.T5LayerNorm,
+    "no weight": hf.llama4.modeling_llama4.Llama4TextL2Norm,
+    "Gemma": hf.gemma3.modeling_gemma3.Gemma3RMSNorm,
+}
+
+
+def module(cls, dtype, size=96):
+    torch.manual_seed(3)
+    norm = cls(size) if cls is not MODULES["no weight"] else cls()
+    for p in norm.parameters():
+        nn.init.normal_(p, 0.0 if cls is MODULES["Gemma"] else 1.0, 0.3)
+    return norm.to(dtype).eval()
+
+
+def eps_of(norm):
+    return next(getattr(norm, name) for name in ("variance_epsilon", "eps", "norm_eps") if hasattr(norm, name))
+
+
+def rows(*shape, dtype, seed=0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1.7).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numerics", SERVERS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_norm_by_itself(name, numerics, dtype):
+    norm, x = module(MODULES[name], dtype), rows(4, 7, 96, dtype=dtype)
+    state, weight = RMS[numerics][name == "Gemma"], getattr(norm, "weight", None)
+    if state is None:
+        with pytest.raises(ValueError, match=r"numerics='torch': torch.nn.functional has no RMSNorm\(.*weight \+ 1"):
+            patch_model(norm, numerics=numerics)
+        return
+    report = patch_model(norm, numerics=numerics)
+    assert {"vllm": "as vLLM 0.33.0", "sglang": "as SGLang", "torch": "as torch"}[numerics] in str(report)
+    with use_backend("reference"):
+        assert torch.equal(norm(x), state(x, weight, eps_of(norm))[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_torchs(dtype):
+    norm, x = nn.LayerNorm(96).to(dtype), rows(4, 96, dtype=dtype)
+    expected = norm(x)
+    for numerics in SERVERS:
+        patch_model(norm, numerics=numerics)
+        assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_norms_of_vllm(dtype):
+    x, gate = rows(3, 5, 96, dtype=dtype), rows(3, 5, 96, dtype=dtype, seed=1)
+    norm = module(hf.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated, dtype)
+    patch_model(norm, numerics="vllm")
+    assert torch.equal(norm(x, gate), vllm_gated_after(x, gate, norm.weight, eps_of(norm), sigmoid=False))
+    norm = hf.zamba2.modeling_zamba2.Zamba2RMSNormGated(96, 32).to(dtype)
+    patch_model(norm, numerics="vllm")
+    assert torch.equal(norm(x, gate), vllm_gated_before(x, gate, norm.weight, eps_of(norm), 32))
+    with pytest.raises(ValueError, match="SGLang 0.5.23 has no RMSNorm"):
+        patch_model(norm, numerics="sglang")
+
+
+def served(model, ids, numerics, rms=None):
+    """The last hidden states of a decoder as a server runs it: each norm is given what was added, and the residual."""
+    family = model.config.model_type
+    rms = rms or RMS[numerics][family in ZERO_CENTRED]
+    body, sandwich = model.model, hasattr(model.model.layers[0], "pre_feedforward_layernorm")
+
+    def norm(module, x, residual=None):
+        return rms(x, module.weight, eps_of(module), residual)
+
+    hidden = body.embed_tokens(ids)
+    positions = torch.arange(ids.shape[1])[None]
+    mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), torch.finfo(hidden.dtype).min, dtype=hidden.dtype).triu(1)
+    if family in ZERO_CENTRED:
+        hidden = hidden * (1.0 if hasattr(body.embed_tokens, "embed_scale") else body.config.hidden_size**0.5)
+    residual = None
+    for layer in body.layers:
+        hidden, residual = norm(layer.input_layernorm, hidden, residual)[0], norm_sum(hidden, residual)
+        kind = getattr(layer.self_attn, "layer_type", None)
+        angles = (
+            body.rotary_emb(hidden, positions, kind) if family == "gemma3_text" else body.rotary_emb(hidden, positions)
+        )
+        with patched(layer.self_attn, numerics=numerics) if hasattr(layer.self_attn, "q_norm") else use_backend("auto"):
+            hidden = layer.self_attn(hidden, position_embeddings=angles, attention_mask=mask)[0]
+        if sandwich:
+            hidden = norm(layer.post_attention_layernorm, hidden)[0]
+            hidden, residual = (
+                norm(layer.pre_feedforward_layernorm, hidden, residual)[0],
+                norm_sum(hidden, residual),
+            )
+        else:
+            hidden, residual = norm(layer.post_attention_layernorm, hidden, residual)[0], norm_sum(hidden, residual)
+        hidden = layer.mlp(hidden)
+        if sandwich:
+            hidden = norm(layer.post_feedforward_layernorm, hidden)[0]
+    return norm(body.norm, hidden, residual)[0]
+
+
+def norm_sum(hidden, residual):
+    return hidden if residual is None else hidden + residual
+
+
+def build(family, dtype):
+    torch.manual_seed(0)
+    return tiny_models.build(family).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numerics", SERVERS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_model_computes_what_its_server_does(family, numerics, dtype):
+    if family in ZERO_CENTRED and numerics == "torch":
+        pytest.skip("torch has no norm with an offset")
+    model, ids = build(family, dtype), tiny_models.token_ids(2, 9)
+    with torch.no_grad():
+        expected, own = served(model, ids, numerics), model.model(ids).last_hidden_state
+        patch_model(model, strict=True, numerics=numerics)
+        assert torch.equal(model.model(ids).last_hidden_state, expected)
+        is_own = dtype == torch.float32 or (family in ZERO_CENTRED and numerics == "sglang")
+        assert torch.equal(own, expected) == is_own, "this input does not tell the orders apart"
+        patch_model(model)
+        assert torch.equal(model.model(ids).last_hidden_state, own), "the value given last holds"
+        with patched(model, numerics=numerics):
+            assert torch.equal(model.model(ids).last_hidden_state, expected)
+        assert torch.equal(model.model(ids).last_hidden_state, own)
+        unpatch_model(model)
+        assert torch.equal(model.model(ids).last_hidden_state, own)
+
+
+@pytest.mark.parametrize("numerics", ["vllm", "sglang"])
+def test_the_kernels_read_the_unrounded_sum_too(numerics):
+    """In Triton's interpreter, whose sums are in another order than torch's: nearly all elements are the same."""
+    model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
+    with torch.no_grad():
+        expected = served(model, ids, numerics)
+        patch_model(model, numerics=numerics)
+        with use_backend("triton"):
+            got = model.model(ids).last_hidden_state
+    assert (got != expected).float().mean() < 0.02
+    assert (got - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+def gradients(model, run):
+    parameters = list(model.parameters())
+    outputs = run()
+    dy = rows(*outputs.shape, dtype=outputs.dtype, seed=5)
+    grads = torch.autograd.grad(outputs, parameters, dy, allow_unused=True)
+    return [g for g in grads if g is not None]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("numerics", SERVERS)
+def test_gradients_are_those_of_that_function(numerics, backend):
+    model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
+    double = copy.deepcopy(model).double()
+    expected = gradients(model, lambda: served(model, ids, numerics))
+    exact = gradients(double, lambda: double.model(ids).last_hidden_state)
+    patch_model(model, numerics=numerics)
+    with use_backend(backend):
+        got = gradients(model, lambda: model.model(ids).last_hidden_state)
+    flat = [torch.cat([g.flatten().double() for g in each]) for each in (got, expected, exact)]
+    error, eager = ((each - flat[2]).square().mean().sqrt() for each in flat[:2])
+    assert len(got) == len(expected) == len(exact)
+    assert error <= 1.5 * eager
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_reads_the_same_sums(reentrant):
+    model, ids = build("llama", torch.bfloat16).train(), tiny_models.token_ids(2, 9)
+    patch_model(model, numerics="vllm")
+    expected = gradients(model, lambda: model(ids).logits)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    outputs = model(ids).logits
+    dy = rows(*outputs.shape, dtype=outputs.dtype, seed=5)
+    outputs.backward(dy)
+    got = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_only_what_is_read_is_kept():
+    """In inference at most the last sum holds its summands."""
+    model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
+    patch_model(model, numerics="vllm")
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    held = [hasattr(state.untyped_storage(), "_hf_rmsnorm_summands") for state in states]
+    assert sum(held) <= 1
+
+
+def test_sums_are_rounded_first_without_fusion():
+    model, ids = build("olmo2", torch.bfloat16), tiny_models.token_ids(2, 9)
+    with torch.no_grad():
+        patch_model(model, numerics="vllm", fuse_residual=False)
+        last = model.model(ids, output_hidden_states=True)
+        model.model.norm, norm = nn.Identity(), model.model.norm
+        total = model.model(ids).last_hidden_state
+        assert torch.equal(last.last_hidden_state, RMS["vllm"][0](total, norm.weight, eps_of(norm))[0])
+
+
+class Decoder(nn.Module):
+    """What comes between two layers is `between`."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.model, self.between = build("llama", torch.bfloat16).model, between
+
+    def forward(self, ids):
+        hidden = self.model.embed_tokens(ids)
+        angles = self.model.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
+        for layer in self.model.layers:
+            hidden = self.between(layer(hidden, position_embeddings=angles))
+        return self.model.norm(hidden)
+
+
+def test_a_sum_that_is_lost_is_an_error():
+    decoder, ids = Decoder(lambda x: x), tiny_models.token_ids(2, 9)
+    patch_model(decoder, numerics="vllm")
+    kept = []
+    with torch.no_grad():
+        decoder(ids)
+        decoder.between = lambda x: (kept.append(x), x.clone())[1]
+        with pytest.raises(
+            RuntimeError, match="is to read unrounded was moved, changed or copied: patch the model with"
+        ):
+            decoder(ids)
+        kept.clear()
+        assert decoder.model.norm(rows(2, 3, 64, dtype=torch.bfloat16)).shape == (2, 3, 64), (
+            "a norm by itself is served"
+        )
+
+
+def test_what_cannot_be_followed_raises():
+    model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
+    patch_model(model, numerics="vllm")
+    with pytest.raises(Exception, match="numerics='vllm' reads residual sums before they are rounded"):
+        torch.compile(model, backend="eager", fullgraph=True)(ids)
+    with pytest.raises(Exception, match="numerics='vllm' reads residual sums before they are rounded"):
+        torch.func.vmap(lambda t: model(inputs_embeds=t).logits)(rows(1, 2, 5, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("numerics", "words"),
+    [
+        ("trt", "numerics is 'trt': choose one of model, vllm, sglang, torch"),
+        (None, "numerics is None"),
+        ("", "choose"),
+    ],
+)
+def test_an_unknown_word(numerics, words):
+    model = build("llama", torch.bfloat16)
+    types = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=words):
+        patch_model(model, numerics=numerics)
+    assert types == [type(m) for m in model.modules()]
+
+
+def test_a_formula_that_the_server_lacks_changes_nothing():
+    model = nn.Sequential(nn.LayerNorm(8), hf.gemma.modeling_gemma.GemmaRMSNorm(8))
+    nn.init.normal_(model[1].weight)
+    types = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="as '1' is: list it in exclude"):
+        patch_model(model, numerics="torch")
+    assert types == [type(m) for m in model.modules()]
+    assert len(patch_model(model, numerics="torch", exclude="1").swapped) == 1
+
+
+@pytest.mark.parametrize("numerics", ["vllm", "sglang"])
+def test_a_weight_of_another_dtype(numerics):
+    norm, x = module(MODULES["LLaMA"], torch.float32), rows(4, 96, dtype=torch.bfloat16)
+    patch_model(norm, numerics=numerics)
+    for dtype, weight_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        expected = RMS[numerics][0](x.to(dtype), norm.to(weight_dtype).weight, eps_of(norm))[0]
+        assert norm(x.to(dtype)).dtype == dtype
+        assert torch.equal(norm(x.to(dtype)), expected)
+
+
+def test_a_checkpointed_function_of_the_users_own():
+    model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
+    patch_model(model, numerics="sglang")
+    layer = model.model.layers[1]
+    hidden = model.model.layers[0](model.model.embed_tokens(ids), position_embeddings=(angles := angles_of(model, ids)))
+    a, b = (torch.autograd.grad(f(hidden), list(layer.parameters()), rows(2, 9, 64, dtype=torch.bfloat16)) for f in (
+        lambda h: layer(h, position_embeddings=angles),
+        lambda h: checkpoint(lambda h: layer(h, position_embeddings=angles), h, use_reentrant=False),
+    ))  # fmt: skip
+    assert all(map(torch.equal, a, b))
+
+
+def angles_of(model, ids):
+    return model.model.rotary_emb(model.model.embed_tokens(ids), torch.arange(ids.shape[1])[None])
+
+
+@pytest.mark.parametrize("numerics", ["vllm", "sglang"])
+def test_verification_compares_with_that_order(numerics):
+    model, ids = build("olmo2", torch.bfloat16), tiny_models.token_ids(2, 9)
+    how = {"inputs": ids, "max_new_tokens": 2, "backend": "triton"}
+    report = verify_equivalence(model, numerics=numerics, backward=True, **how)
+    assert report.passed, report
+    name = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23"}[numerics]
+    assert report.numerics == name and f"agree with {name}'s order of rounding" in str(report)
+    assert report.launches and report.norms and report.fused
+    assert verify_equivalence(model, **how).numerics == ""
+    patch_model(model, numerics=numerics)
+    assert verify_equivalence(model, **how).numerics == name, "the patch that it has"
+
+
+def test_verification_finds_another_order():
+    model, ids = build("olmo2", torch.bfloat16), tiny_models.token_ids(2, 9)
+    patch_model(model, numerics="vllm")
+    plain = norm_sum  # any function: the forward below rounds at the end, as OLMo 2 itself does
+    own = type(model.model.norm)._hf_rmsnorm_base.forward
+    model.model.norm.__class__ = type("Another", (type(model.model.norm),), {"forward": own, "plain": plain})
+    report = verify_equivalence(model, inputs=ids, max_new_tokens=0, backend="triton")
+    assert not report.norms_passed
