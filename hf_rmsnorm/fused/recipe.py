@@ -44,7 +44,7 @@ class Recipe:
             RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
         numerics: whose order of rounding this is: ``"model"``, or that of a server (`patching.numerics`); then too the
             module's own forward is never run.
-        own_spec: the formula of the module itself, where that is another.
+        own: the recipe of the module itself, where that is another.
         rounds_sum: a residual sum is rounded before it is normalised; else the norm reads it as float32 holds it.
         memory_efficient: the kernels' backward reads the norm's output instead of its input, where that serves. Not of
             weights that FSDP manages: it writes them past their version.
@@ -73,7 +73,7 @@ class Recipe:
     row_major: bool = False
     as_rms: bool = False
     numerics: str = "model"
-    own_spec: NormSpec | None = None
+    own: "Recipe | None" = None
     rounds_sum: bool = True
     memory_efficient: bool = False
 

@@ -49,4 +49,9 @@ def exchanged(cls: type, part: type, other: type) -> type:
     if part not in cls.__mro__:
         return cls
     namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    forward = namespace.get("forward")
+    while forward is not None and forward is not part.forward:
+        forward = getattr(forward, "__wrapped__", None)
+    if forward is not None:  # an `__init_subclass__` has wrapped it, and will do so with the other
+        del namespace["forward"]
     return type(cls)(cls.__name__, tuple(exchanged(b, part, other) for b in cls.__bases__), namespace)

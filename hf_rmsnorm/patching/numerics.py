@@ -19,15 +19,15 @@ def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
     Raises:
         ValueError: the server has no such formula.
     """
-    own = recipe.own_spec or recipe.spec
+    own = replace(recipe.own or recipe, settings=recipe.settings)
     if numerics == "model":
-        return replace(recipe, spec=own, own_spec=None, numerics="model", rounds_sum=True)
-    found = None if recipe.layout != "last" or recipe.other_input else _formula(numerics, own)
+        return own
+    found = None if own.layout != "last" or own.other_input else _formula(numerics, own.spec)
     if found is None:
-        raise ValueError(f"{SERVERS[numerics]} has no {own}{'' if recipe.layout == 'last' else ' ' + recipe.notes()}")
+        raise ValueError(f"{SERVERS[numerics]} has no {own.spec}{'' if own.layout == 'last' else ' ' + own.notes()}")
     spec, rounds_sum = found
-    eps = spec.with_eps(recipe.spec.eps)
-    return replace(recipe, spec=eps, own_spec=own, numerics=numerics, rounds_sum=rounds_sum)
+    row_major = own.row_major or (own.spec.functional and not spec.functional)  # what follows may count on it
+    return replace(own, spec=spec, own=own, row_major=row_major, numerics=numerics, rounds_sum=rounds_sum)
 
 
 def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:

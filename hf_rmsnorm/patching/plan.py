@@ -45,7 +45,7 @@ def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedL
         order = f"as {SERVERS[recipe.numerics]} rounds" if recipe and recipe.numerics != "model" else ""
         notes = "; ".join(filter(None, (recipe.notes() if recipe else "", order, memory, entry.note)))
         if recipe is not None:
-            told = recipe.spec, notes, recipe.as_rms, recipe.numerics
+            told = recipe.spec_of(entry.module) or recipe.spec, notes, recipe.as_rms, recipe.numerics
             swapped += [Swapped(path, name, *told) for path in entry.paths]
         else:
             skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]

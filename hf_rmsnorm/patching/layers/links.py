@@ -34,8 +34,10 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     # Not the wrappers around a norm or a layer: FSDP's forward would gather weights, on one rank before another.
     layers = (m for path, m in named.items() if norms_of(m) or (path in holders and m in repeated))
     found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers if _inner(m) is m}
-    behind = _behind_each(rows, found)
     unrounded = any(not recipe.rounds_sum for recipe in map(recipe_of, named.values()) if recipe is not None)
+    # Summands are found whatever is around a layer; a norm that is computed ahead may be another's there.
+    inner = [(p, name, [_inner(m) if unrounded else m for m in row]) for p, name, row in rows]
+    behind = _behind_each(inner, found)
     told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
     for path, module in ((path, m) for path, m in named.items() if m in found):
         flow, fusion = found[module]

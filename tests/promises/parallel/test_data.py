@@ -218,3 +218,36 @@ REST = pytest.param([name for name in CASES if name != "DDP"], marks=pytest.mark
 @pytest.mark.parametrize("names", [pytest.param(["DDP"], id="DDP"), REST])
 def test_data_parallel_training(names, tmp_path, monkeypatch):
     run_ranks(work, tmp_path, monkeypatch, names)
+
+
+def numerics_kept(rank, names):
+    """The logits of a model that rounds as vLLM does, wrapped before or after the patch, and those of it unwrapped."""
+
+    def build_half(case, whole):
+        model = tiny_models.build("qwen3").train()
+        case.prepare(model)
+        for p in () if whole else model.parameters():
+            p.data = p.data.to(BF16)  # buffers stay float32, as FSDP2's policy leaves them
+        return model
+
+    for name in names:
+        case = CASES[name]
+        alone = build_half(case, whole=False)
+        patch_model(alone, strict=True, numerics="vllm")
+        for order in ("patch first", "wrap first"):
+            model = build_half(case, whole="bf16" in name)
+            if order == "patch first":
+                patch_model(model, strict=True, numerics="vllm")
+            model = case.wrap(model)
+            patch_model(model, strict=True, numerics="vllm")
+            with torch.no_grad():
+                expected, logits = (m(input_ids=batch(rank)).logits for m in (alone, model))
+            assert torch.equal(expected.float(), logits.float()), f"{name}, {order}"
+            model(input_ids=batch(rank), labels=batch(rank)).loss.backward()
+
+
+@pytest.mark.full
+def test_another_order_of_rounding_is_kept_in_every_wrapping(tmp_path, monkeypatch):
+    names = ["DDP", "DDP, reentrant checkpoints", "accelerate", "FSDP2", "FSDP2, bf16, checkpoints"]
+    names += ["accelerate, FSDP2, checkpoints", "FSDP1"]
+    run_ranks(numerics_kept, tmp_path, monkeypatch, names)

@@ -5,6 +5,7 @@ import torch
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm
+from hf_rmsnorm.ops.unrounded import norm_of_summands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -60,6 +61,17 @@ def summed(spec, size, dtype):
         return h, y, *torch.autograd.grad((h, y), (x, residual), (dh, dy))
 
     return run, 4
+
+
+def unrounded(spec, size, dtype):
+    weight, _ = parameters(spec, size, dtype)
+
+    def run(left, right, dy):
+        total = (left + right).requires_grad_()
+        y = norm_of_summands(total, left, right, weight, None, spec)
+        return y, *torch.autograd.grad(y, total, dy)
+
+    return run, 3
 
 
 def heads(spec, size, dtype, rotary: bool = True):
@@ -123,6 +135,11 @@ def test_a_gated_norm(name):
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_a_residual_sum_and_its_norm(name, size):
     check(summed(SPECS[name], size, BF16), size, BF16, SHAPES if size < 20_000 else [(1,), (3,)])
+
+
+@pytest.mark.parametrize("size", [96, 4096, 20_000])
+def test_a_norm_of_a_sum_before_it_is_rounded(size):
+    check(unrounded(SPECS["RMSNorm"], size, BF16), size, BF16, SHAPES if size < 20_000 else [(1,), (3,)])
 
 
 @pytest.mark.parametrize("size", [256, 4096])

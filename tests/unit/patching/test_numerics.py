@@ -342,3 +342,13 @@ def test_verification_finds_another_order():
     model.model.norm.__class__ = type("Another", (type(model.model.norm),), {"forward": own, "plain": plain})
     report = verify_equivalence(model, inputs=ids, max_new_tokens=0, backend="triton")
     assert not report.norms_passed
+
+
+def test_what_is_row_major_stays_so():
+    """`F.rms_norm` returns rows that lie one behind the other, whatever the strides of its input."""
+    norm, x = nn.RMSNorm(96, eps=1e-6).to(torch.bfloat16), rows(96, 5, 2, dtype=torch.bfloat16).movedim(0, -1)
+    patch_model(norm, numerics="vllm")
+    assert norm(x).is_contiguous()
+    assert torch.equal(norm(x), RMS["vllm"][0](x, norm.weight, norm.eps)[0])
+    patch_model(norm)
+    assert not type(norm)._hf_rmsnorm_recipe.row_major

@@ -1,0 +1,59 @@
+"""The norm of a residual sum before it is rounded: compiled kernels against the formula in plain torch."""
+
+import pytest
+import torch
+from tolerance import assert_as_accurate
+
+from hf_rmsnorm import NormSpec, count_launches, use_backend
+from hf_rmsnorm.ops.unrounded import norm_of_summands
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16, FP16 = torch.bfloat16, torch.float16
+SPECS = {
+    "vLLM": NormSpec(False, 1e-6, rounding="before_weight"),
+    "SGLang": NormSpec(False, 1e-6),
+    "Gemma in vLLM": NormSpec(False, 1e-6, weight_offset=1.0),
+    "no weight": NormSpec(False, 1e-6, has_weight=False),
+}
+
+
+def operands(size, dtype, spec):
+    generator = torch.Generator().manual_seed(size)
+    left, right, dy = (torch.randn(64, size, generator=generator).to(DEVICE, dtype) for _ in range(3))
+    weight = (1 - spec.weight_offset + 0.3 * torch.randn(size, generator=generator)).to(DEVICE, dtype)
+    return left, right, weight if spec.has_weight else None, dy
+
+
+def run(left, right, weight, dy, spec, backend):
+    total = (left + right).requires_grad_()
+    leaves = [t for t in (total, weight if weight is None else weight.requires_grad_()) if t is not None]
+    with use_backend(backend):
+        y = norm_of_summands(total, left, right, weight, None, spec)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("size", [96, 1000, 4096, 20_000])
+@pytest.mark.parametrize("name", SPECS)
+def test_forward_and_backward(name, size, dtype):
+    spec = SPECS[name]
+    left, right, weight, dy = operands(size, dtype, spec)
+    with count_launches() as launches:
+        got = run(left, right, weight, dy, spec, "triton")
+    assert launches["norm_forward_loop" if size > 16_384 else "norm_forward"] == 1
+    expected = run(left, right, weight, dy, spec, "reference")
+    assert (got[0] != expected[0]).float().mean() <= 1e-3
+    rounded = run((left + right), torch.zeros_like(left), weight, dy, spec, "reference")
+    assert (got[0] != rounded[0]).float().mean() > 0.05, "the sum was rounded first"
+    doubles = (t if t is None else t.detach().double() for t in (left, right, weight, dy))
+    exact = run(*doubles, spec, "reference")
+    for name, ours, theirs, right_one in zip(("y", "dx", "dweight"), got, expected, exact, strict=False):
+        assert_as_accurate(ours, theirs, right_one, name)
+
+
+def test_rows_of_any_strides():
+    spec = SPECS["vLLM"]
+    left, right, weight, dy = operands(96, BF16, spec)
+    apart = torch.empty(64, 200, dtype=BF16, device=DEVICE)[:, 3:99].copy_(right)
+    whole, strided = (run(left, each, weight, dy, spec, "triton") for each in (right, apart))
+    assert torch.equal(whole[0], strided[0]) and strided[0].stride() == (96, 1)
