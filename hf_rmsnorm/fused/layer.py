@@ -198,10 +198,11 @@ def _may_write(hook: Callable) -> bool:
     return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
-def operands_ahead(norm: torch.nn.Module) -> tuple | None:
+def operands_ahead(norm: torch.nn.Module, restricted: bool = False) -> tuple | None:
     """(weight, bias, formula) of a patched norm that may be computed before it is called.
 
-    None where that has a hook, of a user or of what manages its weights, or needs more than its one input.
+    None where that has a hook, of a user or of what manages its weights, or needs more than its one input; unless
+    `restricted`, also where more than the shape of its input decides whether it is served.
     """
     state, cls = norm.__dict__, type(norm)
     base = getattr(cls, "_hf_rmsnorm_base", None)
@@ -209,7 +210,7 @@ def operands_ahead(norm: torch.nn.Module) -> tuple | None:
         base is None
         or base.forward is not cls._hf_rmsnorm_forward  # somebody gave the class another, or it other code
         or getattr(base.forward, "__code__", None) is not cls._hf_rmsnorm_code
-        or not (recipe := cls._hf_rmsnorm_recipe).is_simple
+        or not ((recipe := cls._hf_rmsnorm_recipe).is_simple or (restricted and recipe.is_of_rows))
         or "parametrizations" in norm._modules  # a weight that is computed, once a call
         or _any_global_hook()
         or norm._forward_pre_hooks

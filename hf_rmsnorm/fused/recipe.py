@@ -118,6 +118,11 @@ class Recipe:
         """Whether this is a norm of one input over its last dimension, and nothing besides."""
         return not (self.restricted or self.gate or self.other_input or self.spec.group_size or self.row_major)
 
+    @cached_property
+    def is_of_rows(self) -> bool:
+        """Whether this is a norm of one input over its last dimension; `rows_of` says of which inputs."""
+        return self.layout == "last" and not (self.gate or self.other_input or self.spec.group_size or self.row_major)
+
     def fits(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
         """Whether the formula is what the module computes for this x, if it is ungated."""
         return (

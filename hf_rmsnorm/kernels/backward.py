@@ -53,7 +53,7 @@ def norm_backward(
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
-    AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after"
+    AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after" or GATE == "modulate_after"
     # Of wide rows dh, if it was prefetched, is added before the sum: after it, it would be one row more in registers.
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1 and not WEIGHT_FIRST
     tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
@@ -87,7 +87,7 @@ def norm_backward(
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
         x = x.to(tl.float32)
         if G is not None:
-            factor, slope = activation(gate.to(tl.float32), GATE)
+            factor, slope = activation(gate.to(tl.float32), G, GATE)
             if not AFTER:
                 slope = slope * x
                 x = x * factor

@@ -116,10 +116,13 @@ def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr, EARLY: tl.co
 
 
 @triton.jit
-def activation(z, GATE: tl.constexpr):
-    """(factor, its derivative) of a gate's value z, in float32."""
+def activation(z, G, GATE: tl.constexpr):
+    """(factor, its derivative) of a gate's value z, in float32; 1 + z is rounded to the dtype that z has in G."""
     sigmoid = tl.sigmoid(z)
-    if GATE == "sigmoid_after":
+    if GATE == "modulate_after":
+        factor = (1.0 + z).to(G.dtype.element_ty).to(tl.float32)
+        slope = tl.full(z.shape, 1.0, tl.float32)
+    elif GATE == "sigmoid_after":
         factor = sigmoid
         slope = sigmoid * (1.0 - sigmoid)
     else:

@@ -35,7 +35,7 @@ def affine(
 
 @triton.jit
 def norm_forward(
-    X, W, B, G, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
+    X, W, B, G, SHIFT, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
@@ -46,7 +46,8 @@ def norm_forward(
     Args:
         X: rows of unit stride, row r at (r // x_len) * x_outer * UNIT + (r % x_len) * x_inner * UNIT.
         W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1) says which rows those are.
-        G: rows of the gate, or None.
+        G: rows of the gate, or of the scale of a modulation, or None.
+        SHIFT: rows of the shift of a modulation, at the addresses of G, in Y's dtype as all operands then; or None.
         RES: rows of the residual, or None; where given, it is H = residual + x that is normalised; or, where H is None,
             that sum before it is rounded.
         other_len, other_outer, other_inner: address of G or RES (nothing has both), as x_len, x_outer, x_inner of X.
@@ -81,7 +82,7 @@ def norm_forward(
         x = h.to(tl.float32)
     if G is not None:
         other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
-        factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), GATE)
+        factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), G, GATE)
         if GATE == "silu_before":
             x = x * factor
     # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and no trip through shared memory.
@@ -115,7 +116,12 @@ def norm_forward(
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)
-        y = y * factor
+        if GATE == "modulate_after":  # each operator rounds
+            y = (y.to(Y.dtype.element_ty).to(tl.float32) * factor).to(Y.dtype.element_ty).to(tl.float32)
+            if SHIFT is not None:
+                y = y + load(SHIFT + other_at, mask, DENSE).to(tl.float32)
+        else:
+            y = y * factor
     store(Y + y_at, y, mask, DENSE)
 
 

@@ -14,7 +14,7 @@ from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
 from .sizes import COLUMNS, backward_config, forward_config, reduce_config
 
-_FORWARD = ("X", "W", "B", "G", "RES", "H", "Y", "RSTD", "MEAN", "eps")
+_FORWARD = ("X", "W", "B", "G", "SHIFT", "RES", "H", "Y", "RSTD", "MEAN", "eps")
 _BACKWARD = ("DY", "X", "W", "B", "G", "DH", "RSTD", "MEAN", "DX", "DW", "DB", "DG", "eps")
 NORM_FORWARD = Kernel(forward.norm_forward, _FORWARD)
 NORM_FORWARD_LOOP = Kernel(forward.norm_forward_loop, _FORWARD)
@@ -132,16 +132,23 @@ def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
     return None if t is None else t.dtype
 
 
-def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum: bool = True) -> ForwardPlan:
+def _gate(spec: NormSpec, gate: torch.Tensor | None) -> str | None:
+    """What becomes of the second operand: without a gate in the formula it is the scale of a modulation."""
+    return "modulate_after" if spec.gate is None and gate is not None else spec.gate
+
+
+def forward_plan(
+    x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum: bool = True, shift=None
+) -> ForwardPlan:  # fmt: skip
     """The launch of `spec` on tensors like these; none of their values is read.
 
-    keep_sum: residual + x is rounded, and returned too.
+    keep_sum: residual + x is rounded, and returned too. gate, shift: as in `launch.norm_forward`.
 
     Raises:
         NotImplementedError: no kernel computes this formula.
     """
     heads = heads_of(weight, bias)
-    dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate, residual)))
+    dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate, residual, shift)))
     other = gate if residual is None else residual
 
     def make() -> ForwardPlan:
@@ -156,7 +163,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum:
             **x_rows.arguments("x"), **other_rows.arguments("other"), "rows_total": rows,
         }  # fmt: skip
         if not config.loop:
-            named |= {"ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": spec.gate}
+            named |= {"ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate)}
         kernel, grid = NORM_FORWARD_LOOP if config.loop else NORM_FORWARD, (-(-rows // (config.rows * heads)), heads, 1)
         keys = ((*dtypes, output_dtype, keep_sum, stats) for stats in (False, True))
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)
@@ -197,7 +204,8 @@ def backward_plan(
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, spec, weight, heads)
         x_rows, dy_rows, other_rows = operands = [RowAddress.of(t, order) for t in (x, dy, other)]
-        shift = bias if from_output or (spec.gated_after and need[3]) else None  # where its values are read
+        after = (_gate(spec, gate) or "").endswith("_after") and need[3]
+        shift = bias if from_output or after else None  # where its values are read
         itemsize = max(t.element_size() for t in (x, dy, weight, shift, other) if t is not None)
         config = backward_config(
             hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None
@@ -216,7 +224,7 @@ def backward_plan(
         if not config.loop:
             tile = row | {
                 "rows_total": rows, "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first,
-                "GATE": spec.gate, "STAGES": config.stages, "RELOAD_W": config.reload_weight,
+                "GATE": _gate(spec, gate), "STAGES": config.stages, "RELOAD_W": config.reload_weight,
             }  # fmt: skip
             launches.append((NORM_BACKWARD, (parts, heads, 1), config.num_warps, tile))
         if config.loop and need[0]:

@@ -23,7 +23,7 @@ def _seen_through(*gradients: torch.Tensor | None) -> bool:
     )
 
 
-def _differentiable(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
+def differentiable(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
     """The gradients of ``formula(*inputs)``, a tuple, as functions of its inputs and of the gradients given."""
     with torch.enable_grad():
         # Through views of their own: where x was itself computed from the same weight, the gradient asked for is the
@@ -67,7 +67,7 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
         return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
     if seen_through:
         if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
-            grads = _differentiable(
+            grads = differentiable(
                 lambda x, w, b, g: (reference_norm(x, w, b, spec, g),), (x, weight, bias, gate), (dy,), need
             )
         else:
@@ -100,7 +100,7 @@ def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
         if not torch.is_grad_enabled():
             return reference_qk_backward(dq, dk, *operands, spec, need)
         *inputs, cos, sin = operands
-        return _differentiable(lambda *t: reference_qk_norm(*t, spec, cos, sin), inputs, (dq, dk), need)
+        return differentiable(lambda *t: reference_qk_norm(*t, spec, cos, sin), inputs, (dq, dk), need)
     if not compiling and is_direct(*operands, dq, dk):
         return qk_kernels().qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
     mean = rstd.new_empty(0) if mean is None else mean

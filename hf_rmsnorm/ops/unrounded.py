@@ -1,12 +1,12 @@
 """`norm_of_summands`: the norm of a residual sum as float32 holds it, where a model's own reads the rounded sum."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..formula import NormSpec
 from ..reference import reference_backward, reference_norm
 from .backend import resolve_backend
 from .direct import is_direct
+from .gradients import differentiable
 from .loading import kernels
 
 
@@ -14,22 +14,28 @@ class _NormOfSummands(torch.autograd.Function):
     @staticmethod
     def forward(ctx, total, weight, bias, left, right, spec, backend):
         y, rstd, mean = _launch(left, right, weight, bias, spec, backend, True)
-        ctx.save_for_backward(left, right, weight, bias, rstd, mean)
-        ctx.call = spec, backend, total.dtype
+        ctx.save_for_backward(total, left, right, weight, bias, rstd, mean)
+        ctx.call = spec, backend
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
-        left, right, weight, bias, rstd, mean = ctx.saved_tensors
-        spec, backend, dtype = ctx.call
+        total, left, right, weight, bias, rstd, mean = ctx.saved_tensors
+        spec, backend = ctx.call
         h, need = left.float() + right.float(), tuple(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable, as a function of the sum
+
+            def formula(total, weight, bias):
+                rest = (h - total).detach()
+                return (reference_norm(total + rest, weight, bias, spec).to(dy.dtype),)
+
+            return *differentiable(formula, (total, weight, bias), (dy,), need), *[None] * 4
         if backend == "triton":
             grads = kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need)
         else:
             grads = reference_backward(dy, h, weight, bias, spec, need)
         dx, dweight, dbias, _ = grads
-        return None if dx is None else dx.to(dtype), dweight, dbias, *[None] * 4
+        return None if dx is None else dx.to(total.dtype), dweight, dbias, *[None] * 4
 
 
 def norm_of_summands(

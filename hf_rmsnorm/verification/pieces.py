@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..fused.attention import norm_and_rotate, norm_later
 from ..fused.layer import add_unrounded, observing, reader_of
+from ..fused.modulated import modulated
 from ..fused.norm import fused_part, recipe_of
 from ..ops import use_backend
 
@@ -164,7 +165,7 @@ def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
     def observe(module: nn.Module, kind: str, which: tuple, operands: tuple) -> None:
         key = module, which, operands[0].shape[:-1].numel() > 1
         if threading.get_ident() == thread and module in paths and key not in seen:
-            make = _sum_piece if kind == "sum" else _pair_piece
+            make = {"sum": _sum_piece, "q/k": _pair_piece, "modulation": _modulated_piece}[kind]
             if (piece := make(paths[module], module, which, operands, rows)) is not None:
                 seen.add(key)
                 pieces.append(piece)
@@ -225,6 +226,36 @@ def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, 
     along = tuple(2 if t.dim() == 4 else 1 for t in operands)
     kept = norms, (along, (2, 2))
     return Piece(f"{path}: {what}", type(attention).__name__, operands, run, original, None, expects, *kept)
+
+
+def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
+    name, _ = which
+    norm = module._modules[name]
+    if not _is_comparable(norm) or operands[0].dim() < 2:
+        return None
+
+    def run(x, *modulation):
+        return (modulated(module, name, x, *modulation),)
+
+    def original(x, scale, *shift, norms=(norm,)):
+        y = _own_forward(norms[0], x) * (1 + scale)
+        return (y + shift[0] if shift else y,)
+
+    def expects(y):
+        terms = y.double().abs() + (operands[2].double().abs() if len(operands) > 2 else 0.0)
+        return [Expected(y, _coarsest(operands), terms.amax(-1, keepdim=True), torch.ones(1))]
+
+    lead = _first_rows(operands[0], norm._parameters.get("weight"), rows)
+    operands = tuple(_first(t, operands[0].shape, lead) for t in operands)
+    what = f"{path}: {name} * (1 + scale)" + " + shift" * (len(operands) > 2)
+    return Piece(what, type(module).__name__, operands, run, original, None, expects, (norm,))
+
+
+def _first(t: torch.Tensor, shape: torch.Size, lead: tuple[int, ...]) -> torch.Tensor:
+    """A copy of the part of t that belongs to the first rows of what it broadcasts to; its own strides are kept."""
+    sizes = (1,) * (len(shape) - t.dim()) + tuple(t.shape)
+    cut = tuple(slice(n if size > 1 else 1) for n, size in zip(lead, sizes, strict=False))
+    return _copied(t[cut[len(shape) - t.dim() :]])
 
 
 def alone(norm: nn.Module, calls: list[Piece]) -> Piece | None:

@@ -15,6 +15,7 @@ from ...ops.backend import MAX_HEAD_DIM
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
+from .modulation import ModulationFusion, find_modulations
 from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
 from .sums import NO_SUMS, LayerFlow, find_flow, norms_of
 
@@ -32,7 +33,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     named = dict(model.named_modules())
     holders = {path[: dot.start()] for path, m in named.items() if recipe_of(m) for dot in re.finditer(r"\.", path)}
     # Not the wrappers around a norm or a layer: FSDP's forward would gather weights, on one rank before another.
-    layers = (m for path, m in named.items() if norms_of(m) or (path in holders and m in repeated))
+    layers = (m for path, m in named.items() if _of_rows(m) or (path in holders and m in repeated))
     found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers if _inner(m) is m}
     unrounded = any(not recipe.rounds_sum for recipe in map(recipe_of, named.values()) if recipe is not None)
     # Summands are found whatever is around a layer; a norm that is computed ahead may be another's there.
@@ -43,7 +44,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         flow, fusion = found[module]
         reason = fusion if isinstance(fusion, str) else ""
         inside = [f"+ {reader}" for _, reader in flow.fusion.sites if reader]
-        inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion)) else []
+        inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion, ModulationFusion)) else []
         if inside or module in behind:
             try:
                 undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
@@ -101,7 +102,7 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow, Fusion | QKFusion | TurnFusion | str]:
+def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow, object]:
     """(what a module does with sums, what can be fused of it or why nothing can).
 
     repeated: there are more like it in the model; inside: it is further in than a layer, as attentions are.
@@ -112,6 +113,11 @@ def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow
         return flow, "its class was given another forward: unpatch the model and patch it again"
     if other := replaced_forward(module):
         return flow, f"its forward was replaced on the instance by {other}"
+    try:
+        if (modulations := find_modulations(unfused(type(module)), _of_rows(module))) is not None:
+            return flow, modulations
+    except CannotRewrite:  # which is said below
+        pass
     try:
         with neutral_modes(), torch.random.fork_rng(devices=[]):
             found = find_flow(module, inside) if repeated else flow
@@ -126,6 +132,11 @@ def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow
                 return flow, found if isinstance(found, str) else flow.reason
     except Exception as error:  # whatever a user's class does, its norms are swapped
         return flow, f"it could not be examined: {type(error).__name__}: {error}"
+
+
+def _of_rows(module: nn.Module) -> set[str]:
+    found = ((name, recipe_of(child)) for name, child in module.named_children())
+    return {name for name, recipe in found if recipe is not None and recipe.is_of_rows}
 
 
 def _heads(attention: nn.Module) -> set[str]:

@@ -6,6 +6,7 @@ from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops.unrounded import norm_of_summands
+from hf_rmsnorm.reference import reference_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -57,3 +58,22 @@ def test_rows_of_any_strides():
     apart = torch.empty(64, 200, dtype=BF16, device=DEVICE)[:, 3:99].copy_(right)
     whole, strided = (run(left, each, weight, dy, spec, "triton") for each in (right, apart))
     assert torch.equal(whole[0], strided[0]) and strided[0].stride() == (96, 1)
+
+
+def test_a_gradient_of_the_gradient():
+    """Of float16, against float64: the second derivative is there, at the sum that was not rounded."""
+    spec = SPECS["SGLang"]
+    left, right, weight, dy = operands(96, FP16, spec)
+
+    def penalty(function, *tensors):
+        left, right, weight, dy = tensors
+        total = (left + right).requires_grad_()
+        (dx,) = torch.autograd.grad(function(total, left, right, weight), total, dy, create_graph=True)
+        return torch.autograd.grad(dx.float().square().sum(), total)[0]
+
+    with use_backend("triton"):
+        got = penalty(lambda *t: norm_of_summands(*t, None, spec), left, right, weight, dy)
+    exact = penalty(
+        lambda t, a, b, w: reference_norm(t, w, None, spec), *(t.double() for t in (left, right, weight, dy))
+    )
+    assert (got - exact).abs().max() <= 0.01 * exact.abs().max()

@@ -1,0 +1,123 @@
+"""Where a forward scales and shifts what a norm returned, as an adaptive LayerNorm does, found in its source."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...fused.modulated import modulated
+from ...fused.source import call, compiled_again, forward_source
+
+_MODULATED = "_hf_rmsnorm_modulated"
+# What may be computed after the norm instead of before it, as nothing that it does can be seen.
+_PURE = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
+_VIEWS = {"unsqueeze", "squeeze", "view", "expand", "to"}
+
+
+@dataclass(frozen=True)
+class ModulationFusion:
+    """The child norms of a module whose result its forward scales and shifts."""
+
+    norms: tuple[str, ...]
+
+    def rewrite(self, base: type) -> Callable:
+        """The forward of a class, with each norm and its modulation as one call."""
+
+        def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
+            for put, name, rows, scale, shift in list(_modulations(definition, itself, set(self.norms))):
+                put(call(_MODULATED, rows, itself, name, rows, scale, *([] if shift is None else [shift])))
+            return definition
+
+        return compiled_again(base, change, {_MODULATED: modulated})
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{norm} * (1 + scale) + shift" for norm in self.norms)
+        return f"{each}{', each' if len(self.norms) > 1 else ''} in one launch"
+
+
+def find_modulations(cls: type, norms: set[str]) -> ModulationFusion | None:
+    """What a forward modulates of these children's results, or None; a `CannotRewrite` where it has no source."""
+    function, definition = forward_source(cls)
+    itself = next(iter(inspect.signature(function).parameters))
+    names = tuple(dict.fromkeys(name for _, name, *_ in _modulations(definition, itself, norms)))
+    return ModulationFusion(names) if names else None
+
+
+def _modulations(definition: ast.FunctionDef, itself: str, norms: set[str]) -> Iterator[tuple]:
+    """(what puts an expression in its place, the norm's name, its input, scale, shift or None) of each."""
+    for node in ast.walk(definition):
+        for field, value in ast.iter_fields(node):
+            if isinstance(value, ast.expr) and (found := _parts(value)) and (of := _norm(found[0], itself, norms)):
+                yield (lambda new, node=node, field=field: setattr(node, field, new)), *of, *found[1:]
+            for at, each in enumerate(value if isinstance(value, list) else ()):
+                if isinstance(each, ast.expr) and (found := _parts(each)) and (of := _norm(found[0], itself, norms)):
+                    yield (lambda new, value=value, at=at: value.__setitem__(at, new)), *of, *found[1:]
+                elif at and (pair := _in_two(value[at - 1], each, itself, norms)):
+                    yield (lambda new, value=value, at=at: _merge(value, at, new)), *pair
+
+
+def _in_two(first: ast.stmt, second: ast.stmt, itself: str, norms: set[str]) -> tuple | None:
+    """The same of ``y = self.norm(x)`` and directly behind it ``y = y * (1 + scale) + shift``."""
+    match first, second:
+        case ast.Assign([ast.Name(name)], made), ast.Assign([ast.Name(again)], value) if name == again:
+            found, of = _parts(value), _norm(made, itself, norms)
+            if found and of and isinstance(found[0], ast.Name) and found[0].id == name:
+                others = (n for part in found[1:] if part is not None for n in ast.walk(part))
+                if not any(isinstance(n, ast.Name) and n.id == name for n in others):
+                    return *of, *found[1:]
+    return None
+
+
+def _merge(body: list, at: int, new: ast.expr) -> None:
+    body[at].value = new
+    body[at - 1] = ast.copy_location(ast.Pass(), body[at - 1])
+
+
+def _norm(node: ast.expr, itself: str, norms: set[str]) -> tuple[str, ast.expr] | None:
+    match node:
+        case ast.Call(ast.Attribute(ast.Name(owner), name), [rows], []) if owner == itself and name in norms:
+            return name, rows
+    return None
+
+
+def _parts(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr | None] | None:
+    """(what is modulated, scale, shift or None) of ``y * (1 + scale) + shift`` in any order of factors."""
+    shift = None
+    match node:
+        case ast.BinOp(ast.BinOp(_, ast.Mult(), _) as product, ast.Add(), shift) if _is_pure(shift):
+            pass
+        case ast.BinOp(shift, ast.Add(), ast.BinOp(_, ast.Mult(), _) as product) if _is_pure(shift):
+            pass
+        case ast.BinOp(_, ast.Mult(), _) as product:
+            shift = None
+        case _:
+            return None
+    for y, factor in ((product.left, product.right), (product.right, product.left)):
+        if (scale := _scale(factor)) is not None and _is_pure(scale):
+            return y, scale, shift
+    return None
+
+
+def _scale(factor: ast.expr) -> ast.expr | None:
+    """The scale in ``1 + scale``, also where a view is made of that sum: then a view of the scale."""
+    match factor:
+        case ast.BinOp(ast.Constant(one), ast.Add(), scale) | ast.BinOp(scale, ast.Add(), ast.Constant(one)):
+            return scale if one == 1 and type(one) in (int, float) else None
+        case ast.Subscript(inner, index) if (scale := _scale(inner)) is not None:
+            return ast.copy_location(ast.Subscript(scale, index, ast.Load()), factor)
+        case ast.Call(ast.Attribute(inner, name), arguments, []) if (
+            name in _VIEWS and (scale := _scale(inner)) is not None
+        ):
+            return ast.copy_location(ast.Call(ast.Attribute(scale, name, ast.Load()), arguments, []), factor)
+    return None
+
+
+def _is_pure(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in _VIEWS
+            and not node.keywords
+            and all(map(_is_pure, (node.func.value, *node.args)))
+        )
+    return isinstance(node, _PURE) and all(map(_is_pure, ast.iter_child_nodes(node)))
