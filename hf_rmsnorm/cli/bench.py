@@ -9,7 +9,7 @@ import time
 
 from ..paths import fitted
 from . import models
-from .common import DTYPES, CliError, Result, add_count, add_device, add_model, bar, pick_device
+from .common import DTYPES, CliError, Result, Table, add_count, add_device, add_model, bar, pick_device
 from .inspect import read_text
 
 ROUNDS = 5  # of each side
@@ -63,7 +63,7 @@ def run(args) -> Result:
             _train(model, batch, args, data)
         except torch.OutOfMemoryError:
             data["not_measured"].append("a training step: out of memory; pass a smaller --batch or --length")
-    return Result(data, _text(data), 0 if data["passed"] else 1)
+    return Result(data, _blocks(data), 0 if data["passed"] else 1)
 
 
 def greedy(model, ids, count: int) -> list[int]:
@@ -162,25 +162,26 @@ def _figure(samples: list[list[float]], data: dict, what: str) -> dict:
     return {"before": before, "after": after, "after_over_before": after / before, "samples": samples}
 
 
-def _text(data: dict) -> str:
-    lines = [f"{data['model']}: {data['swapped']} norms patched, {data['dtype']} on {data['device']}"]
+def _blocks(data: dict) -> list[str | Table]:
+    blocks = [f"{data['model']}: {data['swapped']} norms patched, {data['dtype']} on {data['device']}"]
     for side, text in zip(("before", "after"), data.get("texts", ()), strict=False):
-        lines += ["", f"--- {side} the patch", text, ""]
-    lines.append(f"{'':<40} {'before':>9} {'after':>9}  after / before")
+        blocks += ["", f"--- {side} the patch", text, ""]
     step = "{} x {} tokens".format(*data.get("batch", "--"))
+    rows = [("", "before", "after", "after / before")]
     for key, what in (
         ("tokens_per_second", f"tokens per second, {data.get('new_tokens')} new, batch 1"),
         ("step_ms", f"ms a training step, {step}"),
         ("step_peak_gb", f"peak GB of it, {step}"),
     ):
         if key in data:
-            lines.append("{:<40} {before:>9.4g} {after:>9.4g}  {after_over_before:.3f}".format(what, **data[key]))
+            rows.append((what, *"{before:.4g} {after:.4g} {after_over_before:.3f}".format(**data[key]).split()))
+    blocks.append(Table(rows, "\n".join("{:<40} {:>9} {:>9}  {}".format(*row) for row in rows)))
     if "losses" in data:
-        lines.append("Losses: {:.6g} before, {:.6g} after.".format(*data["losses"]))
+        blocks.append("Losses: {:.6g} before, {:.6g} after.".format(*data["losses"]))
     if "first_difference" in data:
         place = data["first_difference"]
-        lines.append("Same tokens." if place is None else f"The tokens differ from new token {place} on.")
+        blocks.append("Same tokens." if place is None else f"The tokens differ from new token {place} on.")
     if "verdict" in data:
         said = "PASS, no more than rounding." if data["passed"] else "FAIL, as hf-rmsnorm verify tells in full."
-        lines.append(f"Difference of the results: {said}")
-    return "\n".join(lines + [fitted(f"Not measured here: {what}") for what in data["not_measured"]])
+        blocks.append(f"Difference of the results: {said}")
+    return blocks + [fitted(f"Not measured here: {what}") for what in data["not_measured"]]

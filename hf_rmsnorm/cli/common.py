@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,11 +16,30 @@ class CliError(Exception):
 
 
 @dataclass
+class Table:
+    """Rows of cells, the first for their names: a table of rich on a terminal, and elsewhere the text."""
+
+    rows: list[tuple[str, ...]]
+    text: object
+
+    def __str__(self) -> str:
+        return str(self.text)
+
+    def __rich__(self):
+        from rich import table
+
+        drawn = table.Table(*(table.Column(name, overflow="fold") for name in self.rows[0]))
+        for row in self.rows[1:]:
+            drawn.add_row(*map(_coloured, row))
+        return drawn
+
+
+@dataclass
 class Result:
     """What a subcommand hands to `main`: ``data`` for ``--json``, ``text`` otherwise, and the exit code."""
 
     data: dict
-    text: str
+    text: str | list[str | Table]
     code: int = 0
 
 
@@ -31,17 +49,25 @@ def one_line(text: object, limit: int = 400) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def say(text: str) -> None:
-    """Print on stdout, as long as somebody reads it; verdicts in colour on a terminal, where rich is installed."""
+def _coloured(block):
+    from rich.text import Text
+
+    if isinstance(block, str):
+        block = Text(block)
+        block.highlight_words(["PASS"], "bold green")
+        block.highlight_words(["FAIL"], "bold red")
+    return block
+
+
+def say(*blocks: str | Table) -> None:
+    """Print on stdout, as long as somebody reads it; tables and colours on a terminal, where rich is installed."""
     try:
         if sys.stdout.isatty() and find_spec("rich"):
             from rich.console import Console
-            from rich.markup import escape
 
-            shown = re.sub("FAIL", "[bold red]FAIL[/]", escape(text))
-            Console(soft_wrap=True, highlight=False).print(re.sub("PASS", "[bold green]PASS[/]", shown))
+            Console(soft_wrap=True, highlight=False).print(*map(_coloured, blocks), sep="\n")
         else:
-            print(text, flush=True)
+            print(*blocks, sep="\n", flush=True)
     except BrokenPipeError:  # the reader, `head` say, has what it wanted
         sys.stdout = None
 

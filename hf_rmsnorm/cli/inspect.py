@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..paths import fitted
 from . import common, models
-from .common import DTYPES, CliError, Result, add_count, add_device, add_model, pick_device, steps
+from .common import DTYPES, CliError, Result, Table, add_count, add_device, add_model, pick_device, steps
 
 
 def add_arguments(parser) -> None:
@@ -32,7 +32,7 @@ def run(args) -> Result:
     if plt is not None:
         _draw(plt, args.plot, args.model, before, after)
         data["plot"] = str(args.plot)
-    return Result(data, _table(args, before, after))
+    return Result(data, _blocks(args, before, after))
 
 
 def read_text(file: Path | None) -> str:
@@ -66,25 +66,21 @@ def _inspect(name: str, args, text: str, step):
     return inspect_norms(model, {"input_ids": ids, **decoded})
 
 
-def _table(args, before, after) -> str:
-    later = {norm.path: norm for norm in after.norms} if after else {}
-    width = max([len("norm"), *(len(norm.path) for norm in before.norms)])
-    told = f"{args.model}: {before.tokens} tokens, |mean| / RMS of each norm's input"
-    head = f"{'norm':<{width}}  {'kind':<9}  {'median':>8}  largest"
-    lines = [told, head + (f"  after: {'median':>8}  largest" if after else "")]
-    for norm in before.norms:
-        kind = "LayerNorm" if norm.centered else "RMSNorm"
-        row = f"{norm.path:<{width}}  {kind:<9}  {norm.median:>8.2e}  {norm.largest:>7.1e}"
-        if norm.path in later:
-            row += f"  {later[norm.path].median:>15.2e}  {later[norm.path].largest:>7.1e}"
-        lines.append(row)
+def _blocks(args, before, after) -> list[str | Table]:
+    rows = [("norm", "kind", "median", "largest") + (("after:   median", "largest") if after else ())]
+    for norm, later in zip(before.norms, after.norms if after else before.norms, strict=True):
+        row = norm.path, "LayerNorm" if norm.centered else "RMSNorm", f"{norm.median:.2e}", f"{norm.largest:.1e}"
+        rows.append(row + ((f"{later.median:.2e}", f"{later.largest:.1e}") if after else ()))
+    form = f"{{:<{max(len(row[0]) for row in rows)}}}  {{:<9}}  {{:>8}}  {{:>7}}" + "  {:>15}  {:>7}" * bool(after)
+    blocks = [f"{args.model}: {before.tokens} tokens, |mean| / RMS of each norm's input"]
+    blocks.append(Table(rows, "\n".join(form.format(*row) for row in rows)))
     for name, found in (("the model", before), (args.after, after)):
         if found is not None and found.perplexity is not None:
-            lines.append(f"perplexity of {name}: {found.perplexity:.6g}")
+            blocks.append(f"perplexity of {name}: {found.perplexity:.6g}")
     if (naive := before.naive) is not None:
         cost = f"KL {naive.kl:.3g} nats a token, likeliest word kept for {naive.top1:.2%}"
-        lines.append(fitted(f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, {cost}"))
-    return "\n".join(lines)
+        blocks.append(fitted(f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, {cost}"))
+    return blocks
 
 
 def _draw(plt, file: Path, name: str, before, after) -> None:

@@ -93,10 +93,10 @@ def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:
         finally:
             for line in dict.fromkeys(one_line(w.message) for w in caught if issubclass(w.category, UserWarning)):
                 print(f"{parser.prog}: warning: {line}", file=sys.stderr)
-    text = result.text
+    text = [result.text] if isinstance(result.text, str) else result.text
     if args.json:
         from ..verification.report import plain
 
-        text = json.dumps(plain(result.data), indent=2, allow_nan=False)
-    say(text)
+        text = [json.dumps(plain(result.data), indent=2, allow_nan=False)]
+    say(*text)
     return result.code

@@ -6,7 +6,7 @@ Only the config is read: the modules are built without weights, so that a 70B mo
 from dataclasses import replace
 
 from . import models
-from .common import Result, add_model, pick_device
+from .common import Result, Table, add_model, pick_device
 
 
 def add_arguments(parser) -> None:
@@ -27,4 +27,4 @@ def run(args) -> Result:
     if report.swapped:  # the modules have no data, and would run here
         report = replace(report, devices=(runs_on(pick_device(None)),))
     data = {"model": source.name, "class_name": type(model).__name__, **report.to_dict()}
-    return Result(data, f"{source.name}: {type(model).__name__}\n{report}")
+    return Result(data, [f"{source.name}: {type(model).__name__}", Table(report.rows(), report)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..paths import fitted
 from . import models
-from .common import DTYPES, Result, add_count, add_device, add_model, interpret_on_cpu, pick_device, steps
+from .common import DTYPES, Result, Table, add_count, add_device, add_model, interpret_on_cpu, pick_device, steps
 from .inspect import read_text
 
 # What a converted checkpoint was found to be.
@@ -90,9 +90,10 @@ def run(args) -> Result:
         told.append({**report.to_dict(), "conversion": state, "conversion_doubt": doubt})
         agreed = report.passed and idle
         verdict = f"{NOTHING_RAN}; in plain torch the formulas agree" if agreed else report.verdict
-        said = fitted("\n  " + _SAID[state].format(count=len(conversion.norms), doubt=doubt)) if conversion else ""
-        blocks.append(f"{source.name} in {report.dtype}: {verdict}\n{report}{said}")
+        blocks += [f"{source.name} in {report.dtype}: {verdict}", Table(report.rows(), report)]
+        blocks += [fitted("  " + _SAID[state].format(count=len(conversion.norms), doubt=doubt))] if conversion else []
+        blocks.append("")
     blocks.append(fitted(f"Backend {backend} on {device}: {reason}."))
     data = {"model": source.name, "passed": passed, "device": str(device)}
     data |= {"backend": backend, "backend_reason": reason, "runs": told}
-    return Result(data, "\n\n".join(blocks), 0 if passed else 1)
+    return Result(data, blocks, 0 if passed else 1)

@@ -93,27 +93,35 @@ class PatchReport:
             for text, records in swapped.items()
         ] + [("skipped", *key, [r.path for r in records]) for key, records in skipped.items()]
 
-    def __str__(self) -> str:
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Of each entry what it tells of, which modules, and what was done to them or why not."""
         norms = "norm" if len(self.swapped) == 1 else "norms"
-        lines = [f"{len(self.swapped)} {norms} swapped, {len(self.skipped)} left alone"]
-        cures = {(r.class_name, r.reason): r.cure for r in self.skipped}
-        for verdict, class_names, what, paths in self.groups():
-            lines.append(f"  {verdict} {len(paths):>4} x {class_names}: {what}")
-            if verdict == "skipped" and cures[class_names, what]:
-                lines.append(f"      what to do: {cures[class_names, what]}")
-            lines += [f"      {path}" for path in compact_paths(paths)]
+        rows = [("", f"{len(self.swapped)} {norms} swapped, {len(self.skipped)} left alone", "")]
+        cures = {(r.class_name, r.reason): f"\n      what to do: {r.cure}" for r in self.skipped if r.cure}
+        groups = [(*each, cures.get(each[1:3], "") if each[0] == "skipped" else "") for each in self.groups()]
         for (name, fused, reason), records in _alike(self.layers, lambda r: (r.class_name, r.fused, r.reason)).items():
             said = f"fused: {fused}" if fused else f"not fused: {reason}"
-            lines.append(f"  layers  {len(records):>4} x {name}: {said}")
-            lines += [f"      {path}" for path in compact_paths([record.path for record in records])]
+            groups.append(("layers", name, said, [record.path for record in records], ""))
+        for what, names, said, paths, cure in groups:
+            rows.append((what, "\n".join([f"{len(paths)} x {names}", *compact_paths(paths)]), said + cure))
         if any(record.fused for record in self.layers):
-            lines.append("  fused in   float32, float16, bfloat16, and mixtures of them, as under autocast")
+            rows.append(("fused in", "", "float32, float16, bfloat16, and mixtures of them, as under autocast"))
         for (backend, reason), records in _alike(self.devices, lambda r: (r["backend"], r["reason"])).items():
             own = all(not r.converted and r.numerics == "model" for r in self.swapped)
             until = "" if own else " (other formulas than their own in plain torch)"
             until += ", and nothing is fused, until the model is moved to a GPU that Triton serves"
             names = ", ".join(record["device"] for record in records)
-            lines.append(f"  runs on    {names}: {reason}{until if backend == 'original' else ''}")
+            rows.append(("runs on", "", f"{names}: {reason}{until if backend == 'original' else ''}"))
+        return rows
+
+    def __str__(self) -> str:
+        head, *rows = self.rows()
+        lines = [head[1]]
+        for what, modules, said in rows:
+            name, *paths = modules.split("\n")
+            name = name.rjust(len(name) + 4 - name.find(" "))  # the counts below each other
+            lines.append(f"  {what:<7} {name}: {said}" if modules else f"  {what:<10} {said}")
+            lines += [f"      {path}" for path in paths]
         return fitted("\n".join(lines), 11)
 
 

@@ -141,6 +141,14 @@ class EquivalenceReport:
         return plain(data)
 
     def __str__(self) -> str:
+        head, *rows = self.rows()
+        forms = {2: "  {:4}{}", 3: "  {:4}  {:<26} : {}"}
+        return fitted(
+            "\n".join([": ".join(head[1:]), *(forms[len(row)].format(*row).rstrip(" :") for row in rows)]), 35
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Verdict, what was compared, what was found: of each line of the report."""
         logits, floor = self.logits, self.noise_floor
         errors = "reference {:.3g}, candidate {:.3g}, allowed {:.3g}"
         largest = errors.format(floor.reference_max, floor.candidate_max, floor.allowed_max)
@@ -152,7 +160,7 @@ class EquivalenceReport:
             size, what = f"{logits.tokens} tokens, vocabulary {logits.vocabulary}", "logits"
             difference = f"{means}, {kl}, top-1 equal {logits.top1_agreement:.2%}"
         lines = [
-            f"{self.model}, {self.dtype} on {self.device}: {size}",
+            _line(f"{self.model}, {self.dtype} on {self.device}", size),
             _line(f"{what} against reference", difference),
             _line("(a) max error to float64", largest, floor.max_passed, floor.reason),
             _line("    RMS error to float64", rms, floor.rms_passed),
@@ -176,14 +184,13 @@ class EquivalenceReport:
         more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
         gap = f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}" if missed else ""
         idle = self.agrees and self.nothing_ran
-        lines.append(f"  {NOTHING_RAN}" if idle else _line("equivalent", gap, self.passed))
-        return fitted("\n".join(lines), 35)
+        return [*lines, (NOTHING_RAN, "") if idle else _line("equivalent", gap, self.passed)]
 
     @property
     def _originals(self) -> str:
         return f"{self.numerics}'s order of rounding" if self.numerics else "their originals"
 
-    def _norm_lines(self) -> list[str]:
+    def _norm_lines(self) -> list[tuple[str, ...]]:
         if self.norms is None:
             return [_line("(b) norm by norm", "not asked for")]
         if not self.norms:
@@ -199,7 +206,7 @@ class EquivalenceReport:
             text = f"{norm.dtype}, {off}, max {norm.worst_ulp:.2g} ulp" if norm.elements else ""
             lines.append(_line(f"    {norm.path}", text, norm.passed if norm in compared else None, norm.reason))
         if len(self.norms) > _SHOWN:
-            lines.append(f"      ... and {len(self.norms) - _SHOWN} that do no worse")
+            lines.append(("", f"... and {len(self.norms) - _SHOWN} that do no worse"))
         return lines
 
 
@@ -207,16 +214,15 @@ def _properties(record, *names: str) -> dict:
     return {name: getattr(record, name) for name in names}
 
 
-def _section(name: str, checks: tuple, what: str, failed: list[tuple[str, str]]) -> list[str]:
+def _section(name: str, checks: tuple, what: str, failed: list[tuple[str, str]]) -> list[tuple[str, ...]]:
     """How many checks passed, and of the first that did not which and why."""
     count = f"{len(checks) - len(failed)} of {len(checks)} {what}"
     return [_line(name, count, not failed), *(_line(f"    {path}", why, False) for path, why in failed[:_SHOWN])]
 
 
-def _line(name: str, text: str, passed: bool | None = None, reason: str = "") -> str:
+def _line(name: str, text: str, passed: bool | None = None, reason: str = "") -> tuple[str, ...]:
     verdict = {None: "", True: "PASS", False: "FAIL"}[passed]
-    text = ": ".join(part for part in (text, reason) if part)
-    return f"  {verdict:4}  {name:<26} : {text}".rstrip(" :")
+    return verdict, name, ": ".join(part for part in (text, reason) if part)
 
 
 def plain(value):
