@@ -301,6 +301,9 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
         def to_dict(self):
             return {"passed": False}
 
+        def rows(self):
+            return [("", "model", "size"), ("FAIL", "equivalent", "")]
+
     monkeypatch.setattr(hf_rmsnorm, "verify_equivalence", lambda *args, **kwargs: Verdict(), raising=False)
     code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "bf16")
     assert code == 1 and "demo:llama in bfloat16: FAIL" in out
@@ -338,6 +341,18 @@ def test_verdicts_have_colours_on_a_terminal_alone(capsys, monkeypatch, terminal
     out = capsys.readouterr().out
     assert ("\x1b[1;32mPASS\x1b[0m" in out and "\x1b[1;31mFAIL\x1b[0m" in out) is terminal
     assert re.sub(r"\x1b\[[\d;]*m", "", out) == "PASS  (a) " + "x" * 200 + "\nFAIL  [b]\n"
+
+
+@pytest.mark.parametrize("command", [("report", "demo:llama"), ("inspect", "demo:gpt2", "--max-tokens", "8")])
+def test_a_terminal_gets_tables(command, capsys, monkeypatch):
+    pytest.importorskip("rich")
+    plain = run(capsys, *command)[1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "140")
+    code, drawn, _ = run(capsys, *command)
+    assert code == 0 and not any(sign in plain for sign in "\u2503\u2502") and "\u2502" in drawn
+    words = [word for word in plain.replace(":", " ").split() if "." in word]
+    assert words and all(word.rstrip(",") in drawn for word in words)
 
 
 def test_a_terminal_without_rich_gets_plain_text(capsys, monkeypatch):
