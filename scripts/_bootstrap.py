@@ -26,7 +26,8 @@ STAMP = VENV / "hf-rmsnorm.json"  # its presence says that the environment is ou
 REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "filelock", "setuptools")
 EXTRAS = {"test": ("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "build", "peft", "torchao", "bitsandbytes",
                    "matplotlib", "rich", "argcomplete", "onnxscript", "mkdocs-material", "mkdocstrings[python]",
-                   "kernels; python_version >= '3.11'", "trl; python_version >= '3.11'")}  # fmt: skip
+                   "kernels; python_version >= '3.11'", "trl; python_version >= '3.11'",
+                   "diffusers; python_version >= '3.11'")}  # fmt: skip
 # Other patchers to meet in the tests. Without their dependencies: they ask for a triton by name, and would bring one
 # to a ROCm torch that has its own.
 BARE_EXTRAS = {"test": ("liger-kernel",)}

@@ -133,13 +133,11 @@ def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
 
 
 def _gate(spec: NormSpec, gate: torch.Tensor | None) -> str | None:
-    """What becomes of the second operand: without a gate in the formula it is the scale of a modulation."""
+    """What becomes of the second operand, which without a gate in the formula is the scale of a modulation."""
     return "modulate_after" if spec.gate is None and gate is not None else spec.gate
 
 
-def forward_plan(
-    x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum: bool = True, shift=None
-) -> ForwardPlan:  # fmt: skip
+def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=True, shift=None) -> ForwardPlan:
     """The launch of `spec` on tensors like these; none of their values is read.
 
     keep_sum: residual + x is rounded, and returned too. gate, shift: as in `launch.norm_forward`.
@@ -171,9 +169,8 @@ def forward_plan(
             launch=kernel.bind(grid, config.num_warps, named, *keys), loop=config.loop, rows=rows,
             centered=spec.centered, order=order, x=x_rows, other=other_rows, output_dtype=output_dtype,
             memory_format=memory_format, flat_output=flat_output, sum_dtype=total.dtype, flat_sum=flat_sum,
-            keeps_sum=keep_sum,
             output_like_input=output_dtype == total.dtype and memory_format == torch.preserve_format,
-            sum_strides=None if residual is None else total.stride(),
+            keeps_sum=keep_sum, sum_strides=None if residual is None else total.stride(),
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
             backward={}, serve=[None, None], last=[(None, None, None)],
         )  # fmt: skip
@@ -204,8 +201,8 @@ def backward_plan(
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, spec, weight, heads)
         x_rows, dy_rows, other_rows = operands = [RowAddress.of(t, order) for t in (x, dy, other)]
-        after = (_gate(spec, gate) or "").endswith("_after") and need[3]
-        shift = bias if from_output or after else None  # where its values are read
+        after = (_gate(spec, gate) or "").endswith("_after")
+        shift = bias if from_output or (after and need[3]) else None  # where its values are read
         itemsize = max(t.element_size() for t in (x, dy, weight, shift, other) if t is not None)
         config = backward_config(
             hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None

@@ -7,10 +7,11 @@ import pytest
 import tiny_diffusion
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gradium_phonon_tts.modeling_gradium_phonon_tts import GradiumPhononTTSFlowResBlock
 from transformers.models.vibevoice.modeling_vibevoice import VibeVoiceDiffusionHeadAdaLayerNorm
 
-from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend, verify_equivalence
 from hf_rmsnorm.fused import modulated as fused
 
 # The modulations of one forward that are one launch each.
@@ -181,3 +182,29 @@ def test_gates_that_do_not_fit_say_what_torch_says():
     with use_backend("triton"), pytest.raises(RuntimeError) as ours:
         model(x, scale, scale)
     assert str(own.value) == str(ours.value)
+
+
+class Operators(TorchDispatchMode):
+    """Those that compute; views and allocations aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().partition(".")[0]
+        if not any(word in name for word in ("empty", "slice", "unsqueeze", "expand", "detach")):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_four_operators_become_one_launch():
+    model = InOneExpression()
+    x, scale = torch.randn(3, 5, 64), torch.randn(3, 64)
+    with Operators() as before, torch.no_grad():
+        model(x, scale, scale)
+    assert before.names == ["aten::add", "aten::native_layer_norm", "aten::mul", "aten::add"]
+    patch_model(model)
+    with use_backend("triton"), Operators() as after, count_launches() as launches, torch.no_grad():
+        model(x, scale, scale)
+    assert (after.names, dict(launches)) == ([], {"norm_forward": 1})
