@@ -142,26 +142,26 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
 
 
 def add_unrounded(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
-    """`add` where a norm may read the sum before it is rounded: its summands are kept for it.
+    """`add` where norms read sums before they are rounded: its summands are kept for whoever reads it.
 
     Raises:
         RuntimeError: the sum is one of a graph that is compiled, exported or transformed, or of other tensors.
     """
     norm = reader_of(layer, site[0])
     recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
-    if recipe is None or recipe.rounds_sum:
+    if recipe is not None and recipe.rounds_sum:
         return add(layer, left, right, site)
     total = left + right
     if _is_compiling() or under_transform() or not type(left) is type(right) is type(total) is torch.Tensor:
         if total.dtype in HALF_DTYPES:
             raise RuntimeError(
-                f"numerics={recipe.numerics!r} reads residual sums before they are rounded, which torch.compile, "
+                "numerics='vllm' and 'sglang' read residual sums before they are rounded, which torch.compile, "
                 "torch.export, functorch and tensors of other types do not allow: run the model without them"
             )
         return total
-    if observers:
+    if observers and norm is not None:
         tell(layer, "sum", site, (left, right))
-    keep_summands(norm, total, left, right, returned=not site[0])
+    keep_summands(norm, total, left, right, returned=not site[0], again=layer.training or torch.is_grad_enabled())
     return total
 
 

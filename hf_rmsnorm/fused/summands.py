@@ -17,7 +17,7 @@ _HELD = "_hf_rmsnorm_summands"
 
 
 class _Summands(NamedTuple):
-    norm: weakref.ref
+    norm: weakref.ref | None
     version: int | None
     stride: tuple[int, ...]
     left: torch.Tensor | None  # None once they are gone
@@ -33,12 +33,14 @@ class _Awaited(threading.local):
 _awaited = _Awaited()
 
 
-def keep_summands(norm: torch.nn.Module, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, returned: bool):
-    """Keep the summands of ``total`` for `norm`; those of a sum that is a summand itself go, as its norm has run.
+def keep_summands(norm: torch.nn.Module | None, total, left, right, returned: bool, again: bool) -> None:
+    """Keep the summands of ``total = left + right``; those of a sum that is a summand itself go, as its norm has run.
 
-    returned: a layer returns the sum. Where a checkpoint is around the next layer, its norm reads it once more.
+    Args:
+        norm: which is known to read the sum, if one is.
+        returned: a layer returns the sum.
+        again: there may be a checkpoint around the next layer, whose norm then reads what is returned once more.
     """
-    again = norm.training or torch.is_grad_enabled()
     for summand in (left, right):
         before = vars(summand.untyped_storage()).get(_HELD)
         if before is not None and not (before.returned and again):
@@ -46,9 +48,10 @@ def keep_summands(norm: torch.nn.Module, total: torch.Tensor, left: torch.Tensor
     if total.dtype in HALF_DTYPES:  # a sum in float32 is what it is
         storage = total.untyped_storage()
         operands = total.stride(), left.detach(), right.detach()
-        kept = _Summands(weakref.ref(norm), version(total), *operands, returned)
+        kept = _Summands(None if norm is None else weakref.ref(norm), version(total), *operands, returned)
         setattr(storage, _HELD, kept)
-        _awaited.of[norm] = weakref.ref(storage)
+        if norm is not None:
+            _awaited.of[norm] = weakref.ref(storage)
 
 
 def summands_of(norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -69,7 +72,7 @@ def summands_of(norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, t
             )
         return None
     if kept.left is None:
-        if kept.norm() is norm:
+        if kept.norm is not None and kept.norm() is norm:
             raise RuntimeError(
                 f"the sum that this {type(norm).__name__} is to read unrounded was read before, and its summands are "
                 "gone: in eval mode without gradients each is read once, before the next sum is made of it"

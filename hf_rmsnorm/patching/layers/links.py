@@ -45,7 +45,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         reason = fusion if isinstance(fusion, str) else ""
         inside = [f"+ {reader}" for _, reader in flow.fusion.sites if reader]
         inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion, ModulationFusion)) else []
-        if inside or module in behind:
+        if inside or module in behind or (unrounded and flow.fusion.sites):
             try:
                 undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
                 fusion = replace(fusion, unrounded=unrounded) if isinstance(fusion, Fusion) else fusion
@@ -53,7 +53,8 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
                 if module in behind:
                     reader, owner, around = behind[module]
                     link(module, owner, reader, around)
-                    inside.append("+ the norm behind it")
+                if any(not name for _, name in flow.fusion.sites):
+                    inside.append("+ the norm behind it" if module in behind else "+ what reads it")
             except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
                 reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
         if inside and not reason:

@@ -4,6 +4,7 @@ Bits are those of one order of summation, which is torch's. What the kernels mak
 """
 
 import copy
+import pickle
 
 import pytest
 import tiny_models
@@ -262,9 +263,9 @@ def test_a_sum_that_is_lost_is_an_error():
 def test_what_cannot_be_followed_raises():
     model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
     patch_model(model, numerics="vllm")
-    with pytest.raises(Exception, match="numerics='vllm' reads residual sums before they are rounded"):
+    with pytest.raises(Exception, match="read residual sums before they are rounded"):
         torch.compile(model, backend="eager", fullgraph=True)(ids)
-    with pytest.raises(Exception, match="numerics='vllm' reads residual sums before they are rounded"):
+    with pytest.raises(Exception, match="read residual sums before they are rounded"):
         torch.func.vmap(lambda t: model(inputs_embeds=t).logits)(rows(1, 2, 5, 64, dtype=torch.bfloat16))
 
 
@@ -352,3 +353,31 @@ def test_what_is_row_major_stays_so():
     assert torch.equal(norm(x), RMS["vllm"][0](x, norm.weight, norm.eps)[0])
     patch_model(norm)
     assert not type(norm)._hf_rmsnorm_recipe.row_major
+
+
+def test_copies_read_the_same_sums():
+    model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
+    patch_model(model, numerics="vllm")
+    with torch.no_grad():
+        expected = model(ids).logits
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(ids).logits, expected)
+
+
+def test_a_norm_reads_a_sum_that_is_not_known_to_be_its_own():
+    """The second sum of a T5 block: who reads it is not found, and its summands are there all the same."""
+    config = hf.t5.T5Config(
+        vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    model = hf.t5.T5EncoderModel(config).to(torch.bfloat16).eval()
+    given, ids = [], tiny_models.token_ids(2, 9)
+    patch_model(model, numerics="vllm")
+    for module in model.modules():
+        if isinstance(module, hf.t5.modeling_t5.T5LayerNorm):
+            module.register_forward_pre_hook(
+                lambda norm, args: given.append(getattr(args[0].untyped_storage(), "_hf_rmsnorm_summands", None))
+            )
+    with torch.no_grad():
+        model(ids)
+    assert [each is not None for each in given] == [False, True, True, True, True], "but for the embeddings"
