@@ -16,7 +16,7 @@ gate, a weight before the norm, or an eps outside the root.
 import triton
 import triton.language as tl
 
-from .device import activation, hat_of_output, load, round_hat, row_offsets, scale_of, store
+from .device import activation, hat_of_output, known, load, round_hat, row_offsets, scale_of, store
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def norm_backward(
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
     EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
-    STAGES: tl.constexpr, RELOAD_W: tl.constexpr, FROM_OUTPUT: tl.constexpr,
+    STAGES: tl.constexpr, RELOAD_W: tl.constexpr, GAPS: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
@@ -49,6 +49,7 @@ def norm_backward(
         DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
         RELOAD_W: wide rows: read the weight in every step instead of holding it, so that nothing spills.
+        GAPS: columns behind the row are known to add nothing, see `known`.
     """
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
@@ -123,9 +124,9 @@ def norm_backward(
                 store(DG + dx_at, g * y * slope, mask, DENSE)
             g = g * factor
         if DW is not None and not WEIGHT_FIRST:
-            dw += g * round_hat(xhat, X, W, ROUNDING)
+            dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), col_mask, GAPS)
         if DB is not None:
-            db += g
+            db = known(db + g, col_mask, GAPS)
         if DX is not None or WEIGHT_FIRST or (DG is not None and not AFTER):
             if W is not None and not WEIGHT_FIRST:
                 if RELOAD_W:
@@ -135,9 +136,9 @@ def norm_backward(
                 other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
             if EARLY_DH:
                 early = g * rstd[:, None] + load(DH + other_at, mask, DENSE).to(tl.float32)
-            along = tl.sum(g * xhat, axis=1) * (1.0 / N)
+            along = tl.sum(known(g * xhat, col_mask, GAPS), axis=1) * (1.0 / N)
             if EPS_OUTSIDE:
-                along = along * eps_outside_factor(tl.sum(x * x, axis=1) * (1.0 / N), eps)
+                along = along * eps_outside_factor(tl.sum(known(x * x, col_mask, GAPS), axis=1) * (1.0 / N), eps)
             # By way of x fewer values are live across the sum.
             if (RELOAD_W or CENTERED) and not FROM_OUTPUT:  # noqa: SIM108
                 dx = g - x * (along * rstd)[:, None]
@@ -153,7 +154,7 @@ def norm_backward(
                     dx = early - x * (along * rstd * rstd)[:, None]
             if WEIGHT_FIRST:
                 if DW is not None:
-                    dw += dx * unscaled
+                    dw = known(dw + dx * unscaled, col_mask, GAPS)
                 dx = dx * scale
             if GATE == "silu_before":
                 if DG is not None:

@@ -205,13 +205,13 @@ def backward_plan(
         shift = bias if from_output or (after and need[3]) else None  # where its values are read
         itemsize = max(t.element_size() for t in (x, dy, weight, shift, other) if t is not None)
         config = backward_config(
-            hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None
-        )
+            hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None,
+            from_output,
+        )  # fmt: skip
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
         else:
-            programs = min(config.programs_per_sm, 4) if from_output else config.programs_per_sm  # as many as fit
-            parts = max(1, min(-(-rows // (config.rows * heads)), sms * programs // heads))
+            parts = max(1, min(-(-rows // (config.rows * heads)), sms * config.programs_per_sm // heads))
         named = {
             "N": hidden_size, "FROM_OUTPUT": from_output, **formula_constants(spec, weight),
             **x_rows.arguments("x"), **dy_rows.arguments("dy"),
@@ -222,6 +222,7 @@ def backward_plan(
             tile = row | {
                 "rows_total": rows, "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first,
                 "GATE": _gate(spec, gate), "STAGES": config.stages, "RELOAD_W": config.reload_weight,
+                "GAPS": config.gaps,
             }  # fmt: skip
             launches.append((NORM_BACKWARD, (parts, heads, 1), config.num_warps, tile))
         if config.loop and need[0]:

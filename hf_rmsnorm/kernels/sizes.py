@@ -36,6 +36,7 @@ class BackwardConfig(TileConfig):
 
     stages: int = 1
     reload_weight: bool = False
+    gaps: bool = False
     programs_per_sm: int = 1
 
 
@@ -69,6 +70,7 @@ def backward_config(
     heads: int = 1,
     added: bool = False,
     reads_bias: bool = False,
+    from_output: bool = False,
 ) -> BackwardConfig:
     """The shape for rows whose widest operand has `itemsize` bytes an element.
 
@@ -77,14 +79,20 @@ def backward_config(
         shared_limit: bytes of shared memory that one program may use.
         added: whether the gradient of a residual stream is added to dx.
         reads_bias: whether the bias is read, with each row.
+        from_output: whether it is the norm's output that is read.
     """
     block = next_power_of_2(hidden_size)
     if backward_loops(hidden_size, centered, gated or heads > 1):
         return BackwardConfig(8_192, 1, 16, loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
+    # Up to three quarters of a tile run as half of it, 24 elements a thread: what lies behind the row is not computed.
+    # More sums, or float32, would not fit into registers, and twice the programs not into the memory of small chips.
+    gaps = block >= 2_048 and 4 * hidden_size <= 3 * block and not (gated or centered or from_output or itemsize > 2)
+    gaps = gaps and (2 + added + reads_bias) * 65_536 <= shared_limit
+    held = block // 2 if gaps else block
     # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides.
-    num_warps = min(16, max(4 if gated else 2, rows * block // 512))
+    num_warps = min(16, max(4 if gated else 2, rows * held // 512))
     reload_weight = block > (4_096 if gated else 8_192)
     # Every stage but the first has a buffer in shared memory for x, dy, the bias and a reloaded weight; rstd, mean and
     # the sums take less than 1 KB. Unlike dtypes change layout there too, in less than the narrow ones leave over.
@@ -97,6 +105,7 @@ def backward_config(
         num_warps=num_warps,
         stages=stages,
         reload_weight=reload_weight,
+        gaps=gaps,
         # As many as fit: one more would run alone, afterwards. A third operand takes registers, a gate most.
-        programs_per_sm=min(4 if gated or added else 6, max(1, (4_096 if gated else 8_192) // block)),
+        programs_per_sm=min(4 if gated or added or from_output else 6, max(1, (4_096 if gated else 8_192) // held)),
     )

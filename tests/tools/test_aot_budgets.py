@@ -199,8 +199,9 @@ def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
             and (gated or output or variant in ("llama-bf16", "add_llama-bf16", "add_layernorm-bf16"))
         ):
             limit = SHARED_LIMIT["sm_90"]
-            config = backward_config(kernel["hidden_size"], "layernorm" in variant, 2, limit, gated, 1, added)
-            programs = min(config.programs_per_sm, 4) if output else config.programs_per_sm
-            assert programs <= kernel["blocks"], name_of(kernel)
+            config = backward_config(
+                kernel["hidden_size"], "layernorm" in variant, 2, limit, gated, 1, added, from_output=output
+            )
+            assert config.programs_per_sm <= kernel["blocks"], name_of(kernel)
         if kernel["kernel"] == "qk_norm_backward" and not kernel["variant"].endswith("unaligned"):
             assert kernel["blocks"] >= QK_PROGRAMS_PER_SM, name_of(kernel)

@@ -160,6 +160,16 @@ def test_every_tile_width(name, hidden_size):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("hidden_size", [1152, 2560, 5120])
+@pytest.mark.parametrize("name", ["llama", "rms_bias", "textbook", "weight_first"])
+def test_rows_much_shorter_than_their_tile(name, hidden_size):
+    """What lies behind them is not computed; there are more rows than programs."""
+    weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
+    x = rows(40, hidden_size, dtype=torch.bfloat16)
+    check(SPECS[name], x, weight, bias, rows(40, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "hidden_size"),
     [

@@ -111,6 +111,25 @@ def test_backwards_in_float32_on_sm_90(hidden_size, gated, added, config):
 
 
 @pytest.mark.parametrize(
+    "hidden_size, gaps, warps, programs",
+    [
+        (1_024, False, 2, 6), (1_025, True, 2, 6), (1_536, True, 2, 6), (1_537, False, 4, 4), (2_048, False, 4, 4),
+        (2_560, True, 4, 4), (3_072, True, 4, 4), (3_073, False, 8, 2), (5_120, True, 8, 2), (6_145, False, 16, 1),
+        (10_240, True, 16, 1), (12_289, False, 16, 1),
+    ],
+)  # fmt: skip
+def test_what_lies_behind_a_row_of_two_bytes_an_element_is_not_computed(hidden_size, gaps, warps, programs):
+    found = backward_config(hidden_size, False, 2, LIMITS[-1])
+    assert (found.gaps, found.num_warps, found.programs_per_sm) == (gaps, warps, programs)
+    for other in ({"itemsize": 4}, {"centered": True}, {"gated": True}, {"from_output": True}):
+        wanted = {"hidden_size": hidden_size, "centered": False, "itemsize": 2, "shared_limit": LIMITS[-1]} | other
+        assert not backward_config(**wanted).gaps
+    for added, least in ((False, 131_072), (True, 196_608)):  # for as many programs as there are then
+        assert not backward_config(hidden_size, False, 2, least - 1, added=added).gaps
+        assert backward_config(hidden_size, False, 2, least, added=added).gaps == gaps
+
+
+@pytest.mark.parametrize(
     "hidden_size, centered, loops",
     [(8_192, True, False), (8_193, True, True), (TILE_MAX, False, False), (TILE_MAX + 1, False, True)],
 )
