@@ -53,8 +53,9 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
                 if module in behind:
                     reader, owner, around = behind[module]
                     link(module, owner, reader, around)
-                if any(not name for _, name in flow.fusion.sites):
-                    inside.append("+ the norm behind it" if module in behind else "+ what reads it")
+                    inside.append("+ the norm behind it")
+                elif unrounded and any(not name for _, name in flow.fusion.sites):
+                    inside.append("+ what reads it")
             except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
                 reason = str(error) if isinstance(error, CannotRewrite) else f"{type(error).__name__}: {error}"
         if inside and not reason:
