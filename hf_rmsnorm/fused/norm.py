@@ -133,7 +133,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
         whole = (weight is not None or weight_name is None) and (bias is not None or bias_name is None)
         if is_simple and whole and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary it sees
             if unrounded and (summands := summands_of(self, x)) is not None:
-                return norm_of_summands(x, *summands, weight, bias, spec)
+                y = norm_of_summands(x, *summands, weight, bias, spec)
+                return y.contiguous() if row_major else y
             key, plan = plans.find(x, weight, bias, functional)
         if plan is None:
             if not replaces and left_alone(x):  # on an old GPU, or one of another kind
@@ -160,7 +161,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             return precomputed
         keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)
         if plan is not None:
-            return launched_norm(x, weight, bias, None, spec, plan, precomputed, keep_output)
+            y = launched_norm(x, weight, bias, None, spec, plan, precomputed, keep_output)
+            return y.contiguous() if row_major else y
         y = fused_norm(rows, weight, bias, spec, backend, gate, precomputed, keep_output)
         if channels_first:
             y = y.movedim(-1, 1)

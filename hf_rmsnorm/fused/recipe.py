@@ -116,7 +116,8 @@ class Recipe:
     @cached_property
     def is_simple(self) -> bool:
         """Whether this is a norm of one input over its last dimension, and nothing besides."""
-        return not (self.restricted or self.gate or self.other_input or self.spec.group_size or self.row_major)
+        row_major = self.row_major and self.numerics == "model"
+        return not (self.restricted or self.gate or self.other_input or self.spec.group_size or row_major)
 
     @cached_property
     def is_of_rows(self) -> bool:

@@ -19,7 +19,7 @@ _HELD = "_hf_rmsnorm_summands"
 class _Summands(NamedTuple):
     norm: weakref.ref | None
     version: int | None
-    stride: tuple[int, ...]
+    place: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of the sum
     left: torch.Tensor | None  # None once they are gone
     right: torch.Tensor | None
     returned: bool
@@ -47,11 +47,15 @@ def keep_summands(norm: torch.nn.Module | None, total, left, right, returned: bo
             setattr(summand.untyped_storage(), _HELD, before._replace(left=None, right=None))
     if total.dtype in HALF_DTYPES:  # a sum in float32 is what it is
         storage = total.untyped_storage()
-        operands = total.stride(), left.detach(), right.detach()
+        operands = _place(total), *(t.detach().expand(total.shape) for t in (left, right))
         kept = _Summands(None if norm is None else weakref.ref(norm), version(total), *operands, returned)
         setattr(storage, _HELD, kept)
         if norm is not None:
             _awaited.of[norm] = weakref.ref(storage)
+
+
+def _place(t: torch.Tensor) -> tuple:
+    return t.shape, t.stride(), t.storage_offset()
 
 
 def summands_of(norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -78,7 +82,12 @@ def summands_of(norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, t
                 "gone: in eval mode without gradients each is read once, before the next sum is made of it"
             )
         return None
-    if x.stride() == kept.stride and x.shape == kept.left.shape:
+    if _place(x) == kept.place:
         return kept.left, kept.right
-    whole = x.is_contiguous() and x.numel() == kept.left.numel() and x.shape[-1:] == kept.left.shape[-1:]
-    return (kept.left.reshape(x.shape), kept.right.reshape(x.shape)) if whole else None
+    return tuple(_seen_as(x, t, *kept.place) for t in (kept.left, kept.right))
+
+
+def _seen_as(x: torch.Tensor, t: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    """What x, a view of a sum that lies so, is of the summand t."""
+    laid_out = torch.empty_strided(shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+    return laid_out.as_strided(x.shape, x.stride(), x.storage_offset() - offset)

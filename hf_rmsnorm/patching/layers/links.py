@@ -17,7 +17,7 @@ from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
 from .modulation import ModulationFusion, find_modulations
 from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
-from .sums import NO_SUMS, LayerFlow, find_flow, norms_of
+from .sums import NO_SUM, LayerFlow, find_flow, norms_of
 
 UNREAD = "no patched norm is known to read the sum that it returns"
 
@@ -74,7 +74,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
 
 def sums_unknown(layer: FusedLayer) -> bool:
     """Whether norms may read sums of this layer, or in it, of which nothing is known."""
-    return layer.reason not in ("", UNREAD, *NO_SUMS) and not isinstance(layer.reason, QKRefusal)
+    return layer.reason not in ("", UNREAD, NO_SUM) and not isinstance(layer.reason, QKRefusal)
 
 
 def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from .values import is_seen, past_versions
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
-NO_SUMS = NO_SUM, ADDS_NOTHING = "no norm reads a sum of its forward as it is", "its forward adds nothing"
+NO_SUM, ADDS_NOTHING = "no norm reads a sum of its forward as it is", "its forward adds nothing"
 _cache: dict[tuple, "LayerFlow | str"] = {}
 _NUMBER = re.compile("training|idx|index|layer_id")
 _HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}

@@ -381,3 +381,70 @@ def test_a_norm_reads_a_sum_that_is_not_known_to_be_its_own():
     with torch.no_grad():
         model(ids)
     assert [each is not None for each in given] == [False, True, True, True, True], "but for the embeddings"
+
+
+class Layer(nn.Module):
+    def __init__(self, norm=nn.RMSNorm):
+        super().__init__()
+        self.norm, self.linear = norm(64, eps=1e-6), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class InPlace(Layer):
+    def forward(self, x):
+        h = self.linear(self.norm(x))
+        h += x
+        return h
+
+
+class Stack(nn.Module):
+    def __init__(self, layer, turned=False):
+        super().__init__()
+        self.layers, self.norm, self.turned = nn.ModuleList(layer() for _ in range(3)), nn.RMSNorm(64, eps=1e-6), turned
+
+    def forward(self, x):
+        x = x.transpose(0, 1) if self.turned else x
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x.transpose(0, 1) if self.turned else x)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_norms_of_torch_itself(turned):
+    """A sum that is read through a transpose is another arrangement of rows, or the same rows."""
+    torch.manual_seed(0)
+    model, x = Stack(Layer, turned).to(torch.bfloat16), rows(3, 5, 64, dtype=torch.bfloat16)
+    vllm = RMS["vllm"][0]
+    with torch.no_grad():
+        residual, hidden = None, x
+        for layer in model.layers:
+            y = vllm(hidden, layer.norm.weight, 1e-6, residual)[0]
+            residual, hidden = norm_sum(hidden, residual), layer.linear(y)
+        expected = vllm(hidden, model.norm.weight, 1e-6, residual)[0]
+        patch_model(model, strict=True, numerics="vllm")
+        assert torch.equal(model(x), expected)
+
+
+def test_sums_that_are_not_found_are_warned_of():
+    with pytest.warns(UserWarning, match="numerics='vllm' reads sums unrounded; rounded first are those of layers"):
+        patch_model(Stack(InPlace), numerics="vllm")
+    with pytest.raises(ValueError, match="strict: the sums of 3 layers are rounded first"):
+        patch_model(Stack(InPlace), numerics="vllm", strict=True)
+
+
+def test_a_summand_that_is_broadcast():
+    class Broadcast(Layer):
+        def forward(self, x):
+            return self.linear(self.norm(x[:1])) + x
+
+    torch.manual_seed(0)
+    model, x = Stack(Broadcast).to(torch.bfloat16), rows(3, 5, 64, dtype=torch.bfloat16)
+    patch_model(model, numerics="vllm")
+    with torch.no_grad():
+        expected = model(x)
+        with use_backend("triton"):
+            got = model(x)
+    assert got.shape == expected.shape
+    assert (got != expected).float().mean() < 0.05
