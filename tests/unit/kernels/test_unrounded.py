@@ -34,7 +34,7 @@ def run(left, right, weight, dy, spec, backend):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("size", [96, 1000, 4096, 20_000])
+@pytest.mark.parametrize("size", [96, 1000, 4096, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", SPECS)
 def test_forward_and_backward(name, size, dtype):
     spec = SPECS[name]
