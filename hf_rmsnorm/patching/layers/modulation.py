@@ -106,7 +106,7 @@ def _scale(factor: ast.expr) -> ast.expr | None:
         case ast.Subscript(inner, index) if (scale := _scale(inner)) is not None:
             return ast.copy_location(ast.Subscript(scale, index, ast.Load()), factor)
         case ast.Call(ast.Attribute(inner, name), arguments, []) if (
-            name in _VIEWS and (scale := _scale(inner)) is not None
+            name in _VIEWS - {"to"} and (scale := _scale(inner)) is not None
         ):
             return ast.copy_location(ast.Call(ast.Attribute(scale, name, ast.Load()), arguments, []), factor)
     return None
