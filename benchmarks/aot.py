@@ -54,7 +54,7 @@ _LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 class Variant:
     """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient; `added`: after a residual.
 
-    `output`: the backward reads the norm's output.
+    `output`: the backward reads the norm's output; `strided`: rows do not lie one behind the other.
     """
 
     spec: NormSpec
@@ -64,6 +64,7 @@ class Variant:
     aligned: bool = True
     added: bool = False
     output: bool = False
+    strided: bool = False
     heads: str = ""  # of q and k: "apart", or "turned" by a rotary embedding behind the norms
 
 
@@ -71,6 +72,7 @@ VARIANTS = {
     "llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16),
     "llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True),
     "llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False),
+    "llama-bf16-strided": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, strided=True),
     "llama-fp16": Variant(_LLAMA, torch.float16, torch.float16),
     "llama-fp32": Variant(_LLAMA, torch.float32, torch.float32),
     "llama-mixed": Variant(_LLAMA, torch.bfloat16, torch.float32),
@@ -91,6 +93,7 @@ VARIANTS = {
     "qk_rotary-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads="turned"),
     "qk_rotary-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads="turned"),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
+    "layernorm-bf16-strided": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, strided=True),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
     "llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, output=True),
     "layernorm-bf16-output": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, output=True),
@@ -143,7 +146,7 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     if variant.heads:
         return run_heads(variant, hidden_size, tensor)
     spec = variant.spec
-    x = tensor((rows, hidden_size), variant.x)
+    x = tensor((rows, (1 + variant.strided) * hidden_size), variant.x)[:, :hidden_size]
     weight = tensor((hidden_size,), variant.weight) if spec.has_weight else None
     bias = tensor((hidden_size,), variant.weight) if spec.has_bias else None
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))

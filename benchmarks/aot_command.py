@@ -76,12 +76,14 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
 def tighten(table: dict, found: list) -> None:
     """Lower the budgets of one version of Triton to what was compiled where that is better; never raise one.
 
-    table["target variant kernel"][hidden size] is [registers, blocks].
+    table["target variant kernel"][hidden size] is [registers, blocks], and the bytes spilled where there are any.
     """
     for c in found:
         row = table.setdefault(f"{c.target} {c.variant} {c.kernel}", {})
-        registers, blocks = row.get(str(c.hidden_size), (c.registers, c.blocks))
-        row[str(c.hidden_size)] = [min(registers, c.registers), max(blocks, c.blocks)]
+        now = c.registers, c.blocks, c.spilled
+        registers, blocks, spilled = (*row.get(str(c.hidden_size), now), 0)[:3]
+        best = [min(registers, c.registers), max(blocks, c.blocks), min(spilled, c.spilled)]
+        row[str(c.hidden_size)] = best if best[2] else best[:2]
 
 
 def write_budgets(path: Path, budgets: dict) -> None:

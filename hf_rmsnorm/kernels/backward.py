@@ -31,9 +31,9 @@ def norm_backward(
     DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
+    HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
     STAGES: tl.constexpr, RELOAD_W: tl.constexpr, GAPS: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
@@ -49,6 +49,7 @@ def norm_backward(
         DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
         RELOAD_W: wide rows: read the weight in every step instead of holding it, so that nothing spills.
+        FLAT: as in `row_offsets`.
         GAPS: columns behind the row are known to add nothing, see `known`.
     """
     cols = tl.arange(0, BLOCK)
@@ -57,6 +58,8 @@ def norm_backward(
     AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after" or GATE == "modulate_after"
     # Of wide rows dh, if it was prefetched, is added before the sum: after it, it would be one row more in registers.
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1 and not WEIGHT_FIRST
+    # Where xhat is not rounded, rstd multiplies dy, once, and not all that dy is multiplied with.
+    SCALED: tl.constexpr = CENTERED and ROUNDING == "once" and ROWS == 1 and not (AFTER or FROM_OUTPUT or RELOAD_W)
     tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
     head = 0
     if HEADS != 1:
@@ -77,13 +80,13 @@ def norm_backward(
             rows = rows * HEADS + head
         row_mask = rows < rows_total
         mask = row_mask[:, None] & col_mask
-        x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
-        dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT)[:, None] + cols[None, :]
+        x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None] + cols[None, :]
+        dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT, FLAT)[:, None] + cols[None, :]
         dx_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
         x = load(X + x_at, mask, DENSE)
         dy = load(DY + dy_at, mask, DENSE)
         if G is not None:
-            other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+            other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
             gate = load(G + other_at, mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
         x = x.to(tl.float32)
@@ -110,7 +113,7 @@ def norm_backward(
                 x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
                 if BLOCK != N:
                     x = tl.where(col_mask, x, 0.0)
-            xhat = x * rstd[:, None]
+            xhat = x if SCALED else x * rstd[:, None]
         g = dy.to(tl.float32)
         if AFTER:
             if DG is not None:
@@ -123,30 +126,35 @@ def norm_backward(
                     y = y + load(B + tile_cols, col_mask, BLOCK == N).to(tl.float32)
                 store(DG + dx_at, g * y * slope, mask, DENSE)
             g = g * factor
-        if DW is not None and not WEIGHT_FIRST:
-            dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), col_mask, GAPS)
         if DB is not None:
             db = known(db + g, col_mask, GAPS)
+        if SCALED:
+            g = g * rstd[:, None]
+        if DW is not None and not WEIGHT_FIRST:
+            dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), col_mask, GAPS)
         if DX is not None or WEIGHT_FIRST or (DG is not None and not AFTER):
             if W is not None and not WEIGHT_FIRST:
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N)
                 g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
             if DH is not None:
-                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
             if EARLY_DH:
                 early = g * rstd[:, None] + load(DH + other_at, mask, DENSE).to(tl.float32)
             along = tl.sum(known(g * xhat, col_mask, GAPS), axis=1) * (1.0 / N)
             if EPS_OUTSIDE:
                 along = along * eps_outside_factor(tl.sum(known(x * x, col_mask, GAPS), axis=1) * (1.0 / N), eps)
             # By way of x fewer values are live across the sum.
-            if (RELOAD_W or CENTERED) and not FROM_OUTPUT:  # noqa: SIM108
+            if SCALED:
+                dx = tl.fma(x, tl.broadcast_to((-along * rstd * rstd)[:, None], x.shape), g)
+            elif (RELOAD_W or CENTERED) and not FROM_OUTPUT:
                 dx = g - x * (along * rstd)[:, None]
             else:
                 dx = g - xhat * along[:, None]
             if CENTERED:
                 dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
-            dx = dx * rstd[:, None]
+            if not SCALED:
+                dx = dx * rstd[:, None]
             if EARLY_DH:
                 if FROM_OUTPUT:
                     dx = early - xhat * (along * rstd)[:, None]

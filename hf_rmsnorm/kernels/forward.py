@@ -7,7 +7,19 @@ length and strides are not, so a new batch or sequence length compiles nothing.
 import triton
 import triton.language as tl
 
-from .device import activation, load, normalised, root, round_hat, round_product, row_offsets, scale_of, step, store
+from .device import (
+    activation,
+    load,
+    normalised,
+    root,
+    round_hat,
+    round_product,
+    row_offsets,
+    scale_of,
+    step,
+    store,
+    wide,
+)  # fmt: skip
 
 
 @triton.jit
@@ -25,12 +37,24 @@ def affine(
     """weight and bias applied to xhat (float32, columns last) with the formula's rounding; float32 out."""
     y = round_hat(xhat, X, W, ROUNDING)
     if W is not None:
-        y = y * scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
+        w = load(W + cols, col_mask, DENSE)
+        # The product of two rounded factors is computed in their dtype, two in one instruction, if w is left as it is.
+        y = y * scale_of(wide(w) if ROUNDING == "once" else w, W, OFFSET, ROUND_OFFSET)
         if B is not None:
             y = round_product(y, X, W, ROUNDING)
     if B is not None:
-        y = y + load(B + cols, col_mask, DENSE).to(tl.float32)
+        y = y + wide(load(B + cols, col_mask, DENSE))
     return y
+
+
+@triton.jit
+def mean_of(x, N: tl.constexpr, X, ROUNDING: tl.constexpr):
+    """Mean of each row of x, divided where a product with 1 / N could be another value for a constant row."""
+    total = tl.sum(x, axis=1)
+    if ROUNDING == "every_step" or N & (N - 1) == 0:
+        return step(total * (1.0 / N), X, ROUNDING)
+    else:
+        return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
 
 
 @triton.jit
@@ -71,7 +95,9 @@ def norm_forward(
     mask = row_mask[:, None] & col_mask[None, :]
     x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
     y_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
-    x = load(X + x_at, mask, DENSE).to(tl.float32)
+    x = load(X + x_at, mask, DENSE)
+    # A sum of two is computed in their dtype, two in one instruction; single elements would take registers.
+    x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
     if RES is not None:
         other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
         h = plus_residual(x, RES, other_at, mask, H, DENSE)
@@ -91,13 +117,16 @@ def norm_forward(
         x = x * scale_of(load(W + tile, col_mask[None, :], BLOCK == N), W, OFFSET, ROUND_OFFSET)
         x = x.to(X.dtype.element_ty).to(tl.float32)
     if CENTERED:
-        mean = step(tl.sum(x, axis=1) * (1.0 / N), X, ROUNDING)
+        mean = mean_of(x, N, X, ROUNDING)
         x = step(x - mean[:, None], X, ROUNDING)
         if BLOCK != N:
             x = tl.where(col_mask[None, :], x, 0.0)
-        if ROUNDING != "every_step":
+        # Sums of equal values are exact where 24 bits hold N times as many as x has; so are those of values about as
+        # large, as the elements of a row are where its mean is large.
+        EXACT: tl.constexpr = 1 << (23 - X.dtype.element_ty.fp_mantissa_width) >= N and (RES is None or H is not None)
+        if ROUNDING != "every_step" and (GATE == "silu_before" or not EXACT):
             # The mean of what is left corrects the rounding of a large mean; a constant row becomes exactly zero.
-            rest = tl.sum(x, axis=1) * (1.0 / N)
+            rest = mean_of(x, N, X, ROUNDING)
             mean = mean + rest
             x = x - rest[:, None]
             if BLOCK != N:

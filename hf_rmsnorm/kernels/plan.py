@@ -208,6 +208,7 @@ def backward_plan(
             hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None,
             from_output,
         )  # fmt: skip
+        flat = config.flat and all(operand.flat(rows, hidden_size) for operand in operands)
         if config.loop:
             parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
         else:
@@ -222,7 +223,7 @@ def backward_plan(
             tile = row | {
                 "rows_total": rows, "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first,
                 "GATE": _gate(spec, gate), "STAGES": config.stages, "RELOAD_W": config.reload_weight,
-                "GAPS": config.gaps,
+                "GAPS": config.gaps, "FLAT": hidden_size if flat else 0,
             }  # fmt: skip
             launches.append((NORM_BACKWARD, (parts, heads, 1), config.num_warps, tile))
         if config.loop and need[0]:

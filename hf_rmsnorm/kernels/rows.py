@@ -26,6 +26,10 @@ class RowAddress(NamedTuple):
         found = row_address(t.shape, t.stride(), order)
         return found or cls(max(1, math.prod(t.shape[:-1])), 0, t.shape[-1], copy=True)
 
+    def flat(self, rows: int, hidden_size: int) -> bool:
+        """Whether the rows lie one behind the other; also where there is but one row, or no tensor."""
+        return self == RowAddress() or self[:3] == (rows, 0, hidden_size)
+
     def arguments(self, name: str) -> dict[str, int]:
         """The address as the kernels' parameters."""
         return {f"{name}_len": self.length, f"{name}_outer": self.outer, f"{name}_inner": self.inner}

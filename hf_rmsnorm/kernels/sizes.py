@@ -32,11 +32,15 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig(TileConfig):
-    """Shape of one backward launch; `programs_per_sm` sizes the persistent grid (and so the partial sums)."""
+    """Shape of one backward launch; `programs_per_sm` sizes the persistent grid (and so the partial sums).
+
+    `flat` says that rows which lie one behind the other have code of their own.
+    """
 
     stages: int = 1
     reload_weight: bool = False
     gaps: bool = False
+    flat: bool = False
     programs_per_sm: int = 1
 
 
@@ -106,6 +110,9 @@ def backward_config(
         stages=stages,
         reload_weight=reload_weight,
         gaps=gaps,
+        # Elsewhere such code takes registers, by which fewer programs fit.
+        flat=not (gated or from_output)
+        and (rows == 1 if centered else rows > 1 and hidden_size == block and itemsize == 2),
         # As many as fit: one more would run alone, afterwards. A third operand takes registers, a gate most.
         programs_per_sm=min(4 if gated or added or from_output else 6, max(1, (4_096 if gated else 8_192) // held)),
     )

@@ -1,7 +1,7 @@
 """Budgets on the machine code of every kernel, compiled ahead of time by benchmarks/aot.py: no GPU is needed.
 
-tests/tools/aot_budgets.json holds registers per thread and programs per multiprocessor for one version of Triton. It
-began with the figures of the design and only ever improves: ``python -m benchmarks aot CASES --tighten FILE``.
+tests/tools/aot_budgets.json holds, by the version of Triton, registers per thread, programs per multiprocessor, and the
+bytes spilled where there are any. It only ever improves: ``python -m benchmarks aot CASES --tighten FILE``.
 """
 
 import json
@@ -26,7 +26,7 @@ DEFAULT = (
     "sm_90:llama-bf16",
     "sm_90:llama-bf16-frozen,llama-fp16,llama-fp32,llama-mixed,gemma-bf16,t5-mixed,plain-bf16:128,8192,14336",
     "sm_90:layernorm-bf16,layernorm-fp32:128,4096,14336",
-    "sm_90:llama-bf16-unaligned:128,4096",
+    "sm_90:llama-bf16-unaligned,llama-bf16-strided,layernorm-bf16-strided:128,4096",
     "sm_90:mamba-bf16,qwen3_next-bf16:128,4096,8192",
     "sm_90:textbook-fp32:4096",
     "sm_80,sm_100,gfx942:llama-bf16:96,896,4096,14336,65536",
@@ -93,10 +93,17 @@ def test_every_kernel_compiles_for_every_target(kernels):
         assert names[target] == rows | wide | heads, target
 
 
-def residual_spill(kernel):
-    """Bytes that the backward may spill for the gradient it adds: two registers, and more of float32 rows too wide for
-    any prefetch on the smallest chip.
+def budget_of(kernel):
+    row = BUDGETS[triton.__version__].get("{target} {variant} {kernel}".format(**kernel), {})
+    return row.get(str(kernel["hidden_size"]))
+
+
+def spill_allowed(kernel):
+    """Bytes: what the table says, or else, of the backward for the gradient it adds, two registers, and more of float32
+    rows too wide for any prefetch on the smallest chip.
     """
+    if len(budget_of(kernel) or ()) == 3:
+        return budget_of(kernel)[2]
     if not kernel["variant"].startswith("add_") or kernel["kernel"] != "norm_backward":
         return 0
     return 112 if kernel["target"] == "sm_86" and kernel["hidden_size"] > 8_192 else 8
@@ -106,7 +113,7 @@ def residual_spill(kernel):
 def test_no_register_is_spilled(kernels):
     spilled = {
         name_of(k): k["spilled"] for k in kernels
-        if k["spilled"] > residual_spill(k) and k["target"] == "sm_90" and not k["variant"].endswith("unaligned")
+        if k["spilled"] > spill_allowed(k) and k["target"] == "sm_90" and not k["variant"].endswith("unaligned")
         and not (k["kernel"] == "norm_backward" and k["variant"] in GATED and k["hidden_size"] > 8_192)
     }  # fmt: skip
     assert not spilled, "bytes of local memory per thread"
@@ -118,7 +125,7 @@ def test_other_chips_spill_next_to_nothing(kernels):
 
     def allowed(k):
         wide = k["variant"].endswith("fp32") and k["hidden_size"] >= 16_384
-        return max(residual_spill(k), 32 if wide else 0)
+        return max(spill_allowed(k), 32 if wide else 0)
 
     spilled = {
         name_of(k): k["spilled"] for k in kernels
@@ -172,10 +179,9 @@ def test_shared_memory_fits_the_chip(kernels):
 
 @budgeted
 def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
-    table, over, unknown = BUDGETS[triton.__version__], [], []
+    over, unknown = [], []
     for kernel in kernels:
-        row = table.get("{target} {variant} {kernel}".format(**kernel), {})
-        budget = row.get(str(kernel["hidden_size"]))
+        budget = budget_of(kernel)
         if budget is None:
             unknown.append(name_of(kernel))
         elif kernel["registers"] > budget[0] + REGISTER_SLACK or kernel["blocks"] < budget[1]:
@@ -184,7 +190,7 @@ def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
     assert not unknown or kernels is not compiled(DEFAULT), "compiled, but not in tests/tools/aot_budgets.json"
 
 
-@budgeted
+@pytest.mark.skipif(triton.__version__ != max(BUDGETS), reason=f"shapes are chosen for Triton {max(BUDGETS)}")
 @pytest.mark.full
 def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     from hf_rmsnorm.kernels.launch_qk import PROGRAMS_PER_SM as QK_PROGRAMS_PER_SM
