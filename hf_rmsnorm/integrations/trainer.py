@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..patching import PatchReport, patch_model, unpatch_model
+from ..patching.api import check_options
 from ..patching.converted import conversion_of
 from .finetuned import TRAINED, Recentre, mark_as_rms
 
@@ -39,7 +40,8 @@ class HfRmsNormCallback(TrainerCallback):
 
     Raises:
         TypeError: an option that `patch_model` does not know.
-        ValueError: recentre and train_as_rms together; and, from the Trainer, what those two and `patch_model` raise.
+        ValueError: recentre and train_as_rms together; an unknown numerics; and, from the Trainer, what
+            those two and `patch_model` raise.
 
     Example:
         >>> from hf_rmsnorm import HfRmsNormCallback
@@ -53,6 +55,7 @@ class HfRmsNormCallback(TrainerCallback):
             inspect.signature(patch_model).bind(None, **options)
         except TypeError as error:
             raise TypeError(f"HfRmsNormCallback takes the arguments of patch_model: {error}") from None
+        check_options(**options)
         self.report: PatchReport | None = None
         self._recentre_wanted, self._trained_as_rms, self._options = recentre, train_as_rms, options
         self._recentre: Recentre | None = None

@@ -44,7 +44,7 @@ def _launch(x, weight, bias, scale, shift, spec, stats):
     return kernels().norm_forward(x, weight, bias, spec, stats, scale, shift=shift)[:3]
 
 
-def modulated_norm(x, weight, bias, spec: NormSpec, scale, shift) -> torch.Tensor | None:
+def modulated_norm(x, weight, bias, spec: NormSpec, scale, shift=None) -> torch.Tensor | None:
     """``norm(x) * (1 + scale) + shift``, bit for bit, where one launch computes that; else None.
 
     As `AdaLayerNorm` of DiT (Peebles and Xie 2022) and of diffusers, whose operators round one by one.

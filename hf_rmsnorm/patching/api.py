@@ -111,12 +111,7 @@ def patched(
 def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, numerics, stacklevel: int):
     """(the report, what undoes the changes)."""
     check_module("patch_model", model)
-    flags = {"strict": strict, "fuse_residual": fuse_residual, "memory_efficient": memory_efficient}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
-    if numerics not in NUMERICS:
-        raise ValueError(f"numerics is {numerics!r}: choose one of {', '.join(NUMERICS)}")
+    check_options(strict=strict, fuse_residual=fuse_residual, memory_efficient=memory_efficient, numerics=numerics)
     entries = make_plan(model, include, exclude)
     unserved = [entry for entry in entries if entry.recipe is None and not entry.excluded]
     if strict and not entries:
@@ -161,6 +156,15 @@ def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, num
         what = f"numerics={numerics!r} reads sums unrounded; rounded first are those of {paths}"
         warnings.warn(f"{what}: {missed[0].reason}", stacklevel=stacklevel)
     return report_on(model, entries, layers), done
+
+
+def check_options(numerics: str = "model", include=None, exclude=None, **flags) -> None:
+    """Raises what `patch_model` raises of these arguments whatever the model is."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics is {numerics!r}: choose one of {', '.join(NUMERICS)}")
 
 
 def check_module(function: str, model) -> None:

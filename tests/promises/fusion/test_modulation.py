@@ -208,3 +208,14 @@ def test_four_operators_become_one_launch():
     with use_backend("triton"), Operators() as after, count_launches() as launches, torch.no_grad():
         model(x, scale, scale)
     assert (after.names, dict(launches)) == ([], {"norm_forward": 1})
+
+
+@pytest.mark.parametrize("missing", ["scale", "shift"])
+def test_a_missing_scale_or_shift_raises_as_without_a_patch(missing):
+    module, (x, *rest) = InOneExpression(), (torch.randn(2, 3, 64), *torch.randn(2, 2, 64))
+    operands = dict(zip(("scale", "shift"), rest, strict=True)) | {missing: None}
+    with pytest.raises(TypeError, match="NoneType"):
+        module(x, **operands)
+    patch_model(module)
+    with pytest.raises(TypeError, match="NoneType"), use_backend("triton"):
+        module(x, **operands)

@@ -250,6 +250,8 @@ def test_options_go_to_patch_model(tmp_path):
         HfRmsNormCallback(recentre=True, train_as_rms=True)
     with pytest.raises(ValueError, match="records no conversion"):
         make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback(recentre=True))
+    with pytest.raises(ValueError, match="numerics is 'vlm': choose one of model, "):
+        HfRmsNormCallback(numerics="vlm")
 
 
 @pytest.fixture(scope="module")
