@@ -19,22 +19,15 @@ class Values:
 
     Args:
         given: those in memory; they come before those of the checkpoint.
-        aliases: other names that tensors may have.
     """
 
-    def __init__(
-        self, given: Mapping[str, torch.Tensor] = {}, checkpoint: Checkpoint | None = None, aliases: Mapping = {}
-    ):
-        self.given, self.aliases, self.checkpoint = dict(given), dict(aliases), checkpoint
+    def __init__(self, given: Mapping[str, torch.Tensor] = {}, checkpoint: Checkpoint | None = None):
+        self.given, self.checkpoint = dict(given), checkpoint
         self.kept: dict[Any, torch.Tensor] = {}  # by `once`; whoever has made the tensor clears it
 
     def names(self) -> Collection[str]:
         """Of the checkpoint's tensors, or where there is none, of those in memory."""
         return self.checkpoint.tensors.keys() if self.checkpoint else self.given.keys()
-
-    def called(self, key: str) -> str:
-        """The name that a tensor has here."""
-        return key if key in self.given or key in self.names() else self.aliases.get(key, key)
 
     def stored(self, key: str, purpose: str | None = None) -> StoredTensor:
         """Shape and dtype of a tensor; refused where there is none, or where it is quantised and has a purpose.
@@ -42,14 +35,13 @@ class Values:
         Args:
             purpose: that it is to be computed with, and for what; None for a tensor of any dtype.
         """
-        name = self.called(key)
-        if name in self.given:
-            tensor = self.given[name]
-            return StoredTensor(name, CODES[tensor.dtype], tuple(tensor.shape), 0, tensor.nbytes)
-        if name not in self.names():
+        if key in self.given:
+            tensor = self.given[key]
+            return StoredTensor(key, CODES[tensor.dtype], tuple(tensor.shape), 0, tensor.nbytes)
+        if key not in self.names():
             where = self.checkpoint.folder if self.checkpoint else "the model"
             raise ConversionError(f"{where}: no tensor {key}: the checkpoint is not whole, download it again")
-        shard, tensor = self.checkpoint.tensors[name]
+        shard, tensor = self.checkpoint.tensors[key]
         if purpose is not None and tensor.dtype not in FLOATS:
             what = f"{key} is {tensor.dtype}{purpose and f' and {purpose}'}: it is quantised"
             raise ConversionError(f"{shard.path}: {what}; convert the unquantised model, then quantise that")
@@ -63,8 +55,8 @@ class Values:
 
     def elements(self, key: str, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) in float64, shape (last - first,), in memory of their own."""
-        if (name := self.called(key)) in self.given:
-            return self.given[name].detach().reshape(-1)[first:last].to(torch.float64, copy=True)
+        if key in self.given:
+            return self.given[key].detach().reshape(-1)[first:last].to(torch.float64, copy=True)
         tensor = self.stored(key, "")
         dtype = FLOATS[tensor.dtype]
         raw = self._read(key, tensor, first * dtype.itemsize, last * dtype.itemsize)
@@ -72,15 +64,15 @@ class Values:
 
     def raw(self, key: str) -> Iterator[np.ndarray]:
         """The bytes, in pieces."""
-        if (name := self.called(key)) in self.given:
-            yield self.given[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if key in self.given:
+            yield self.given[key].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             return
         tensor = self.stored(key)
         for first in range(0, tensor.nbytes, COPIED):
             yield self._read(key, tensor, first, min(tensor.nbytes, first + COPIED))
 
     def _read(self, key: str, tensor: StoredTensor, first: int, last: int) -> np.ndarray:
-        return self.checkpoint.tensors[self.called(key)][0].read(tensor, first, last)
+        return self.checkpoint.tensors[key][0].read(tensor, first, last)
 
 
 @contextmanager

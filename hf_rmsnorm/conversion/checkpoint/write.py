@@ -109,7 +109,7 @@ def write_checkpoint(
             with clear_errors(dst):
                 staging.publish()
         digests = {name: done["sha256"] for name, done in staging.journal["shards"].items()}
-    used = {values.called(key) for key in set().union(*(made.keys() for made in layout.tensors.values()))}
+    used = set().union(*(made.keys() for made in layout.tensors.values()))
     unused = tuple(sorted(source.tensors.keys() - used))
     return Written(
         dst, digests, len(layout.tensors), layout.nbytes, layout.changed, layout.added, unused, source.not_copied,

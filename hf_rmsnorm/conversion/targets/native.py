@@ -19,7 +19,7 @@ from ..twin.prove import BOUND, difference
 from ..twin.run import in_double, loaded, run
 from ..twin.twin import Twin, config_of, give_weights, make_twin, new_model, shapes_of
 from .centred import PlannedConversion
-from .native_build import WITHOUT, NativeTarget, native_targets, refused
+from .native_build import WITHOUT, NativeTarget, build_target, refused
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -66,7 +66,6 @@ class PlannedNative(PlannedConversion):
 
     def result(self, values: Values, max_shard_size):
         target = self.target
-        values.aliases.update(target.aliases)
         record = {**self.made, "source_type": target.source_type, "fold_affine": target.fold_affine}
         metadata = {"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}
         layout = split(target.tensors, values, metadata, max_shard_size or MAX_SHARD_SIZE)
@@ -84,7 +83,7 @@ class PlannedNative(PlannedConversion):
 
 
 def native_target(config: PretrainedConfig, values: Values | None = None, *, fold_affine: bool = False) -> NativeTarget:
-    """The RMSNorm architecture that computes what a LayerNorm one does, as by `native_targets`; refused without one.
+    """The RMSNorm architecture that computes what a LayerNorm one does, as by `build_target`; refused without one.
 
     Args:
         values: the source's tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without
@@ -95,13 +94,10 @@ def native_target(config: PretrainedConfig, values: Values | None = None, *, fol
     if cls is None or classes[:1] not in ([], [cls]):
         name = (config.architectures or [type(config).__name__])[0]
         raise ConversionRefused(f"{name} has no native target: only causal language models have; {WITHOUT}")
-    targets = native_targets(config, shapes_of(cls, config).__contains__, fold_affine)
-    reasons = []
-    for target in targets:
-        reasons.append(_reason_against(target, values) if values is not None else None)
-        if reasons[-1] is None:
-            return target
-    raise refused(config.model_type, targets[0].model_type, reasons[0])
+    target = build_target(config, shapes_of(cls, config).__contains__, fold_affine)
+    if values is not None and (reason := _reason_against(target, values)):
+        raise refused(config.model_type, target.model_type, reason)
+    return target
 
 
 def _reason_against(target: NativeTarget, values: Values) -> str | None:
@@ -122,26 +118,21 @@ def plan_native(src, *, fold_affine: bool = False, allow_pickle: bool = False) -
         if model_type not in transformers.CONFIG_MAPPING:
             raise ConversionRefused(f"{model_type} has no native target: Transformers does not know it; {WITHOUT}")
         config = config_of(values.checkpoint.folder)
-        values.aliases.update(native_target(config).aliases)  # which refuses by config alone, before a tensor is read
+        native_target(config)  # which refuses by config alone, before a tensor is read
         target = native_target(config, values, fold_affine=fold_affine)
         for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
             values.stored(key, "")
-    proof = prove_native(make_twin(src, trained=True), target.model_type, fold_affine=fold_affine)
+    proof = prove_native(make_twin(src, trained=True), fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
     return PlannedNative(provenance(src), target, proof)
 
 
 @torch.no_grad()
-def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: bool = False) -> NativeProof:
-    """Convert a small random model in memory, load the result with the target's class, and compare in float64.
-
-    Args:
-        target_type: which target, where there are several; the first by default.
-    """
+def prove_native(twin: Twin, *, fold_affine: bool = False) -> NativeProof:
+    """Convert a small random model in memory, load the result with the target's class, and compare in float64."""
     cls = type(twin.model)
-    targets = native_targets(twin.config, shapes_of(cls, twin.config).__contains__, fold_affine)
-    target = next(t for t in targets if target_type in (None, t.model_type))
+    target = build_target(twin.config, shapes_of(cls, twin.config).__contains__, fold_affine)
     with in_double():  # frequencies of rotation too
         source = new_model(cls, twin.config)
     give_weights(source, seed=3)
@@ -152,7 +143,7 @@ def prove_native(twin: Twin, target_type: str | None = None, *, fold_affine: boo
         reached = largest_output(*clip[:3], Values(parameters))
         for made in filter(None, (clip.weight, clip.bias)):
             parameters[made.like].mul_(min(1.0, clip.limit / reached))
-    tensors = computed(target.tensors, Values(saved_tensors(source), aliases=target.aliases))
+    tensors = computed(target.tensors, Values(saved_tensors(source)))
     source = as_it_computes(source)
     result_class = getattr(transformers, target.config.architectures[0])
     with in_double():

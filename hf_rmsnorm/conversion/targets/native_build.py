@@ -33,7 +33,6 @@ class NativeTarget:
     tensors: dict[str, Expression] = field(repr=False)  # of the target, computed from those of the source
     zero: tuple[str, ...]  # tensors of the source that have to be 0, as the target has nowhere to put them
     clips: tuple[Clip, ...] = field(repr=False)  # what must never reach the number that it is clipped to
-    aliases: dict[str, str]  # other names of tensors of the source
     fold_affine: bool  # the norms' weights are folded into what reads them
     centred: bool  # what writes to the residual stream; that of a model trained as RMSNorm is not
 
@@ -47,8 +46,8 @@ class NativeTarget:
         return f"{self.source_type} as {self.config.architectures[0]}: {len(self.tensors)} tensors{must}"
 
 
-def native_targets(config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool) -> list[NativeTarget]:
-    """The targets of a source's config, the first one that fits is best; refused where there is none.
+def build_target(config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool) -> NativeTarget:
+    """The target of a source's config; refused where there is none.
 
     Args:
         present: whether the source has a tensor of this name.
@@ -57,10 +56,11 @@ def native_targets(config: PretrainedConfig, present: Callable[[str], bool], fol
     if config.model_type not in PAIRS:
         none = f"no RMSNorm architecture is known that computes what {config.model_type} does"
         raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {', '.join(sorted(PAIRS))}")
-    for target, reason, holds in ((p.target, *refusal) for p in PAIRS[config.model_type] for refusal in p.refusals):
+    pair = PAIRS[config.model_type]
+    for reason, holds in pair.refusals:
         if holds(config):
-            raise refused(config.model_type, target, reason)
-    return [_Builder(config, pair, present, fold_affine).target() for pair in PAIRS[config.model_type]]
+            raise refused(config.model_type, pair.target, reason)
+    return _Builder(config, pair, present, fold_affine).target()
 
 
 def refused(source: str, target: str, reason: str) -> ConversionRefused:
@@ -95,17 +95,14 @@ class _Builder:
         for number in range(config.num_hidden_layers):
             self._layer(f"model.layers.{number}.", pair.layer.format(number), number)
         gain, final_bias = self._norm("model.norm", pair.final_norm)
-        head = embedding if tied else Stored(f"{pair.head[0]}.weight")
+        head = embedding if tied else Stored("lm_head.weight")
         if not keeps_tie:
             self.tensors["lm_head.weight"] = self._scaled(head, gain)
-        if pair.head_bias:
-            self.tensors["lm_head.bias"] = FoldedBias(head, final_bias) if final_bias else Filled(head, 0.0)
-        zero = (final_bias.like,) if final_bias and not pair.head_bias else ()
+        zero = (final_bias.like,) if final_bias else ()
         made = CONFIG_MAPPING[pair.target](**self._settings(keeps_tie))
         made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
         made.dtype = config.dtype
-        aliases = {f"{pair.head[0]}.weight": f"{name}.weight" for name in pair.head[1:]}
-        done = self.tensors, zero, tuple(self.clips), aliases
+        done = self.tensors, zero, tuple(self.clips)
         return NativeTarget(config.model_type, made, *done, self.fold_affine, self.centred)
 
     def _settings(self, keeps_tie: bool) -> dict[str, Any]:
@@ -180,9 +177,7 @@ class _Builder:
         names, start = self.pair.projections, 0
         for part, count in enumerate((self.heads, self.kv_heads, self.kv_heads)):
             index = torch.arange(count * self.head_dim).view(count, self.head_dim)
-            if self.pair.fused_by_head:
-                index = torch.arange(count * 3 * self.head_dim).view(count, 3, self.head_dim)[:, part]
-            elif len(names) == 1:
+            if len(names) == 1:
                 index = index + start
             start += count * self.head_dim
             if self.moved is not None and part < 2:
@@ -205,11 +200,11 @@ class _Builder:
             if int(factor * channels) != rotated:  # it rounded down, as the model will
                 factor = (rotated + 0.5) / channels
             rope = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": factor}
-        old = _pairs(rotated, self.pair.interleaved[0])
+        old = _pairs(rotated, self.pair.interleaved)
         if rotated < channels:
             old = torch.cat([old, torch.arange(rotated, channels).view(-1, 2)])
         moved = torch.empty(channels, dtype=torch.long)
-        moved[_pairs(channels, self.pair.interleaved[1])] = old
+        moved[_pairs(channels, self.pair.interleaved)] = old
         return rope, None if torch.equal(moved, torch.arange(channels)) else moved
 
 

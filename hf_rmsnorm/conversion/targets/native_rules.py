@@ -61,8 +61,8 @@ class NativePair:
     Args:
         mlp: (name in the target, name in the source, whether it writes to the stream) of each linear of a layer.
         experts: further weights of a layer by name in the target, and whether they write to the stream.
-        projections: query, key and value; or one name, of a tensor that holds them by head or one after another.
-        interleaved: (source, target): neighbouring channels are rotated together, and not the halves of a head.
+        projections: query, key and value; or one name, of a tensor that holds them one after another.
+        interleaved: neighbouring channels are rotated together, and not the halves of a head.
         settings: keys of the target's config beyond what the source's config has under the same name.
         refusals: reasons against a source of this config.
         clip: the number that queries, keys and values are clipped to, or None.
@@ -77,28 +77,20 @@ class NativePair:
     attention_norm: str = "input_layernorm"
     mlp_norm: str | None = "post_attention_layernorm"  # None where both read the first
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    fused_by_head: bool = False
     output: str = "self_attn.o_proj"
     final_norm: str = "model.norm"
-    head: tuple[str, ...] = ("lm_head",)  # names that it may have in the checkpoint
     weight_offset: float = 0.0  # what the norms add to their weight
-    interleaved: tuple[bool, bool] = (False, False)
+    interleaved: bool = False
     settings: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     refusals: tuple[tuple[str, Callable[[PretrainedConfig], Any]], ...] = ()
     biases: tuple[str, ...] = ()  # keys of the target's config that switch on those of attention and MLP
-    head_bias: bool = False  # the head has one with the others, so that the final norm's has somewhere to go
     clip: Callable[[PretrainedConfig], float | None] = lambda config: None
 
 
-PARALLEL = (
-    "attention and MLP read the stream side by side, and no RMSNorm architecture does that with such an MLP",
-    lambda c: c.use_parallel_residual,
-)
 QK_NORMS = "its queries and keys have norms of their own"
 ARCEE = {"target": "arcee", "biases": ("attention_bias", "mlp_bias")}
-COHERE = {"target": "cohere2_moe", "eps": "layer_norm_eps", "mlp_norm": None, "interleaved": (True, True)}
+COHERE = {"target": "cohere2_moe", "eps": "layer_norm_eps", "mlp_norm": None, "interleaved": True}
 COHERE |= {"biases": ("attention_bias",)}
-STABLELM = {"eps": "layer_norm_eps", "refusals": (PARALLEL, (QK_NORMS, lambda c: c.qk_layernorm))}
 
 
 def _dense_cohere(rotate_all: bool) -> Callable[[PretrainedConfig], dict[str, Any]]:
@@ -112,20 +104,18 @@ def _dense_cohere(rotate_all: bool) -> Callable[[PretrainedConfig], dict[str, An
     }
 
 
-def _only(*args, **how) -> tuple[NativePair]:
-    return (NativePair(*args, **how),)
-
-
-PAIRS: dict[str, tuple[NativePair, ...]] = {
-    "olmo": _only("llama", 1e-5, biases=("attention_bias",), clip=lambda c: c.clip_qkv),
-    "cohere": _only(**COHERE, settings=_dense_cohere(rotate_all=True), refusals=((QK_NORMS, lambda c: c.use_qk_norm),)),
-    "cohere2": _only(**COHERE, settings=_dense_cohere(rotate_all=False)),
-    "cohere2_moe": _only(
+PAIRS: dict[str, NativePair] = {
+    "olmo": NativePair("llama", 1e-5, biases=("attention_bias",), clip=lambda c: c.clip_qkv),
+    "cohere": NativePair(
+        **COHERE, settings=_dense_cohere(rotate_all=True), refusals=((QK_NORMS, lambda c: c.use_qk_norm),)
+    ),
+    "cohere2": NativePair(**COHERE, settings=_dense_cohere(rotate_all=False)),
+    "cohere2_moe": NativePair(
         **COHERE,
         mlp=_gated_or_sparse,
         refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
     ),
-    "dbrx": _only(
+    "dbrx": NativePair(
         "mixtral",
         1e-5,
         lambda config, index: iter([("block_sparse_moe.gate", "ffn.router.layer", False)]),
@@ -159,41 +149,18 @@ PAIRS: dict[str, tuple[NativePair, ...]] = {
         ),
         clip=lambda c: c.attn_config.clip_qkv,
     ),
-    "starcoder2": _only(
-        **ARCEE,
-        eps="norm_epsilon",
-        mlp=_plain_mlp("mlp.c_fc", "mlp.c_proj"),
+    "jais2": NativePair(**ARCEE, eps="layer_norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj")),
+    "nemotron": NativePair(**ARCEE, eps="norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0),
+    "stablelm": NativePair(
+        "llama",
+        eps="layer_norm_eps",
+        biases=("attention_bias", "mlp_bias"),
         refusals=(
             (
-                "its attention has a window shorter than its context (sliding_window)",
-                lambda c: c.sliding_window is not None and c.sliding_window < c.max_position_embeddings,
+                "attention and MLP read the stream side by side, as no RMSNorm architecture does with such an MLP",
+                lambda c: c.use_parallel_residual,
             ),
+            (QK_NORMS, lambda c: c.qk_layernorm),
         ),
-    ),
-    "jais2": _only(**ARCEE, eps="layer_norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj")),
-    "nemotron": _only(**ARCEE, eps="norm_eps", mlp=_plain_mlp("mlp.up_proj", "mlp.down_proj"), weight_offset=1.0),
-    "stablelm": (
-        NativePair("llama", **STABLELM, biases=("attention_bias", "mlp_bias")),
-        NativePair(
-            "ernie4_5_moe",
-            **STABLELM,
-            settings=lambda c: {"moe_layer_start_index": c.num_hidden_layers},  # dense throughout
-            biases=("use_bias",),
-            head_bias=True,
-            interleaved=(False, True),
-        ),
-    ),
-    "gpt_neox": _only(
-        **ARCEE,
-        eps="layer_norm_eps",
-        mlp=_plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-        embedding="gpt_neox.embed_in",
-        layer="gpt_neox.layers.{}.",
-        projections=("attention.query_key_value",),
-        fused_by_head=True,
-        output="attention.dense",
-        final_norm="gpt_neox.final_layer_norm",
-        head=("lm_head", "embed_out"),
-        refusals=(PARALLEL,),
     ),
 }
