@@ -1,24 +1,32 @@
 """What the package does with published models, from their configs alone: ``python -m scripts.real_configs``.
 
 ``scripts/data/real_configs.json`` has the numbers of each config.json; of longrope's factors only their count is right.
-Each model is built on the meta device and patched, and its conversion is planned; no weights are read. What is found
-goes to ``scripts/results/real_configs.json``, and as a table to ``docs/real-configs.md``. A model without verdict
-is run; ``--again`` runs all, ``--only NAME,NAME`` those, ``--seconds N`` begins no further one after that.
+Each model is built on the meta device and patched, and its conversion is planned. A narrow copy, of the same depth with
+random weights in bfloat16, is verified as `hf-rmsnorm verify` does. No weights are read. What is found goes to
+``scripts/results/real_configs.json``, and as a table to ``docs/real-configs.md``. A model without verdict is run;
+``--again`` runs all, ``--only NAME,NAME`` those, ``--seconds N`` begins no further one after that.
 """
 
 import argparse
 import copy
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the package finds out what serves the CPU
 
 import transformers
 from accelerate import init_empty_weights
 from transformers import AutoConfig
 
-from hf_rmsnorm import patch_model, plan_conversion
+from hf_rmsnorm import patch_model, plan_conversion, verify_equivalence
 from hf_rmsnorm.conversion import ConversionRefused
+from hf_rmsnorm.conversion.twin.twin import make_twin
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "scripts" / "data" / "real_configs.json"
@@ -56,18 +64,32 @@ def planned(config: dict) -> dict:
     return {"verdict": verdict, "reason": "; ".join(dict.fromkeys(norm.reason for norm in stay))}
 
 
+def verified(config: dict) -> str:
+    """What `verify_equivalence` says of a narrow copy, its norms and what is fused with them run by the kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        try:
+            twin = make_twin(folder)
+        except ConversionRefused as refusal:
+            return f"no narrow copy: {str(refusal).replace(folder, 'the folder')}"
+    half = torch.bfloat16
+    given = {k: t.to(half) if torch.is_tensor(t) and t.is_floating_point() else t for k, t in twin.inputs.items()}
+    report = verify_equivalence(twin.model.to(half), inputs=given, max_new_tokens=0, backend="triton", rows_per_norm=8)
+    return report.verdict
+
+
 def row(config: dict) -> dict:
-    return {**patched(config), **planned(config)}
+    return {**patched(config), "verified": verified(config), **planned(config)}
 
 
 def table(found: dict) -> str:
     lines = [
-        "| model | norms swapped | left alone | sums fused | q/k pairs fused | conversion |",
-        "|---|---|---|---|---|---|",
+        "| model | norms swapped | left alone | sums fused | q/k pairs fused | narrow copy verified | conversion |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, each in found.items():
         verdict = ": ".join(filter(None, (each["verdict"], each["reason"])))
-        counts = " | ".join(str(each[key]) for key in ("swapped", "skipped", "sums", "pairs"))
+        counts = " | ".join(str(each.get(key, "")) for key in ("swapped", "skipped", "sums", "pairs", "verified"))
         lines.append(f"| {name} | {counts} | {verdict.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 

@@ -46,7 +46,7 @@ def test_verify(name):
 
 
 def test_generate():
-    model = load("llama", dtype="auto")
+    model = load("llama").float()  # two tokens of one logit in bfloat16 are a matter of the processor
     expected = model.generate(ids_of(TEXT), max_new_tokens=8, do_sample=False)
     patch_model(model)
     with use_backend("triton"):
