@@ -47,6 +47,7 @@ CHIPS = {
 }
 
 _LLAMA = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
+_COHERE = NormSpec(centered=True, eps=1e-5)
 _LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 
 
@@ -65,7 +66,7 @@ class Variant:
     added: bool = False
     output: bool = False
     strided: bool = False
-    heads: str = ""  # of q and k: "apart", or "turned" by a rotary embedding behind the norms
+    heads: str = ""  # of q and k: "apart", "turned" by a rotary embedding, that and normalised "whole", or "weighted"
 
 
 VARIANTS = {
@@ -92,6 +93,8 @@ VARIANTS = {
     "qk_rotary-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="turned"),
     "qk_rotary-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads="turned"),
     "qk_rotary-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads="turned"),
+    "qk_whole-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="whole"),
+    "qk_weighted-bf16": Variant(_COHERE, torch.bfloat16, torch.bfloat16, heads="weighted"),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
     "layernorm-bf16-strided": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, strided=True),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
@@ -160,13 +163,19 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:
-    """As `run`, on four heads of q and two of k in the strides of a projection, with gradients of an attention's."""
-    q, k = (tensor((2, 5, heads, head_dim), variant.x).transpose(1, 2) for heads in (4, 2))
+    """As `run`, on heads of q and of k in the strides of a projection, with gradients of an attention's.
+
+    Of heads that share no weight there are as many as in an 8B model; of others the kernels do not depend on that.
+    """
+    counts = (32, 8) if variant.heads in ("whole", "weighted") else (4, 2)
+    q, k = (tensor((2, 5, heads, head_dim), variant.x).transpose(1, 2) for heads in counts)
     dq, dk = (tensor(t.shape, variant.x) for t in (q, k))
-    weights = [tensor((head_dim,), variant.weight) for _ in range(2)]
-    tables = [tensor((2, 5, head_dim), variant.x) if variant.heads == "turned" else None for _ in range(2)]
-    *_, rstd, mean = launch_qk.qk_norm_forward(q, k, *weights, *tables, variant.spec, True)
-    launch_qk.qk_norm_backward(dq, dk, q, k, *weights, *tables, rstd, mean, variant.spec, (True,) * 4)
+    shapes = {"whole": [(n * head_dim,) for n in counts], "weighted": [(n, head_dim) for n in counts]}
+    weights = [tensor(shape, variant.weight) for shape in shapes.get(variant.heads, [(head_dim,)] * 2)]
+    tables = [tensor((2, 5, head_dim), variant.x) if variant.heads in ("turned", "whole") else None for _ in range(2)]
+    parameters, need = (*weights, None, None), (True,) * 4 + (False,) * 2
+    *_, rstd, mean = launch_qk.qk_norm_forward(q, k, parameters, *tables, variant.spec, True)
+    launch_qk.qk_norm_backward(dq, dk, q, k, parameters, *tables, rstd, mean, variant.spec, need)
 
 
 @dataclass(frozen=True)

@@ -179,25 +179,48 @@ def _sum_rows(t: Tensor, columns: int) -> Tensor:
     return t.sum(list(range(t.dim() - columns))) if t.dim() > columns else t
 
 
-def reference_qk_norm(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None):
+def reference_qk_norm(
+    q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None, once: bool = False
+):
     """`fused_qk_norm` in the operators of Hugging Face's attention layers, bit-equal to them on the same device."""
-    normed = (reference_norm(q, q_weight, None, spec), reference_norm(k, k_weight, None, spec))
-    return normed if cos is None else tuple(rotated(y, cos, sin) for y in normed)
+    sides = (q, q_weight, q_bias), (k, k_weight, k_bias)
+    normed = tuple(by_heads(reference_norm(as_normed(x, w), w, b, spec), x, w) for x, w, b in sides)
+    return normed if cos is None else tuple(rotated(y, cos, sin, once=once) for y in normed)
 
 
-def rotated(y, cos, sin, back: bool = False):
+def as_normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    """x, (batch, heads, length, head_dim), as the norm of this weight reads it.
+
+    That is (batch, length, heads, head_dim) where each head has a weight, and (batch, length, heads * head_dim) where
+    one norm spans them all.
+    """
+    if weight is None or weight.shape == x.shape[-1:]:
+        return x
+    return x.transpose(1, 2) if weight.dim() == 2 else x.transpose(1, 2).flatten(2)
+
+
+def by_heads(y: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+    """What is laid out as `as_normed` of x, as x is."""
+    if weight is None or weight.shape == x.shape[-1:]:
+        return y
+    return (y if weight.dim() == 2 else y.unflatten(-1, (x.shape[1], x.shape[3]))).transpose(1, 2)
+
+
+def rotated(y, cos, sin, back: bool = False, once: bool = False):
     """`apply_rotary_pos_emb` of one tensor, or (`back`) the gradient in front of it.
 
     Args:
         y: (batch, heads, length, head_dim).
         cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
+        once: the result has y's dtype, whatever the tables have.
     """
     columns = cos.shape[-1]
     if columns != y.shape[-1]:
-        return torch.cat([rotated(y[..., :columns], cos, sin, back), y[..., columns:]], dim=-1)
+        return torch.cat([rotated(y[..., :columns], cos, sin, back, once), y[..., columns:]], dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     # rotate_half transposed is its negative.
-    return y * cos - _rotate_half(y * sin) if back else y * cos + _rotate_half(y) * sin
+    turned = y * cos - _rotate_half(y * sin) if back else y * cos + _rotate_half(y) * sin
+    return turned.to(y.dtype) if once else turned
 
 
 def _rotate_half(y):
@@ -205,15 +228,15 @@ def _rotate_half(y):
     return torch.cat((-y[..., half:], y[..., :half]), dim=-1)
 
 
-def reference_qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec: NormSpec, need):
-    """The closed-form gradients (dq, dk, dq_weight, dk_weight), None where `need` is False."""
+def reference_qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec: NormSpec, need):
+    """The closed-form gradients of q, k, their weights and their biases, None where `need` is False."""
 
-    def side(dy, x, weight, need_x, need_weight):
-        if dy is None or not (need_x or need_weight):
-            return None, None
+    def side(dy, x, weight, bias, *need):
+        if dy is None or not any(need):
+            return None, None, None
         dy = dy if cos is None else rotated(dy, cos, sin, back=True)
-        return reference_backward(dy, x, weight, None, spec, (need_x, need_weight, False))[:2]
+        dx, *others = reference_backward(*(as_normed(t, weight) for t in (dy, x)), weight, bias, spec, need)[:3]
+        return dx if dx is None else by_heads(dx, x, weight), *others
 
-    dxq, dwq = side(dq, q, q_weight, need[0], need[2])
-    dxk, dwk = side(dk, k, k_weight, need[1], need[3])
-    return dxq, dxk, dwq, dwk
+    of_q, of_k = side(dq, q, q_weight, q_bias, *need[::2]), side(dk, k, k_weight, k_bias, *need[1::2])
+    return tuple(each for pair in zip(of_q, of_k, strict=True) for each in pair)

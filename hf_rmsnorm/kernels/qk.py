@@ -1,6 +1,7 @@
 """Kernels for the norms of queries and keys, and the rotary embedding behind them: both tensors in one launch.
 
 A row is one head of one position: row r of a (batch, heads, length, N) tensor is head r % heads of token r // heads.
+Where heads have weights of their own, or one norm spans them all (WHOLE), a tile has rows of one token alone.
 Every operand is addressed by its own three strides, so that transposed and sliced views need no copy, and the lengths
 and strides are run-time arguments. The first programs take the rows of q and the others those of k; each side has its
 own copy of the code, so that an access still has one known pointer.
@@ -43,6 +44,34 @@ def offsets(place, strides, UNIT: tl.constexpr):
 
 
 @triton.jit
+def tile_rows(tile, rows_total, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """(rows, their mask, their heads) of a tile; HEADS: that each token has, where a tile has those of one token."""
+    if HEADS:
+        CHUNKS: tl.constexpr = (HEADS + ROWS - 1) // ROWS
+        head = tile % CHUNKS * ROWS + tl.arange(0, ROWS)
+        return tile // CHUNKS * HEADS + head, head < HEADS, head
+    else:
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        return rows, rows < rows_total, rows
+
+
+@triton.jit
+def tiles_of(rows_total, ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """How many tiles such rows are."""
+    if HEADS:
+        return rows_total // HEADS * ((HEADS + ROWS - 1) // ROWS)
+    else:
+        return tl.cdiv(rows_total, ROWS)
+
+
+@triton.jit
+def mean_of(values, N: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr):
+    """Mean of each row's `values`, half of whose columns were added to the other half; or one of all rows."""
+    total = tl.sum(values, axis=1)
+    return tl.zeros_like(total) + tl.sum(total, axis=0) * (1.0 / (N * HEADS)) if WHOLE else total * (1.0 / N)
+
+
+@triton.jit
 def rounded(value, X):
     """What float32 values become in a tensor of x's dtype."""
     return value.to(X.dtype.element_ty).to(tl.float32)
@@ -73,15 +102,21 @@ def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def turned(value, other, cos, sin, Y, PLUS: tl.constexpr):
-    """value * cos +- other * sin, every operator rounded to Y's dtype."""
-    along = rounded(value * cos, Y)
-    across = rounded(other * sin, Y)
-    return rounded(along + across if PLUS else along - across, Y)
+def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
+    """value * cos +- other * sin, every operator rounded to Y's dtype; ONCE: only what they make, when it is stored."""
+    along = value * cos
+    across = other * sin
+    if not ONCE:
+        along = rounded(along, Y)
+        across = rounded(across, Y)
+    total = along + across if PLUS else along - across
+    return total if ONCE else rounded(total, Y)
 
 
 @triton.jit
-def rotated(x, z, COS, SIN, at, low, high, mask, Y, N: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr):
+def rotated(
+    x, z, COS, SIN, at, low, high, mask, Y, N: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, ONCE: tl.constexpr
+):
     """The halves x and z, turned by the tables at `at`; BACK: by the transposed map, which takes a gradient back."""
     turns = low < R // 2
     mask = mask & turns
@@ -89,8 +124,8 @@ def rotated(x, z, COS, SIN, at, low, high, mask, Y, N: tl.constexpr, R: tl.const
     cos_z = load(COS + at + high, mask, False).to(tl.float32)
     sin = load(SIN + at + low, mask, False).to(tl.float32)
     sin_z = load(SIN + at + high, mask, False).to(tl.float32)
-    new_x = turned(x, z, cos, sin_z if BACK else sin, Y, BACK)
-    new_z = turned(z, x, cos_z, sin if BACK else sin_z, Y, not BACK)
+    new_x = turned(x, z, cos, sin_z if BACK else sin, Y, BACK, ONCE)
+    new_z = turned(z, x, cos_z, sin if BACK else sin_z, Y, not BACK, ONCE)
     if R < N:  # the columns behind them pass
         new_x = tl.where(turns, new_x, x)
         new_z = tl.where(turns, new_z, z)
@@ -99,14 +134,13 @@ def rotated(x, z, COS, SIN, at, low, high, mask, Y, N: tl.constexpr, R: tl.const
 
 @triton.jit
 def rows_forward(
-    X, W, COS, SIN, Y, RSTD, MEAN, tile, stats_at, rows_total, length, heads, of_x, of_y, of_tables, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr,
+    X, W, B, COS, SIN, Y, RSTD, MEAN, tile, stats_at, rows_total, length, heads, of_x, of_y, of_tables, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
+    UNIT: tl.constexpr, R: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch, position and head."""
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < rows_total
+    rows, row_mask, head = tile_rows(tile, rows_total, ROWS, HEADS)
     # The columns as whole tiles give weights, cos and sin x's layout: 16-byte loads, no trip through shared memory.
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
@@ -117,30 +151,34 @@ def rows_forward(
     x = load(x_at + low, low_mask, False).to(tl.float32)
     z = load(x_at + high, high_mask, False).to(tl.float32)  # the other half, as everywhere below
     if CENTERED:  # as in `norm_forward`
-        mean = step(tl.sum(x + z, axis=1) * (1.0 / N), X, ROUNDING)
+        mean = step(mean_of(x + z, N, HEADS, WHOLE), X, ROUNDING)
         x = tl.where(low_cols, step(x - mean[:, None], X, ROUNDING), 0.0)
         z = tl.where(high_cols, step(z - mean[:, None], X, ROUNDING), 0.0)
         if ROUNDING != "every_step":
-            rest = tl.sum(x + z, axis=1) * (1.0 / N)
+            rest = mean_of(x + z, N, HEADS, WHOLE)
             mean = mean + rest
             x = tl.where(low_cols, x - rest[:, None], 0.0)
             z = tl.where(high_cols, z - rest[:, None], 0.0)
         if MEAN is not None:
             tl.store(MEAN + stats_at + rows, mean, mask=row_mask)
-    square = tl.sum(step(x * x, X, ROUNDING) + step(z * z, X, ROUNDING), axis=1) * (1.0 / N)
+    square = mean_of(step(x * x, X, ROUNDING) + step(z * z, X, ROUNDING), N, HEADS, WHOLE)
     divisor, rstd = root(square, X, eps, ROUNDING, EPS_OUTSIDE)
     if RSTD is not None:
         tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)
-    dense: tl.constexpr = 2 * BLOCK == N
+    dense: tl.constexpr = 2 * BLOCK == N and not HEADS
+    of_low, of_high = low, high  # where the parameters of these columns are
+    if HEADS:
+        of_low, of_high = low + (head * N)[:, None], high + (head * N)[:, None]
+        low_cols, high_cols = low_mask, high_mask
     y = normalised(x, divisor[:, None], rstd[:, None], X, ROUNDING)
-    y = affine(y, X, W, None, low, low_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
+    y = affine(y, X, W, B, of_low, low_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
     z = normalised(z, divisor[:, None], rstd[:, None], X, ROUNDING)
-    z = affine(z, X, W, None, high, high_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
+    z = affine(z, X, W, B, of_high, high_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
     if COS is not None:
         y = as_output(y, X, W, ROUNDING)
         z = as_output(z, X, W, ROUNDING)
         at = offsets(place, of_tables, UNIT)
-        y, z = rotated(y, z, COS, SIN, at, low, high, low_mask, Y, N, R, False)
+        y, z = rotated(y, z, COS, SIN, at, low, high, low_mask, Y, N, R, False, ONCE)
     y_at = Y + offsets(place, of_y, UNIT)
     tl.store(y_at + low, y.to(Y.dtype.element_ty), mask=low_mask)
     tl.store(y_at + high, z.to(Y.dtype.element_ty), mask=high_mask)
@@ -148,34 +186,36 @@ def rows_forward(
 
 @triton.jit
 def qk_norm_forward(
-    Q, K, WQ, WK, COS, SIN, YQ, YK, RSTD, MEAN, tokens, length, q_heads, k_heads,
+    Q, K, WQ, WK, BQ, BK, COS, SIN, YQ, YK, RSTD, MEAN, tokens, length, q_heads, k_heads,
     q_batch: tl.int64, q_position: tl.int64, q_head: tl.int64,
     k_batch: tl.int64, k_position: tl.int64, k_head: tl.int64,
     yq_batch: tl.int64, yq_position: tl.int64, yq_head: tl.int64,
     yk_batch: tl.int64, yk_position: tl.int64, yk_head: tl.int64,
     rotary_batch: tl.int64, rotary_position: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROWS_K: tl.constexpr, HEADS: tl.constexpr,
+    HEADS_K: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr, CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises, and rotates where there is a rotary embedding, ROWS rows of q or of k.
+    """One program normalises, and rotates where there is a rotary embedding, a tile of rows of q or of k.
 
+    ROWS and HEADS are as in `tile_rows`, of q and (_K) of k.
     RSTD and MEAN are None where no backward follows, MEAN also where not CENTERED; `tokens` is batch * length, and only
-    the first R columns rotate. The rest is as in `launch_qk.qk_norm_forward`.
+    the first R columns rotate, as `turned` says. The rest is as in `launch_qk.qk_norm_forward`.
     """
     q_rows = tokens * q_heads
-    q_tiles = tl.cdiv(q_rows, ROWS)
+    q_tiles = tiles_of(q_rows, ROWS, HEADS)
     tile = tl.program_id(0)
     of_tables = (rotary_batch, rotary_position, 0)
     if tile < q_tiles:
         rows_forward(
-            Q, WQ, COS, SIN, YQ, RSTD, MEAN, tile, 0, q_rows, length, q_heads,
+            Q, WQ, BQ, COS, SIN, YQ, RSTD, MEAN, tile, 0, q_rows, length, q_heads,
             (q_batch, q_position, q_head), (yq_batch, yq_position, yq_head), of_tables, eps,
-            N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE,
+            N, BLOCK, ROWS, HEADS, WHOLE, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, ONCE,
         )  # fmt: skip
     else:
         rows_forward(
-            K, WK, COS, SIN, YK, RSTD, MEAN, tile - q_tiles, q_rows, tokens * k_heads, length, k_heads,
+            K, WK, BK, COS, SIN, YK, RSTD, MEAN, tile - q_tiles, q_rows, tokens * k_heads, length, k_heads,
             (k_batch, k_position, k_head), (yk_batch, yk_position, yk_head), of_tables, eps,
-            N, BLOCK, ROWS, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE,
+            N, BLOCK, ROWS_K, HEADS_K, WHOLE, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, ONCE,
         )  # fmt: skip

@@ -18,7 +18,7 @@ SERVES = {
     "backward": _TILE,
     "wide backward": _ANY_WIDTH,
     "residual sum": _ANY_WIDTH | {"weight_first"},
-    "queries and keys": _ANY_WIDTH - {"has_bias"},
+    "queries and keys": _ANY_WIDTH,
     # xhat has to follow from the output alone, and with its own rounding.
     "from the output": _ANY_WIDTH - {"eps_outside", "rounding=rstd", "rounding=every_step"},
 }

@@ -5,6 +5,7 @@ from functools import cache
 
 MAX_HIDDEN_SIZE = 262_144
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
+MAX_TOKEN = 8_192  # columns of all heads of a token in one tile, where one norm spans them: more would spill
 TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
 CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
 TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formula import NormSpec
 from ..kernels.serves import of_rows, unserved
-from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, TILE_MAX
+from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, MAX_TOKEN, TILE_MAX, next_power_of_2
 from .direct import DIRECT_TYPES
 from .loading import is_dtensor
 from .settings import chosen, settings
@@ -147,14 +147,20 @@ def resolve_backend(
     return "original"
 
 
-def qk_fits(q, k, q_weight, k_weight, spec: NormSpec, cos, sin) -> bool:
-    """Whether one launch can norm and rotate q and k: their types, shapes, dtypes and strides, and the formula."""
-    if unserved(spec, "queries and keys") is not None:
+def qk_fits(q, k, parameters, spec: NormSpec, cos, sin) -> bool:
+    """Whether one launch can norm and rotate q and k: their types, shapes, dtypes and strides, and the formula.
+
+    parameters: the weights of q and k, then their biases, or None for each.
+    """
+    q_weight, k_weight, q_bias, k_bias = parameters
+    if unserved(spec, "queries and keys") is not None or (spec.has_bias and not (spec.has_weight and cos is None)):
         return False
-    if (q_weight is None) == spec.has_weight or (k_weight is None) == spec.has_weight or (cos is None) != (sin is None):
+    if any((p is None) == has for p, has in zip(parameters, [spec.has_weight] * 2 + [spec.has_bias] * 2, strict=True)):
+        return False
+    if (cos is None) != (sin is None):
         return False
     device, mixed = q.device, False
-    for pair in ((q, k), (q_weight, k_weight), (cos, sin)):
+    for pair in ((q, k), parameters, (cos, sin)):
         for t in pair:
             if t is not None:
                 if type(t) not in DIRECT_TYPES and not isinstance(t, FakeTensor) and not is_dtensor(t):
@@ -174,12 +180,8 @@ def qk_fits(q, k, q_weight, k_weight, spec: NormSpec, cos, sin) -> bool:
         return False
     if q.stride(3) != 1 or k.stride(3) != 1:
         return False
-    if q_weight is not None:
-        shape = (head_dim,)
-        if q_weight.shape != shape or k_weight.shape != shape:
-            return False
-        if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
-            return False
+    if q_weight is not None and not _qk_parameters_fit(q, k, parameters, spec):
+        return False
     if cos is not None:
         if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
             return False
@@ -188,3 +190,16 @@ def qk_fits(q, k, q_weight, k_weight, spec: NormSpec, cos, sin) -> bool:
             return False
     # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
     return _is_compiling() or q.numel() + k.numel() <= MAX_ROWS * head_dim
+
+
+def _qk_parameters_fit(q, k, parameters, spec: NormSpec) -> bool:
+    """Of all heads, (head_dim,); of each, (heads, head_dim); or of one norm over all of them, (heads * head_dim,)."""
+    if not all(p is None or p.is_contiguous() for p in parameters):
+        return False
+    found = [tuple(p.shape) for p in parameters if p is not None]
+    (_, q_heads, _, head_dim), k_heads = q.shape, k.shape[1]
+    sizes = len(found) // 2
+    if found == [(head_dim,)] * 2 * sizes or found == [(q_heads, head_dim), (k_heads, head_dim)] * sizes:
+        return True
+    spans = found == [(q_heads * head_dim,), (k_heads * head_dim,)] * sizes
+    return spans and not spec.centered and next_power_of_2(q_heads) * next_power_of_2(head_dim) <= MAX_TOKEN

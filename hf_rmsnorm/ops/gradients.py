@@ -91,18 +91,23 @@ def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
 
 
 def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
-    """(dq, dk, dq_weight, dk_weight) inside a backward; saved: q, k, q_weight, k_weight, cos, sin, rstd, mean."""
-    *operands, rstd, mean = qk_as_saved(saved)
+    """The gradients of q, k, their weights and biases inside a backward; saved: these, cos, sin, rstd, mean."""
+    q, k, *parameters, cos, sin, rstd, mean = qk_as_saved(saved)
+    operands = q, k, *parameters, cos, sin
     if dq is None and dk is None:
-        return (None,) * 4
+        return (None,) * 6
     compiling = _is_compiling()
     if not compiling and _seen_through(dq, dk):
         if not torch.is_grad_enabled():
             return reference_qk_backward(dq, dk, *operands, spec, need)
-        *inputs, cos, sin = operands
-        return differentiable(lambda *t: reference_qk_norm(*t, spec, cos, sin), inputs, (dq, dk), need)
+
+        def formula(q, k, q_weight, k_weight, *biases):
+            made = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, *biases)
+            return [y if dy is None else y.to(dy.dtype) for y, dy in zip(made, (dq, dk), strict=True)]
+
+        return differentiable(formula, operands[:6], (dq, dk), need)
     if not compiling and is_direct(*operands, dq, dk):
-        return qk_kernels().qk_norm_backward(dq, dk, *operands, rstd, mean, spec, tuple(need))
+        return qk_kernels().qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, tuple(need))
     mean = rstd.new_empty(0) if mean is None else mean
     grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
-    return wanted(grads, [n and d is not None for n, d in zip(need, (dq, dk, dq, dk), strict=True)])
+    return wanted(grads, [n and d is not None for n, d in zip(need, (dq, dk) * 3, strict=True)])

@@ -8,7 +8,14 @@ import torch
 from ..formula import NormSpec
 from ..kernels.rows import heads_of, row_order
 from ..kernels.serves import unserved
-from ..reference import reference_backward, reference_norm, reference_qk_backward, reference_qk_norm, reference_stats
+from ..reference import (
+    as_normed,
+    reference_backward,
+    reference_norm,
+    reference_qk_backward,
+    reference_qk_norm,
+    reference_stats,
+)
 from .backend import qk_fits, refusal
 from .direct import is_direct
 from .loading import kernels, qk_kernels
@@ -30,7 +37,8 @@ _NAMES = dict.fromkeys(("eps", "centered", *(name for name in _HINTS if name not
 _TYPES = {name: _argument_type(name, _HINTS[name]) for name in _NAMES}
 _SPEC = ", ".join(f"{kind} {'gating' if name == 'gate' else name}" for name, kind in _TYPES.items())
 _AFFINE = "Tensor? weight, Tensor? bias"
-_QK = "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin"
+_OF_QK = "Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias"
+_QK = f"Tensor q, Tensor k, {_OF_QK}, Tensor? cos, Tensor? sin"
 _STATS = "Tensor rstd, Tensor mean"
 _library = torch.library.Library("hf_rmsnorm", "DEF")
 
@@ -44,8 +52,8 @@ norm_forward_op = _define("norm_forward", f"Tensor x, {_AFFINE}, Tensor? gate", 
 _OF_NORM = f"Tensor dy, Tensor x, {_AFFINE}, Tensor? gate, Tensor? dh, {_STATS}"
 norm_backward_op = _define("norm_backward", _OF_NORM, "bool[] need", 4)
 add_norm_forward_op = _define("add_norm_forward", f"Tensor x, Tensor residual, {_AFFINE}", "bool stats", 4)
-qk_norm_forward_op = _define("qk_norm_forward", _QK, "bool stats", 4)
-qk_norm_backward_op = _define("qk_norm_backward", f"Tensor? dq, Tensor? dk, {_QK}, {_STATS}", "bool[] need", 4)
+qk_norm_forward_op = _define("qk_norm_forward", f"{_QK}, bool once", "bool stats", 4)
+qk_norm_backward_op = _define("qk_norm_backward", f"Tensor? dq, Tensor? dk, {_QK}, {_STATS}", "bool[] need", 6)
 
 
 def spec_args(spec: NormSpec) -> tuple:
@@ -133,38 +141,46 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     return tuple(_none(x) if g is None else g for g in grads)
 
 
-def _qk_served(q, k, q_weight, k_weight, cos, sin, spec) -> bool:
+def _qk_served(q, k, parameters, cos, sin, spec) -> bool:
     return (
-        is_direct(q, k, q_weight, k_weight, cos, sin)
-        and qk_fits(q, k, q_weight, k_weight, spec, cos, sin)
-        and refusal(q, q_weight, None, spec) is None
+        is_direct(q, k, *parameters, cos, sin)
+        and qk_fits(q, k, parameters, spec, cos, sin)
+        and refusal(as_normed(q, parameters[0]), parameters[0], parameters[2], spec) is None
     )
 
 
-def _qk_forward(q, k, q_weight, k_weight, cos, sin, *formula):
-    spec, stats = spec_from(q_weight, None, formula)
-    if _qk_served(q, k, q_weight, k_weight, cos, sin, spec):
-        launch = qk_kernels()
-        yq, yk, rstd, mean = launch.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats)
+def _qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, once, *formula):
+    parameters = q_weight, k_weight, q_bias, k_bias
+    spec, stats = spec_from(q_weight, q_bias, formula)
+    if _qk_served(q, k, parameters, cos, sin, spec):
+        yq, yk, rstd, mean = qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, once)
     else:
-        yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin)
+        yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, once)
         rstd = mean = None
         if stats:  # rows in the order of the kernels: heads fastest
-            rstd, mean = zip(*(reference_stats(x.transpose(1, 2), spec) for x in (q, k)), strict=True)
+            rstd, mean = zip(*(_qk_stats(x, w, spec) for x, w in ((q, q_weight), (k, k_weight))), strict=True)
             rstd, mean = torch.cat(rstd), torch.cat(mean) if spec.centered else None
     return yq, yk, *(_none(q) if t is None else t for t in (rstd, mean))
 
 
-def _qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
-    spec, need = spec_from(q_weight, None, formula)
-    if _qk_served(q, k, q_weight, k_weight, cos, sin, spec) and is_direct(dq, dk):
+def _qk_stats(x, weight, spec):
+    """One for each head, also where it is one for all heads of a token."""
+    of_heads = as_normed(x, weight).dim() == 4
+    stats = reference_stats(x.transpose(1, 2) if of_heads else as_normed(x, weight), spec)
+    return stats if of_heads else tuple(t if t is None else t.repeat_interleave(x.shape[1]) for t in stats)
+
+
+def _qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, rstd, mean, *formula):
+    parameters = q_weight, k_weight, q_bias, k_bias
+    spec, need = spec_from(q_weight, q_bias, formula)
+    if _qk_served(q, k, parameters, cos, sin, spec) and is_direct(dq, dk):
         launch = qk_kernels()
         if not rstd.numel():  # of DTensors, whose forward kept none
-            *_, rstd, mean = launch.qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, True)
+            *_, rstd, mean = launch.qk_norm_forward(q, k, parameters, cos, sin, spec, True)
         mean = mean if spec.centered else None
-        grads = launch.qk_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, spec, tuple(need))
+        grads = launch.qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, tuple(need))
     else:
-        grads = list(reference_qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, spec, need))
+        grads = list(reference_qk_backward(dq, dk, q, k, *parameters, cos, sin, spec, need))
         grads[:2] = (g if g is None else torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k), strict=False))
     return tuple(_none(q) if g is None else g for g in grads)
 
@@ -192,17 +208,17 @@ def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     )
 
 
-def _fake_qk_forward(q, k, q_weight, k_weight, cos, sin, *formula):
-    spec, stats = spec_from(q_weight, None, formula)
+def _fake_qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, once, *formula):
+    spec, stats = spec_from(q_weight, q_bias, formula)
     rows = q.shape[0] * q.shape[2] * (q.shape[1] + k.shape[1])
     rstd = q.new_empty(rows, dtype=torch.float32) if stats else _none(q)
     mean = q.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(q)
-    return *reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin), rstd, mean
+    return *reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, once), rstd, mean
 
 
-def _fake_qk_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, rstd, mean, *formula):
+def _fake_qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, rstd, mean, *formula):
     need = formula[-1]
-    grads = zip((q, k, q_weight, k_weight), (dq, dk, dq, dk), need, strict=True)
+    grads = zip((q, k, q_weight, k_weight, q_bias, k_bias), (dq, dk) * 3, need, strict=True)
     return tuple(torch.empty_like(t) if n and d is not None else _none(q) for t, d, n in grads)
 
 
@@ -232,7 +248,7 @@ def as_saved(strides: tuple[int, ...], x: torch.Tensor, *rows: torch.Tensor | No
 
 def qk_as_saved(tensors: tuple) -> tuple:
     """The same for queries and keys: columns of unit stride, as the kernels read them."""
-    cos, sin = tensors[4:6]
+    cos, sin = tensors[6:8]
     if all(t is None or t.stride(-1) == 1 for t in tensors) and (cos is None or cos.stride() == sin.stride()):
         return tensors
     return tuple(t if t is None else t.contiguous() for t in tensors)
@@ -245,7 +261,7 @@ def wanted(grads, need) -> list:
 
 def _keep(ctx, inputs, output):
     tensors = len(inputs) - len(_TYPES) - 1
-    ctx.save_for_backward(*inputs[:tensors], *output[-2:])
+    ctx.save_for_backward(*(t for t in inputs[:tensors] if not isinstance(t, bool)), *output[-2:])
     ctx.formula, ctx.strides = inputs[tensors:-1], inputs[0].stride()
 
 
@@ -258,9 +274,9 @@ def _gradients(ctx, dy, *_):
 
 
 def _qk_gradients(ctx, dq, dk, *_):
-    need = list(ctx.needs_input_grad[:4])
+    need = list(ctx.needs_input_grad[:6])
     grads = qk_norm_backward_op(dq, dk, *qk_as_saved(ctx.saved_tensors), *ctx.formula, need)
-    return *wanted(grads, need), *[None] * (len(ctx.formula) + 3)
+    return *wanted(grads, need), *[None] * (len(ctx.formula) + 4)
 
 
 torch.library.register_autograd("hf_rmsnorm::norm_forward", _gradients, setup_context=_keep, lib=_library)

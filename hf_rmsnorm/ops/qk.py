@@ -3,7 +3,7 @@
 import torch
 
 from ..formula import NormSpec
-from ..reference import reference_norm, rotated
+from ..reference import as_normed, by_heads, reference_norm, rotated
 from .backend import qk_fits, resolve_backend
 from .direct import DIRECT_TYPES, is_direct, under_transform
 from .gradients import qk_gradients
@@ -16,25 +16,26 @@ _is_compiling = torch.compiler.is_compiling
 
 class _FusedQKNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, spec, plan):
-        yq, yk, rstd, mean = _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True, plan)
-        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, rstd, mean)
+    def forward(ctx, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec, once, plan):
+        parameters = q_weight, k_weight, q_bias, k_bias
+        yq, yk, rstd, mean = _launch_forward(q, k, parameters, cos, sin, spec, True, once, plan)
+        ctx.save_for_backward(q, k, *parameters, cos, sin, rstd, mean)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        grads = qk_gradients(dq, dk, ctx.saved_tensors, ctx.spec, ctx.needs_input_grad[:4])
-        return *grads, None, None, None, None
+        grads = qk_gradients(dq, dk, ctx.saved_tensors, ctx.spec, ctx.needs_input_grad[:6])
+        return *grads, None, None, None, None, None
 
 
-def _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan=None):
-    if plan is None and (_is_compiling() or not is_direct(q, k, q_weight, k_weight, cos, sin)):
+def _launch_forward(q, k, parameters, cos, sin, spec, stats, once, plan=None):
+    if plan is None and (_is_compiling() or not is_direct(q, k, *parameters, cos, sin)):
         load_sharding_rules()
         stats = stats and not is_dtensor(q)  # those of k lie behind those of q: no rows of either to split
-        return qk_norm_forward_op(q, k, q_weight, k_weight, cos, sin, *spec_args(spec), stats)
-    return qk_kernels().qk_norm_forward(q, k, q_weight, k_weight, cos, sin, spec, stats, plan)
+        return qk_norm_forward_op(q, k, *parameters, cos, sin, once, *spec_args(spec), stats)
+    return qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, once, plan)
 
 
 def qk_launch_key(of_q: tuple | None, of_k: tuple | None, q, k, cos=None, sin=None) -> tuple | None:
@@ -55,9 +56,9 @@ def qk_launch_key(of_q: tuple | None, of_k: tuple | None, q, k, cos=None, sin=No
     return of_q, of_k, q.shape, q.stride(), k.shape, k.stride(), tables
 
 
-def qk_plan_of(q, k, q_weight, spec: NormSpec, cos=None):
+def qk_plan_of(q, k, weights: tuple, spec: NormSpec, cos=None, once: bool = False):
     """The launch on plain tensors that `qk_norm_backend` gives to Triton."""
-    return qk_kernels().forward_plan(q, k, q_weight, cos, spec)
+    return qk_kernels().forward_plan(q, k, weights, cos, spec, once)
 
 
 def fused_qk_norm(
@@ -68,6 +69,9 @@ def fused_qk_norm(
     spec: NormSpec,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    q_bias: torch.Tensor | None = None,
+    k_bias: torch.Tensor | None = None,
+    once: bool = False,
     backend: str | None = None,
     plan=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,9 +83,12 @@ def fused_qk_norm(
     Args:
         q: (batch, heads, length, head_dim), and k: (batch, key heads, length, head_dim), of any strides: transposed
             views and slices of a packed projection are read in place.
-        q_weight, k_weight: (head_dim,), or None as the spec says. They may have another dtype than q and k, and so may
-            cos and sin, as under autocast: what is computed is then promoted as in plain torch.
+        q_weight, k_weight, q_bias, k_bias: None as the spec says, or (head_dim,); or (heads, head_dim), where each head
+            has its own; or (heads * head_dim,), where one norm spans all heads of a token. They may have another dtype
+            than q and k, and so may cos and sin, as under autocast: what is computed is promoted as in plain torch.
         cos, sin: (batch or 1, length, head_dim); or fewer, even columns: the columns behind them pass.
+        once: of tables of another dtype: the rotation is computed in float32 and rounded to the dtype of what is
+            rotated, and not every operator.
         backend: what `qk_norm_backend` answered, if the caller has asked already.
         plan: what `qk_plan_of` answered for such tensors.
 
@@ -90,33 +97,31 @@ def fused_qk_norm(
     """
     if plan is None:
         if backend is None:
-            backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin)
+            backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias)
         if backend != "triton" or (not _is_compiling() and under_transform()):
             one = reference_norm if backend != "original" else fused_norm
-            normed = (one(x, weight, None, spec) for x, weight in ((q, q_weight), (k, k_weight)))
-            return tuple(y if cos is None else rotated(y, cos, sin) for y in normed)
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or (q_weight is not None and (q_weight.requires_grad or k_weight.requires_grad))
-    ):
+            sides = (q, q_weight, q_bias), (k, k_weight, k_bias)
+            normed = (by_heads(one(as_normed(x, weight), weight, bias, spec), x, weight) for x, weight, bias in sides)
+            return tuple(y if cos is None else rotated(y, cos, sin, once=once) for y in normed)
+    parameters = q_weight, k_weight, q_bias, k_bias
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, *parameters)):
         if _is_compiling():  # as in `fused_norm`
-            return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, True)[:2]
-        return _FusedQKNorm.apply(q, k, q_weight, k_weight, cos, sin, spec, plan)
-    return _launch_forward(q, k, q_weight, k_weight, cos, sin, spec, False, plan)[:2]
+            return _launch_forward(q, k, parameters, cos, sin, spec, True, once)[:2]
+        return _FusedQKNorm.apply(q, k, *parameters, cos, sin, spec, once, plan)
+    return _launch_forward(q, k, parameters, cos, sin, spec, False, once, plan)[:2]
 
 
-def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None) -> str:
+def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None) -> str:
     """What serves `fused_qk_norm` with these: as `resolve_backend`, and ``"original"`` for what one launch cannot do.
 
     Raises:
         RuntimeError: as `resolve_backend`.
     """
-    if not qk_fits(q, k, q_weight, k_weight, spec, cos, sin):
+    if not qk_fits(q, k, (q_weight, k_weight, q_bias, k_bias), spec, cos, sin):
         return "original"
     # Under autocast these have operators of torch that compute in float32.
     if (spec.functional or spec.rounding == "every_step") and torch.is_autocast_enabled(q.device.type):
         return "original"
     if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "original"
-    return resolve_backend(q, q_weight, None, spec)
+    return resolve_backend(as_normed(q, q_weight), q_weight, q_bias, spec)

@@ -20,7 +20,9 @@ from ..fused.attention import norm_and_rotate, norm_later
 from ..fused.layer import add_unrounded, observing, reader_of
 from ..fused.modulated import modulated
 from ..fused.norm import fused_part, recipe_of
+from ..fused.recipe import tensor_of
 from ..ops import use_backend
+from ..reference import as_normed, by_heads
 
 
 @dataclass
@@ -206,13 +208,24 @@ def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, 
     if not all(map(_is_comparable, norms)):
         return None
 
-    def run(q, k, *tables):
+    recipes = [recipe_of(norm) for norm in norms]
+    weights = [r.weight and tensor_of(norm, r.weight) for norm, r in zip(norms, recipes, strict=True)]
+    spans = any(as_normed(x, w).dim() == 3 for x, w in zip(operands[:2], weights, strict=True))
+
+    def run(*given):
         held: dict = {}
-        q, k = (norm_later(attention, held, name, x) for name, x in zip(names, (q, k), strict=True))
-        return norm_and_rotate(attention, held, names, rotate, q, k, *tables)
+        pair = [as_normed(x, w) for x, w in zip(given[:2], weights, strict=True)]
+        if spans:
+            pair = [x.transpose(1, 2).flatten(2).contiguous() for x in given[:2]]
+        pair = [norm_later(attention, held, side, names[side], x, spans) for side, x in enumerate(pair)]
+        if spans:
+            pair = [rows.unflatten(-1, (x.shape[1], -1)).transpose(1, 2) for rows, x in zip(pair, given, strict=False)]
+        made = norm_and_rotate(attention, held, names, rotate, *pair, *given[2:])
+        return made if spans else tuple(map(by_heads, made, given, weights))
 
     def original(q, k, *tables, norms=norms):
-        q, k = (_own_forward(norm, x) for norm, x in zip(norms, (q, k), strict=True))
+        sides = zip(norms, (q, k), weights, strict=True)
+        q, k = (by_heads(_own_forward(norm, as_normed(x, w)), x, w) for norm, x, w in sides)
         return (q, k) if rotate is None else rotate(q, k, *tables)
 
     def expects(*outputs):

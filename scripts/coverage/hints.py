@@ -67,6 +67,17 @@ CONFIG: dict[str, dict] = {
     "vitdet": {"residual_block_indices": [1]},
     "xcodec2": {"quantization_dim": 128},
     **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),  # by default only the fourth layer is no linear one
+        {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 4,
+            "indexer_compress_ratio": 2,
+        },
+    ),
+    **dict.fromkeys(
         ("sam2", "sam2_vision_model", "sam2_hiera_det_model"),
         {
             "embed_dim_per_stage": [64, 128, 256, 512],

@@ -106,9 +106,11 @@ def step_of_heads(batch, q_heads, k_heads, length, layout, shift, turned=True):
     q, k = (heads(batch, count, length, layout, shift) for count in (q_heads, k_heads))
     weights = [torch.empty(D, dtype=q.dtype) for _ in range(2)]
     tables = [torch.empty(1 if batch % 2 else batch, length, D, dtype=q.dtype) if turned else None for _ in range(2)]
-    *outputs, rstd, mean = aot.launch_qk.qk_norm_forward(q, k, *weights, *tables, LLAMA, True)
+    *outputs, rstd, mean = aot.launch_qk.qk_norm_forward(q, k, (*weights, None, None), *tables, LLAMA, True)
     dq, dk = (torch.empty_like(y) for y in outputs)
-    aot.launch_qk.qk_norm_backward(dq, dk, q, k, *weights, *tables, rstd, mean, LLAMA, (True,) * 4)
+    aot.launch_qk.qk_norm_backward(
+        dq, dk, q, k, (*weights, None, None), *tables, rstd, mean, LLAMA, (True,) * 4 + (False,) * 2
+    )
 
 
 def of_heads(recorder):

@@ -56,6 +56,7 @@ TOGETHER = {
 QUICK = ("norm_forward", "norm_backward", "reduce_partials")
 WIDE = ("norm_forward_loop", "norm_backward_loop", "norm_backward_columns")
 HEADS = ("qk_norm_forward", "qk_norm_backward")
+TOKENS = ("qk_norm_forward of tokens", "qk_norm_backward of tokens")
 SUMS = ("norm_forward of a sum", "norm_backward of a sum")
 MOST = 8  # statements of a kind that are broken one by one
 
@@ -73,9 +74,9 @@ def _sum(rows, hidden_size):
     torch.autograd.grad(made, (x, w), (dh, dy))
 
 
-def _heads(length, head_dim):
+def _heads(length, head_dim, whole=False):
     q, k = (torch.randn(1, heads, length, head_dim).to(BF16).requires_grad_() for heads in (4, 2))
-    weights = [torch.randn(head_dim).to(BF16).requires_grad_() for _ in range(2)]
+    weights = [torch.randn(head_dim * (heads if whole else 1)).to(BF16).requires_grad_() for heads in (4, 2)]
     tables = [torch.randn(1, length, head_dim).to(BF16) for _ in range(2)]
     turned = fused_qk_norm(q, k, *weights, LLAMA, *tables)
     torch.autograd.grad(turned, (q, k, *weights), [torch.randn_like(t) for t in turned])
@@ -88,7 +89,7 @@ def launch_of(driver, name):
     driver.launches = []
     with use_backend("triton"):
         if name.startswith("qk"):
-            _heads(40, 96)
+            _heads(40, 96, whole=name in TOKENS)
         elif name in SUMS:
             _sum(600, 96)
         elif name in QUICK:
@@ -115,8 +116,8 @@ def noticed(driver, launch, text):
 
 @pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
 @pytest.mark.parametrize(
-    "names", [QUICK, *(pytest.param(names, marks=pytest.mark.full) for names in (WIDE, HEADS, SUMS))],
-    ids=["rows", "wide", "heads", "sums"],
+    "names", [QUICK, *(pytest.param(names, marks=pytest.mark.full) for names in (WIDE, HEADS, TOKENS, SUMS))],
+    ids=["rows", "wide", "heads", "tokens", "sums"],
 )  # fmt: skip
 def test_what_is_broken_is_noticed(driver, names, kind):
     pattern, replacement = ALONE.get(kind) or TOGETHER[kind]

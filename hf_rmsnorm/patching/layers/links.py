@@ -11,7 +11,7 @@ from torch import nn
 from ...fused.layer import Fusion, layer_part, link
 from ...fused.norm import recipe_of
 from ...fused.source import CannotRewrite
-from ...ops.backend import MAX_HEAD_DIM
+from ...ops.backend import MAX_HEAD_DIM, MAX_TOKEN
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
@@ -127,7 +127,7 @@ def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow
             if flow.fusion.sites:
                 return flow, flow.fusion
             try:
-                return flow, find_qk(unfused(type(module)), _heads(module), module._modules)
+                return flow, _find_qk(module)
             except CannotRewrite as error:
                 if repeated and inside and len(norms_of(module)) > 1:
                     return flow, QKRefusal(error)
@@ -141,14 +141,19 @@ def _of_rows(module: nn.Module) -> set[str]:
     return {name for name, recipe in found if recipe is not None and recipe.is_of_rows}
 
 
-def _heads(attention: nn.Module) -> set[str]:
-    """The norms among its children that are short enough for heads and bear a weight alone or nothing.
+def _find_qk(attention: nn.Module):
+    """`find_qk` of the norms among its children that are short enough, for a head or for all of them.
 
-    Not `F.rms_norm`, whose output is contiguous: put off to behind a transpose, it would lie otherwise in memory.
+    `F.rms_norm` and `F.layer_norm` stay where they are: what they return is contiguous, and put off to behind a
+    transpose it would lie otherwise in memory. So do norms with a bias, whose sum no kernel rounds before a rotation.
     """
-    found = ((name, recipe_of(norm).spec, norm.parameters(recurse=False)) for name, norm in norms_of(attention).items())
-    plain = ((name, weights) for name, spec, weights in found if not spec.has_bias and not spec.functional)
-    return {name for name, weights in plain if all(p.dim() == 1 and len(p) <= MAX_HEAD_DIM for p in weights)}
+    found = {
+        name: recipe_of(norm).spec
+        for name, norm in norms_of(attention).items()
+        if all(p.shape[-1] <= (MAX_TOKEN if p.dim() == 1 else MAX_HEAD_DIM) for p in norm.parameters(recurse=False))
+    }
+    alone = any(spec.functional or spec.has_bias for spec in found.values())
+    return find_qk(unfused(type(attention)), set(found), attention._modules, alone)
 
 
 def _behind_each(rows: list, found: dict[nn.Module, tuple]) -> dict[nn.Module, tuple[str, nn.Module, tuple]]:

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import copy
 import inspect
 import itertools
 import types
@@ -19,26 +20,31 @@ _LATER, _ROTATE, _HELD = "_hf_rmsnorm_norm_later", "_hf_rmsnorm_norm_and_rotate"
 _TURN = "_hf_rmsnorm_norm_and_turn"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
 _HARMLESS = {bool, enumerate, float, int, isinstance, len, list, max, min, range, slice, tuple, zip}
+_NONE: Mapping = types.MappingProxyType({})
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
 class QKFusion:
-    """Where an attention normalises q and k: by which children, and the function that rotates both directly after."""
+    """Where an attention normalises q and k: by which children, and the function that rotates both directly after.
+
+    spans: of all heads at once, which are made of q and of k behind it.
+    """
 
     q: str
     k: str
     rotary: str = ""
+    spans: bool = False
 
     def rewrite(self, base: type) -> Callable:
         """The forward of a class, with the norms put off."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            q, k, rotary, norms = _find(definition, itself, {self.q, self.k}, bool(self.rotary))
+            q, k, rotary, norms, spans = _find(definition, itself, {self.q, self.k}, bool(self.rotary))
             held = ast.Name(_HELD, ast.Load())
-            for statement, name in zip((q, k), norms, strict=True):
+            for side, (statement, name) in enumerate(zip((q, k), norms, strict=True)):
                 old = _norm_call(statement)
-                new = call(_LATER, old, itself, held, name, old.args[0])
+                new = call(_LATER, old, itself, held, side, name, old.args[0], *([True] if spans else []))
                 holder = statement if statement.value is old else statement.value.func
                 holder.value = new
             names = ast.Tuple([ast.Constant(name) for name in norms], ast.Load())
@@ -56,6 +62,9 @@ class QKFusion:
                 blocks = (definition.body, *(s.body for s in definition.body if isinstance(s, ast.If)))
                 block = next(block for block in blocks if k in block)
                 block.insert(block.index(k) + 1, unrotated)
+            for aside in _asides(definition.body, (q, k), rotary, pair):
+                at_once = ast.copy_location(copy.deepcopy(unrotated), aside)
+                aside.body.insert(0, at_once)
             outer = next(s for s in definition.body if q in (s, *getattr(s, "body", ())))
             fresh = ast.Assign([ast.Name(_HELD, ast.Store())], ast.Dict([], []))
             definition.body.insert(definition.body.index(outer), ast.copy_location(fresh, outer))
@@ -64,7 +73,8 @@ class QKFusion:
         return compiled_again(base, change, {_LATER: norm_later, _ROTATE: norm_and_rotate})
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.q, self.k, self.rotary))) + " in one launch"
+        norms = (f"{self.q} twice",) if self.q == self.k else (self.q, self.k)
+        return ", ".join(filter(None, (*norms, self.rotary))) + " in one launch"
 
 
 @dataclass(frozen=True)
@@ -98,39 +108,43 @@ class QKRefusal(str):
     """Why a forward that assigns a normalised q and a normalised k is left alone."""
 
 
-def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] = types.MappingProxyType({})):
+def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] = _NONE, alone: bool = False):
     """Where a forward assigns q and k, each normalised by one of these children; `CannotRewrite` where it does not.
 
-    A `QKRefusal` where a norm is called in a way of its own, or something may write to q or k in between.
+    A `QKRefusal` where a norm is called in a way of its own, or something may write to q or k in between. alone: norms
+    that one launch computes without a rotation, of what is not seen otherwise since.
     """
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
-    if found := [turn for _, _, turn in _turns(definition, itself, norms)]:
+    if not alone and (found := [turn for _, _, turn in _turns(definition, itself, norms)]):
         names, (rotary, *others), dims = zip(*found, strict=True)
         called = function.__globals__.get(rotary)
         if set(others) <= {rotary} and all(prove_rotary(called, as_pair(called, dim)) for dim in dims):
             return TurnFusion(names, rotary)
-    q, k, rotates, names = _find(definition, itself, norms)
+    found = q, k, rotates, names, spans = _find(definition, itself, norms, not alone)
+    if alone and any(statement.value is not _norm_call(statement) for statement in (q, k)):
+        return QKRefusal("its norms return what is row-major, and heads are made of that")
     for name in names:
         if name in children and type(children[name]).__call__ is not torch.nn.Module.__call__:
             return QKRefusal(f"its {name} has a __call__ of its own")
     rotary = "" if rotates is None else _rotation(rotates).func.id
     proven = rotary and prove_rotary(function.__globals__.get(rotary))
-    if proven and not _may_write(function, definition, itself, (q, k, rotates, names), children):
-        return QKFusion(*names, rotary)
+    if proven and not _may_write(function, definition, itself, found, children):
+        return QKFusion(*names, rotary, spans)
     if rotary:
-        q, k, _, names = _find(definition, itself, norms, rotates=False)
-    if writer := _may_write(function, definition, itself, (q, k, None, names), children):
+        found = _find(definition, itself, norms, rotates=False)
+    if writer := _may_write(function, definition, itself, found, children):
         return QKRefusal(f"its forward calls {writer} after q is normalised, which may write to it")
-    return QKFusion(*names, "")
+    return QKFusion(*names)
 
 
 def _may_write(function: Callable, definition: ast.FunctionDef, itself: str, found: tuple, children: Mapping) -> str:
     """What a forward calls, from where q is normalised to what rotates it, that may write to either; "" if nothing."""
-    q, k, rotary, norms = found
+    q, k, rotary, norms, _ = found
     body = _flat(definition, itself, set(norms))
     last = body.index(rotary or k)
-    between = body[body.index(q) + 1 : last + 1]
+    pair = [statement.targets[0].id for statement in (q, k)]
+    between = [s for s in body[body.index(q) + 1 : last + 1] if s is rotary or not _is_aside(s, pair)]
     known = [_norm_call(k), None if rotary is None else _rotation(rotary)]
     for node in (node for statement in between for node in ast.walk(statement) if isinstance(node, ast.Call)):
         inplace = any(isinstance(each, ast.Constant) and each.value is True for each in node.args)  # perhaps
@@ -172,8 +186,9 @@ def prove_rotary(function: Callable | None, pair: Callable | None = None) -> boo
         return False  # what they hold may change while they stay what they are
     in_part = _rotates(pair, alike, 4)  # others rotate whole heads only
     mixed = list(itertools.permutations(_DTYPES, 2))  # some give q's dtype back
-    mixes = _rotates(pair, mixed, 8) and (not in_part or _rotates(pair, mixed, 4))
-    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, mixes, in_part
+    sizes = (8, 4) if in_part else (8,)
+    ways = [way for way in ("promoted", "cast") if all(_rotates(pair, mixed, n, way == "cast") for n in sizes)]
+    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, (*ways, "")[0], in_part
     return True
 
 
@@ -193,8 +208,13 @@ def _named(function: types.FunctionType) -> tuple[list[types.FunctionType], list
 
 
 @torch.no_grad()
-def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], columns: int) -> bool:
-    """Whether it does with q and k, of 8 columns, by tables of so many; of the first and second dtype of each pair."""
+def _rotates(
+    function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], columns: int, cast: bool = False
+) -> bool:
+    """Whether it does with q and k, of 8 columns, by tables of so many; of the first and second dtype of each pair.
+
+    cast: and returns the dtype of q and k.
+    """
     generator = torch.Generator().manual_seed(0)
     for pair in dtypes:
         shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, columns), (2, 5, columns)
@@ -205,7 +225,8 @@ def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype
         except Exception:  # a function of other arguments, which any error can say
             return False
         two = isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, torch.Tensor) for each in given)
-        if not two or not all(map(torch.equal, given, (rotated(q, cos, sin), rotated(k, cos, sin)))):
+        expected = [rotated(x, cos, sin, once=cast) for x in (q, k)]
+        if not two or any(y.dtype != e.dtype or not torch.equal(y, e) for y, e in zip(given, expected, strict=True)):
             return False
     return True
 
@@ -236,30 +257,53 @@ def _turns(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[tu
 
 
 def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bool = True) -> tuple:
-    """(the statement that assigns q, that for k, that which rotates both or None, the names of the two norms)."""
+    """(the statement that assigns q, that for k, that which rotates both or None, the names of the norms, `spans`)."""
     body = _flat(definition, itself, norms)
     found = [(at, s, name) for at, s in enumerate(body) if (name := _normalises(s, itself, norms))]
-    if len(found) != 2 or found[0][2] == found[1][2]:
+    if len(found) != 2:
         raise CannotRewrite("its forward does not assign a normalised q and a normalised k")
     (first, q, q_norm), (second, k, k_norm) = found
     names = q_name, k_name = q.targets[0].id, k.targets[0].id
     if q_name == k_name or any(_mentions(node, q_name) for node in (*body[first + 1 : second], k.value)):
         raise CannotRewrite("its forward uses q before it normalises k")
-    using = (s for s in body[second + 1 :] if any(_mentions(s, name) for name in names))
-    after = next((s for s in using if not any(_makes_heads(s, name, name) for name in names)), None)
+    using = [s for s in body[second + 1 :] if any(_mentions(s, name) for name in names)]
+    using = [s for s in using if not _is_aside(s, names)]
+    made = list(itertools.takewhile(bool, ("".join(_makes_heads(s, name, name) for name in names) for s in using)))
+    after = using[len(made)] if len(made) < len(using) else None
     rotary = after if rotates and after is not None and _rotates_both(after, *names) else None
-    if rotary is None and q.value is _norm_call(q) and not any(_makes_heads(s, q_name) for s in body[:first]):
+    spans = made == ["of rows"] * 2 and rotary is not None and all(s.value is _norm_call(s) for s in (q, k))
+    shown = [_makes_heads(s, q_name) for s in body[:first]] + [_makes_heads(s, q_name, q_name) for s in using]
+    bare = rotary is None and q.value is _norm_call(q)
+    if ("of rows" in made and not spans) or (bare and "of heads" not in shown):
         raise CannotRewrite("its forward does not show that it normalises heads")
     last = body.index(rotary or k)
     roots = [_root(_norm_call(statement).args[0], itself) for statement in (q, k)]
     for at, name, root in zip((first, second), names, roots, strict=True):
         views = (rotary, k if roots[1] == root else None)
-        rest = [statement for statement in body[at + 1 : last + 1] if statement not in views]
+        rest = [s for s in body[at + 1 : last + 1] if s not in views and not _is_aside(s, names)]
         if root not in ("", name) and any(_mentions(statement, root) for statement in rest):
             raise CannotRewrite(f"its forward goes on with {root}, which it may write to")
-    if any(_in_place(node) for statement in body[first : last + 1] for node in ast.walk(statement)):
+    between = (s for s in body[first : last + 1] if s is rotary or not _is_aside(s, names))
+    if any(_in_place(node) for statement in between for node in ast.walk(statement)):
         raise CannotRewrite("its forward writes in place between q and what rotates it")
-    return q, k, rotary, (q_norm, k_norm)
+    return q, k, rotary, (q_norm, k_norm), spans
+
+
+def _is_aside(statement: ast.stmt, pair: Iterable[str]) -> bool:
+    """Whether this is a condition that is not about q or k, under which something is done with them.
+
+    They are normalised before that, if it comes to pass: `OlmoeAttention` clips them where its configuration says so.
+    """
+    if not isinstance(statement, ast.If) or statement.orelse or any(_mentions(statement.test, name) for name in pair):
+        return False
+    return not _rotates_both(statement, *pair) and any(_mentions(statement, name) for name in pair)
+
+
+def _asides(body: list[ast.stmt], pair: tuple, rotary: ast.stmt | None, names: list[str]) -> list[ast.If]:
+    """Those between the norm of k and what rotates both."""
+    if rotary not in body or pair[1] not in body:
+        return []
+    return [s for s in body[body.index(pair[1]) + 1 : body.index(rotary)] if _is_aside(s, names)]
 
 
 def _normalises(statement: ast.stmt, itself: str, norms: set[str]) -> str:
@@ -292,26 +336,31 @@ def _flat(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[ast
     return statements
 
 
-def _makes_heads(statement: ast.stmt, name: str, of: str = "") -> bool:
-    """Whether this is ``name = rows.transpose(1, 2)``; of: of rows by that name."""
+def _makes_heads(statement: ast.stmt, name: str, of: str = "") -> str:
+    """``"of heads"`` for ``name = x.transpose(1, 2)``, ``"of rows"`` for a view of x there; of: the name of x."""
     match statement:
         case ast.Assign(
-            [ast.Name(made)], ast.Call(ast.Attribute(rows, "transpose"), [ast.Constant(1), ast.Constant(2)])
-        ):
-            return made == name and of in ("", getattr(rows, "id", None))
-    return False
+            [ast.Name(made)], ast.Call(ast.Attribute(x, "transpose"), [ast.Constant(1), ast.Constant(2)])
+        ) if made == name:
+            match x:
+                case _ if of in ("", getattr(x, "id", None)):
+                    return "of heads"
+                case ast.Call(ast.Attribute(ast.Name(rows), "view" | "reshape"), _, []) if rows == of:
+                    return "of rows"
+    return ""
 
 
 def _rotation(statement: ast.Assign | ast.If) -> ast.Call:
     """The call in what `_rotates_both`."""
-    return (statement.body[0] if isinstance(statement, ast.If) else statement).value
+    return (statement.body[-1] if isinstance(statement, ast.If) else statement).value
 
 
 def _rotates_both(statement: ast.stmt, q: str, k: str) -> bool:
     """Whether this is ``q, k = function(q, k, cos, sin)``, if need be under a condition, as `Exaone4Attention` has."""
     match statement:
-        case ast.If(test, [inner], []):
-            return _rotates_both(inner, q, k) and not any(_mentions(test, name) for name in (q, k))
+        case ast.If(test, [*before, inner], []):
+            about = any(_mentions(node, name) for node in (test, *before) for name in (q, k))
+            return not about and _rotates_both(inner, q, k)
         case ast.Assign(
             [ast.Tuple([ast.Name(to_q), ast.Name(to_k)])],
             ast.Call(ast.Name(), [ast.Name(of_q), ast.Name(of_k), cos, sin], []),

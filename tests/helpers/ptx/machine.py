@@ -286,7 +286,8 @@ class _Run:
     def _shuffle(self, instruction: Instruction, mask) -> None:
         self._together(mask, 32, "warp")
         slot, other = instruction.sources
-        partner = instruction.numbers[0](self.lanes, self._some(other, None, "lane").astype(np.int32) & 31)
+        self._whole(other, "lane", mask)
+        partner = instruction.numbers[0](self.lanes, self._some(other, None).astype(np.int32) & 31)
         value, poison = self._some(slot, None), self.poison.get(slot, np.False_)
         self._put(instruction.targets[0], value[partner], mask, np.broadcast_to(poison, self.count)[partner])
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import tiny_models
 import torch
+from tolerance import assert_as_accurate
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -41,6 +42,79 @@ def test_logits_and_greedy_text_are_those_of_the_norms_alone(family, dtype, back
         assert torch.equal(model.generate(IDS[:1, :8], **how), text)
 
 
+MOE = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1}
+NORMS = "q_layernorm, k_layernorm in one launch"
+# Norms over all heads, with a weight for each head, with a bias, and one for both: what is fused, and by what config.
+OTHERS = {
+    "olmo2": (FUSED, {}),
+    "olmo3": (FUSED, {"num_key_value_heads": 1}),
+    "olmoe": (FUSED, {"num_key_value_heads": 4, **MOE}),
+    "flex_olmo": (FUSED, MOE),
+    "olmo_hybrid": (FUSED, {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}),
+    "minimax_m2": (FUSED, {"head_dim": 16, **MOE}),
+    "cohere": ("q_norm, k_norm in one launch", {"use_qk_norm": True}),
+    "persimmon": (NORMS, {}),
+    "phi": (NORMS, {"qk_layernorm": True}),
+    "llama4_text": ("qk_norm twice in one launch", {"intermediate_size_mlp": 96, "head_dim": 16, **MOE}),
+}
+
+
+SLOW = ("olmo3", "olmo_hybrid", "flex_olmo", "minimax_m2")  # as olmo2 and olmoe are, compiled for other heads
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.full] * (f in SLOW)) for f in OTHERS])
+def test_norms_of_other_shapes(family):
+    """The unpatched model's logits, to the bit by the plain formulas; each attention is one launch, decoding too."""
+    fused, config = OTHERS[family]
+    model = tiny_models.build(family, torch.bfloat16, **config)
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits
+        wide = copy.deepcopy(model).double()
+        wide.config._experts_implementation = "eager"  # the others know no float64
+        exact = wide(IDS, use_cache=False).logits
+        assert attentions(patch_model(model)) == {fused}
+        with use_backend("reference"):
+            assert torch.equal(model(IDS, use_cache=False).logits, expected)
+        logits, launches = launched(model)
+        assert launches == 2
+        assert_as_accurate(logits, expected, exact, "logits")
+        with use_backend("triton"), count_launches() as launches:
+            model.generate(IDS[:1, :8], max_new_tokens=4, do_sample=False)
+        assert launches["qk_norm_forward"] == 2 * 4
+
+
+FULL = [pytest.param(family, marks=pytest.mark.full) for family in ("olmo2", "cohere")]
+
+
+@pytest.mark.parametrize("family", [*FULL, "persimmon", "llama4_text"])
+def test_gradients_of_norms_of_other_shapes(family):
+    _, config = OTHERS[family]
+    model = tiny_models.build(family, **config)
+
+    def gradients(backend):
+        model.zero_grad()
+        with use_backend(backend), count_launches() as launches:
+            model(IDS, labels=IDS).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, launches
+
+    expected, _ = gradients("reference")
+    patch_model(model)
+    got, launches = gradients("triton")
+    assert launches["qk_norm_backward"] == 2 and got.keys() == expected.keys()
+    for name in got:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_configuration_does_between_the_norms_and_the_rotation_is_done_to_what_is_normalised():
+    """OLMoE may clip its queries and keys in place: both are normalised before that, each by itself."""
+    model = tiny_models.build("olmoe", torch.bfloat16, **OTHERS["olmoe"][1], clip_qkv=0.5)
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits
+    assert attentions(patch_model(model)) == {FUSED}
+    logits, launches = launched(model)
+    assert launches == 0 and torch.equal(logits, expected)
+
+
 rotate = modeling_qwen3.apply_rotary_pos_emb
 
 
@@ -51,11 +125,11 @@ def rotate_and_cast_back(q, k, cos, sin):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_rotary_embedding_in_float32_that_gives_the_dtype_of_q_back(backend, monkeypatch):
-    """As LFM 3 has it. With tables of q's own dtype it is the one that is proven; with these it is not."""
+    """As LFM 3 and OLMo 2 have it: by tables of q's own dtype each operator is rounded, by these the result alone."""
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate_and_cast_back)
     model = tiny_models.build("qwen3", torch.bfloat16)
     with torch.no_grad(), use_backend(backend):
-        for tables, launches in ((torch.bfloat16, 2), (torch.float32, 0)):
+        for tables in (torch.bfloat16, torch.float32):
             hook = model.model.rotary_emb.register_forward_hook(
                 lambda module, given, out, dtype=tables: tuple(t.to(dtype) for t in out)
             )
@@ -64,7 +138,7 @@ def test_a_rotary_embedding_in_float32_that_gives_the_dtype_of_q_back(backend, m
             patch_model(model)
             with count_launches() as launched:
                 assert torch.equal(model(IDS).logits, expected)
-            assert launched["qk_norm_forward"] == (launches if backend == "triton" else 0)
+            assert launched["qk_norm_forward"] == (2 if backend == "triton" else 0)
             hook.remove()
 
 

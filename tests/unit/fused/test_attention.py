@@ -31,7 +31,7 @@ def proven(monkeypatch):
     """`rotate` counts as proven as long as its code and what it names are as they are."""
     named = [(globals(), "apply_rotary_pos_emb", apply_rotary_pos_emb)]
     functions = [(rotate, rotate.__code__), (apply_rotary_pos_emb, apply_rotary_pos_emb.__code__)]
-    monkeypatch.setitem(attention.proven_rotary, rotate, (functions, named, True, True))
+    monkeypatch.setitem(attention.proven_rotary, rotate, (functions, named, "promoted", True))
 
 
 def made(*norms):
@@ -56,7 +56,7 @@ def run(made, q, k, *tables, rotate=rotate):
     """The results, and the launches by kernel."""
     held = {}
     with torch.no_grad(), count_launches() as launches:
-        q, k = (norm_later(made, held, name, x).transpose(1, 2) for name, x in zip(NAMES, (q, k), strict=True))
+        q, k = (norm_later(made, held, side, NAMES[side], x).transpose(1, 2) for side, x in enumerate((q, k)))
         found = norm_and_rotate(made, held, NAMES, rotate if tables else None, q, k, *tables)
     return found, dict(launches)
 
@@ -106,13 +106,32 @@ def test_norms_of_two_formulas_are_computed_apart():
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_norms_with_a_bias_are_computed_apart(at):
-    attention = made(nn.LayerNorm(D), nn.LayerNorm(D))
-    check(attention, *operands(), launches=TWO)
-    norms = [nn.LayerNorm(D), nn.LayerNorm(D)]
-    norms[at] = nn.LayerNorm(D, bias=False)
+def test_norms_one_of_which_has_a_bias_are_computed_apart(at):
+    norms = [ImageGPTLayerNorm(D), ImageGPTLayerNorm(D)]
+    norms[at] = nn.LayerNorm(D)
     check(made(*norms), *operands(), launches=TWO)
-    check(made(*(nn.LayerNorm(D, bias=False) for _ in range(2))), *operands(), launches=ONE)
+    check(made(ImageGPTLayerNorm(D), ImageGPTLayerNorm(D)), *operands(), launches=ONE)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+def test_what_layer_norm_returns_lies_as_it_was_read(bias, heads):
+    """Row-major: so it is seen by heads before the norm, or normalised where it stands."""
+    attention = made(*(nn.LayerNorm(D, bias=bias) for _ in range(2)))
+    check(attention, *operands(), launches=TWO)
+    both = [torch.randn(2, 3, 8, D)[:, :, : 2 * n : 2] for n in heads]
+    for given in (both, [x.transpose(1, 2) for x in both]):
+        for _ in range(2):
+            held = {}
+            with torch.no_grad(), count_launches() as launches:
+                pair = [norm_later(attention, held, side, NAMES[side], x) for side, x in enumerate(given)]
+                found = norm_and_rotate(attention, held, NAMES, None, *pair)
+            with torch.no_grad():
+                expected = [norm(x) for norm, x in zip(attention.children(), given, strict=True)]
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+                assert a.is_contiguous() and b.is_contiguous()
+        assert launches == ONE
 
 
 @pytest.mark.parametrize("norm", [ImageGPTLayerNorm, lambda columns: nn.LayerNorm(columns, bias=False)])
@@ -120,7 +139,7 @@ def test_operators_that_autocast_computes_in_float32_are_not_served_there_by_wha
     attention, (q, k, *tables) = made(norm(D), norm(D)).bfloat16(), operands()
     given = q.bfloat16(), k.bfloat16(), *tables
     run(attention, *given)
-    assert run(attention, *given)[1] == ONE
+    assert run(attention, *given)[1] == (ONE if norm is ImageGPTLayerNorm else TWO)
     with torch.autocast("cpu", torch.bfloat16):
         found, launches = run(attention, *given)
         assert launches == TWO and all(map(torch.equal, found, apart(attention, *given)))
@@ -131,7 +150,7 @@ def test_what_was_written_to_before_a_norm_has_read_it_is_an_error(at):
     for written in "xw":
         attention, held, given = made(), {}, operands()[:2]
         with torch.no_grad():
-            q, k = (norm_later(attention, held, name, x) for name, x in zip(NAMES, given, strict=True))
+            q, k = (norm_later(attention, held, side, NAMES[side], x) for side, x in enumerate(given))
             (given[at] if written == "x" else attention.get_submodule(NAMES[at]).weight).add_(1)
             with pytest.raises(RuntimeError, match=f"what {NAMES[at]} is yet to read was written to"):
                 norm_and_rotate(attention, held, NAMES, None, q, k)
@@ -154,16 +173,53 @@ def test_a_norm_that_is_watched_is_called_where_it_stands(at):
     attention = made()
     one_more(attention, at)
     held, x = {}, torch.randn(2, 3, 4, D)
-    assert norm_later(attention, held, NAMES[at], x) is not x and not held
-    assert norm_later(attention, held, NAMES[1 - at], x) is x and set(held) == {NAMES[1 - at]}
+    assert norm_later(attention, held, at, NAMES[at], x) is not x and not held
+    assert norm_later(attention, held, 1 - at, NAMES[1 - at], x) is x and set(held) == {1 - at}
     check(attention, *operands(), launches=TWO)
 
 
-def test_weights_of_heads_are_applied_where_they_stand():
+@pytest.mark.parametrize("turned", [True, False])
+def test_weights_of_heads(turned):
     attention = made()
     heads(attention, 0)
-    held, x = {}, torch.randn(2, 3, 4, D)
-    assert norm_later(attention, held, "q_norm", x) is not x and not held
+    check(attention, *operands()[: 4 if turned else 2], launches=TWO)
+    heads(attention, 1)
+    check(attention, *operands()[: 4 if turned else 2], launches=ONE)
+
+
+def spanning(heads=(4, 2), seen=None):
+    """The results for norms over all heads, what plain norms give, and the launches; seen: how heads are made."""
+    attention = made(*(LlamaRMSNorm(n * D) for n in heads))
+    rows, tables = [torch.randn(2, 3, n * D) for n in heads], operands()[2:]
+    seen = seen or (lambda x: x.view(2, 3, -1, D).transpose(1, 2))
+    with torch.no_grad(), count_launches() as launches:
+        for _ in range(2):
+            held = {}
+            pair = [norm_later(attention, held, side, NAMES[side], x, True) for side, x in enumerate(rows)]
+            found = norm_and_rotate(attention, held, NAMES, rotate, *map(seen, pair), *tables)
+    with torch.no_grad(), use_backend("reference"):
+        expected = rotate(*(seen(norm(x)) for norm, x in zip(attention.children(), rows, strict=True)), *tables)
+    return found, expected, launches
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (1, 1), (3, 3)])
+def test_a_norm_over_all_heads(heads):
+    found, expected, launches = spanning(heads)
+    assert launches == {"qk_norm_forward": 2}
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_are_made_in_another_way_are_an_error_and_no_other_result():
+    with pytest.raises(RuntimeError, match="patch it with fuse_residual=False"):
+        spanning((4, 4), lambda x: x.view(2, 3, D, -1).permute(0, 3, 1, 2))
+
+
+def test_rows_that_heads_cannot_be_made_of_are_normalised_where_they_stand():
+    attention, x = made(LlamaRMSNorm(4 * D), LlamaRMSNorm(4 * D)), torch.randn(2, 3, 8 * D)[..., ::2]
+    assert norm_later(attention, held := {}, 0, "q_norm", x, True) is not x and not held
+    assert norm_later(attention, held, 0, "q_norm", x.unsqueeze(0), True) is not x and not held
+    assert norm_later(attention, held, 0, "q_norm", x.contiguous()) is not x and not held
 
 
 def test_what_no_kernel_serves_is_normalised_where_it_stands():
@@ -171,14 +227,14 @@ def test_what_no_kernel_serves_is_normalised_where_it_stands():
     x = torch.randn(2, 3, 4, D)
     for given in (x.double(), x[..., :8]):
         attention.q_norm.weight.data = torch.ones(given.shape[-1], dtype=given.dtype)
-        y = norm_later(attention, held, "q_norm", given)
+        y = norm_later(attention, held, 0, "q_norm", given)
         if given.dtype == torch.float64:
             assert y is not given and not held
     with use_backend("reference"):
         given = x[..., :8]
-        assert norm_later(attention, held, "q_norm", given) is given
+        assert norm_later(attention, held, 0, "q_norm", given) is given
         with pytest.raises(RuntimeError):  # as the module itself
-            norm_later(attention, {}, "q_norm", x)
+            norm_later(attention, {}, 0, "q_norm", x)
 
 
 class Tagged(torch.Tensor):
@@ -187,13 +243,13 @@ class Tagged(torch.Tensor):
 
 def test_a_subclass_is_normalised_where_it_stands():
     x = torch.randn(2, 3, 4, D).as_subclass(Tagged)
-    assert norm_later(made(), held := {}, "q_norm", x) is not x and not held
+    assert norm_later(made(), held := {}, 0, "q_norm", x) is not x and not held
 
 
 def test_while_compiling_norms_are_called_where_they_stand(monkeypatch):
     monkeypatch.setattr(attention, "_is_compiling", lambda: True)
     x = torch.randn(2, 3, 4, D)
-    assert norm_later(made(), held := {}, "q_norm", x) is not x and not held
+    assert norm_later(made(), held := {}, 0, "q_norm", x) is not x and not held
 
 
 def test_a_norm_that_is_gone_or_absent_is_the_attentions_own():
@@ -201,18 +257,18 @@ def test_a_norm_that_is_gone_or_absent_is_the_attentions_own():
     del attention.q_norm
     attention.q_norm = None
     with pytest.raises(TypeError, match="not callable"):
-        norm_later(attention, {}, "q_norm", torch.ones(D))
+        norm_later(attention, {}, 0, "q_norm", torch.ones(D))
     attention = made()
     del attention.q_norm
     object.__setattr__(attention, "q_norm", lambda x: 2 * x)
-    assert norm_later(attention, {}, "q_norm", torch.ones(D)).eq(2.0).all()
+    assert norm_later(attention, {}, 0, "q_norm", torch.ones(D)).eq(2.0).all()
 
 
 def test_one_norm_that_is_not_put_off_is_not_applied_twice():
     attention, (q, k, *_) = made(), operands()
     held = {}
     with torch.no_grad():
-        q, k = norm_later(attention, held, "q_norm", q).transpose(1, 2), k.transpose(1, 2)
+        q, k = norm_later(attention, held, 0, "q_norm", q).transpose(1, 2), k.transpose(1, 2)
         found = norm_and_rotate(attention, held, NAMES, None, q, k)
         assert torch.equal(found[1], k) and torch.equal(found[0], attention.q_norm(q))
 

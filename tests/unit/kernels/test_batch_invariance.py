@@ -74,9 +74,10 @@ def unrounded(spec, size, dtype):
     return run, 3
 
 
-def heads(spec, size, dtype, rotary: bool = True):
-    """A row is a token, of four heads of q and two of k."""
-    weights = [parameters(spec, size // 8, dtype)[0] for _ in range(2)]
+def heads(spec, size, dtype, rotary: bool = True, of=lambda heads, dim: (dim,)):
+    """A row is a token, of four heads of q and as many of k; of: the shape of a weight."""
+    shape = of(4, size // 8)
+    weights = [parameters(spec, torch.Size(shape).numel(), dtype)[0].view(shape) for _ in range(2)]
 
     def run(rows, dy, angles):
         rows, dy, angles = (t.reshape(-1, *t.shape[-2:]) if t.dim() > 2 else t[None] for t in (rows, dy, angles))
@@ -147,11 +148,18 @@ def test_a_backward_from_the_output(size):
     check(norm(SPECS["RMSNorm"], size, BF16, keep_output=True), size, BF16)
 
 
+WEIGHTS = {
+    "one": lambda heads, dim: (dim,), "of each head": lambda heads, dim: (heads, dim),
+    "of all heads": lambda heads, dim: (heads * dim,),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("rotary", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_heads(head_dim, rotary):
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_heads(weight, head_dim, rotary):
     shapes = [(1,), (2,), (3,), (7,), (64,)]
-    check(heads(SPECS["RMSNorm"], 8 * head_dim, BF16, rotary), 8 * head_dim, BF16, shapes)
+    check(heads(SPECS["RMSNorm"], 8 * head_dim, BF16, rotary, WEIGHTS[weight]), 8 * head_dim, BF16, shapes)
 
 
 def test_one_row_of_a_thousand():

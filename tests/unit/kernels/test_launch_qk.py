@@ -1,6 +1,7 @@
 """What the launches of queries and keys take: their plans, their share of the programs, and strides as they come."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from hf_rmsnorm.reference import reference_qk_norm
 
 pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 if device_refusal("cpu") is None:
-    from hf_rmsnorm.kernels import launch_qk
-    from hf_rmsnorm.kernels.launch_qk import PROGRAMS_PER_SM, backward_plan, forward_plan, qk_backward_config
+    from hf_rmsnorm.kernels import launch_qk, plan_qk
+    from hf_rmsnorm.kernels.plan_qk import PROGRAMS_PER_SM, backward_plan, forward_plan, qk_backward_config
 
 LIMITS = 2, 232_448
+EVERY = (True,) * 4 + (False,) * 2
 RMS = NormSpec(False, 1e-2, rounding="before_weight")
 
 
@@ -39,11 +41,11 @@ def rows(*shape, seed=0):
     ],
 )
 def test_programs_are_shared_in_proportion_and_none_is_left_out(monkeypatch, tiles, programs, shares):
-    monkeypatch.setattr(launch_qk, "PROGRAMS_PER_SM", 1)
+    monkeypatch.setattr(plan_qk, "PROGRAMS_PER_SM", 1)
     q, k = (rows(1, count, 128, 16) for count in tiles)  # a head is a tile
-    plan = backward_plan(q, k, q, k, rows(16), None, RMS, (True,) * 4, (programs, 232_448))
-    ((q_parts, parts, *_),) = plan.sum.values[False]
-    assert (q_parts, parts - q_parts) == shares and parts == plan.partials[0] == plan.launch.grid[0]
+    plan = backward_plan(q, k, q, k, [rows(16)] * 2, None, RMS, EVERY, (programs, 232_448))
+    ((q_parts, k_parts, *_),) = plan.sum.values[False]
+    assert (q_parts, k_parts) == shares and 16 * sum(shares) == plan.partials and sum(shares) == plan.launch.grid[0]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_programs_are_shared_in_proportion_and_none_is_left_out(monkeypatch, til
     ],
 )
 def test_as_many_stages_as_let_all_programs_fit(head_dim, itemsize, shared, rotary, stages):
-    config = qk_backward_config(head_dim, False, itemsize, shared, rotary)
+    config = qk_backward_config(head_dim, False, itemsize, shared, rotary, [(2_048 // head_dim, 0)] * 2)
     buffer = (5 if rotary else 2) * config.rows * config.block * itemsize
     assert config.stages == stages and config.programs_per_sm == PROGRAMS_PER_SM
     assert stages == 1 or PROGRAMS_PER_SM * ((stages - 1) * buffer + 1_024) <= shared
@@ -68,7 +70,7 @@ def test_as_many_stages_as_let_all_programs_fit(head_dim, itemsize, shared, rota
 
 def planned(need):
     q, k, cos = rows(2, 4, 3, 32), rows(2, 2, 3, 32, seed=1), rows(1, 3, 32, seed=2)
-    return backward_plan(q, k, q, k, rows(32), cos, RMS, need, LIMITS)
+    return backward_plan(q, k, q, k, [rows(32)] * 2, cos, RMS, (*need, False, False), LIMITS)
 
 
 def test_a_compiled_backward_has_a_code_by_what_it_writes():
@@ -113,10 +115,10 @@ def test_strides_of_one_of_a_kind_are_anybodys_choice(batch, length, heads):
         )
 
     weights = rows(16) + 2.0, rows(16, seed=4) + 2.0
-    plan = forward_plan(odd(q), odd(k), weights[0], odd(tables[0]), RMS)
+    plan = forward_plan(odd(q), odd(k), weights, odd(tables[0]), RMS)
     assert plan.launch.vectorised
     dys = odd(rows(batch, heads, length, 16, seed=5)), odd(rows(batch, heads, length, 16, seed=6))
-    assert backward_plan(*dys, odd(q), odd(k), weights[0], odd(tables[0]), RMS, (True,) * 4, LIMITS).launch.vectorised
+    assert backward_plan(*dys, odd(q), odd(k), weights, odd(tables[0]), RMS, EVERY, LIMITS).launch.vectorised
     ours = gradients(fused_qk_norm, (odd(q), odd(k), *weights), [odd(t) for t in tables], dys)
     theirs = gradients(reference_qk_norm, (q, k, *weights), tables, dys)
     for got, right in zip(ours, theirs, strict=True):
@@ -124,10 +126,10 @@ def test_strides_of_one_of_a_kind_are_anybodys_choice(batch, length, heads):
 
 
 def test_tensors_elsewhere_have_plans_of_their_own():
-    operands = rows(2, 4, 3, 16), rows(2, 2, 3, 16), rows(16), rows(1, 3, 16)
-    there = [t.to("meta") for t in operands]
+    operands = rows(2, 4, 3, 16), rows(2, 2, 3, 16), [rows(16)] * 2, rows(1, 3, 16)
+    there = [[w.to("meta") for w in t] if isinstance(t, list) else t.to("meta") for t in operands]
     assert forward_plan(*operands, RMS) is forward_plan(*operands, RMS) is not forward_plan(*there, RMS)
-    (q, k, *rest), need = operands, (True,) * 4
+    (q, k, *rest), need = operands, EVERY
     here, elsewhere = (backward_plan(each[0], each[1], *each, RMS, need, LIMITS) for each in (operands, there))
     assert here is not elsewhere and here is backward_plan(q, k, q, k, *rest, RMS, need, LIMITS)
     assert here is not backward_plan(q, k, q, k, *rest, RMS, need, (3, 232_448))
@@ -142,21 +144,25 @@ def test_what_compiled_code_depends_on_has_a_code_of_its_own():
         (q, k, w, cos), (q, k, w, None), (q.to(half), k.to(half), w, cos), (q, k, w.to(half), cos),
         (q, k, w, cos.to(half)), meta,
     ]  # fmt: skip
-    found = [code for call in forwards for of_variant in forward_plan(*call, RMS).launch.codes for code in of_variant]
-    assert len(set(found)) == len(found) == 4 * len(forwards)  # aligned or not, statistics or none
-    every = (True,) * 4
+    plans = [forward_plan(q, k, [w] * 2, cos, RMS) for q, k, w, cos in forwards]
+    plans.append(forward_plan(q, k, [w] * 2, cos, replace(RMS, has_bias=True)))
+    found = [code for plan in plans for of_variant in plan.launch.codes for code in of_variant]
+    assert len(set(found)) == len(found) == 4 * len(plans)  # aligned or not, statistics or none
+    every, biased = EVERY, (True,) * 6
     calls = [
         (q, k, q, k, w, cos, every), (q.to(half), k, q, k, w, cos, every), (q, k.to(half), q, k, w, cos, every),
         (q, k, *meta, every),
-        (q, k, q, k, w, cos, (True, True, False, False)), (q, k, q, k, w, cos, (False, False, True, True)),
+        (q, k, q, k, w, cos, (True, True, *[False] * 4)),
+        (q, k, q, k, w, cos, (False, False, True, True, False, False)),
+        (q, k, q, k, w, cos, biased),
         (q, k, q, k, w.to(half), cos, every), (q, k, q, k, w, cos.to(half), every), (q, k, q, k, w, None, every),
         (q.to(half), k.to(half), q.to(half), k.to(half), w, cos, every),
     ]  # fmt: skip
-    plans = [backward_plan(*operands, RMS, need, LIMITS) for *operands, need in calls]
+    plans = [backward_plan(*grads, [w] * 2, cos, RMS, need, LIMITS) for *grads, w, cos, need in calls]
     found = [code for plan in plans for of_variant in plan.launch.codes for code in of_variant]
     assert len(set(found)) == len(found) == 2 * len(calls)
     sums = {
-        backward_plan(q, k, q, k, w, cos, RMS, (True, True, *of), LIMITS).sum.codes
+        backward_plan(q, k, q, k, [w] * 2, cos, RMS, (True, True, *of, False, False), LIMITS).sum.codes
         for of in ((True, True), (True, False), (False, True))
     }
     assert len(sums) == 3
@@ -164,8 +170,9 @@ def test_what_compiled_code_depends_on_has_a_code_of_its_own():
 
 @pytest.mark.parametrize("batch, length", [(0, 3), (2, 0)])
 def test_no_rows(batch, length):
-    operands = rows(batch, 4, length, 16), rows(batch, 2, length, 16), rows(16), rows(16)
-    yq, yk, rstd, mean = launch_qk.qk_norm_forward(*operands, None, None, RMS, True)
-    assert yq.shape == operands[0].shape and yk.shape == operands[1].shape and rstd.numel() == 0 and mean is None
-    found = launch_qk.qk_norm_backward(yq, yk, *operands, None, None, rstd, mean, RMS, (True,) * 4)
-    assert [t.shape for t in found] == [t.shape for t in operands] and not any(t.any() for t in found)
+    q, k, parameters = rows(batch, 4, length, 16), rows(batch, 2, length, 16), [rows(16) for _ in range(4)]
+    spec = replace(RMS, has_bias=True)
+    yq, yk, rstd, mean = launch_qk.qk_norm_forward(q, k, parameters, None, None, spec, True)
+    assert yq.shape == q.shape and yk.shape == k.shape and rstd.numel() == 0 and mean is None
+    found = launch_qk.qk_norm_backward(yq, yk, q, k, parameters, None, None, rstd, mean, spec, (True,) * 6)
+    assert [t.shape for t in found] == [t.shape for t in (q, k, *parameters)] and not any(t.any() for t in found)

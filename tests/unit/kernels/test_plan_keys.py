@@ -117,8 +117,8 @@ def pairs():
     yield "eps", (q, k, *weights, *tables, RMS.with_eps(0.5))
 
 
-def pair_forward(*operands):
-    return launch_qk.qk_norm_forward(*operands, True)
+def pair_forward(q, k, q_weight, k_weight, *others):
+    return launch_qk.qk_norm_forward(q, k, (q_weight, k_weight, None, None), *others, True)
 
 
 def pair_backwards():
@@ -138,13 +138,14 @@ def pair_backwards():
 
 
 def pair_backward(dq, dk, need, operands):
-    yq, yk, rstd, mean = launch_qk.qk_norm_forward(*operands, True)
+    yq, yk, rstd, mean = pair_forward(*operands)
     dq, dk = (
         None if layout is None else dict(heads_of(y.shape[1], seed))[layout].to(y.dtype)
         for y, layout, seed in ((yq, dq, 6), (yk, dk, 7))
     )
-    *inputs, spec = operands
-    return launch_qk.qk_norm_backward(dq, dk, *inputs, rstd, mean, spec, need)
+    q, k, q_weight, k_weight, *tables, spec = operands
+    parameters = q_weight, k_weight, None, None
+    return launch_qk.qk_norm_backward(dq, dk, q, k, parameters, *tables, rstd, mean, spec, (*need, False, False))
 
 
 KINDS = {"forward": (forward, norms), "backward": (backward, backwards),

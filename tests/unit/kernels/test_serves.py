@@ -96,10 +96,10 @@ def run_from_output(spec, columns):
 
 def run_qk(spec, _):
     q, k = (operands(spec, 1, 5, heads, 16)[0].transpose(1, 2) for heads in (4, 2))
-    weight = operands(spec, 16)[3]
-    table = torch.randn(1, 5, 16)
-    *found, rstd, mean = launch_qk.qk_norm_forward(q, k, weight, weight, table, table, spec, True)
-    assert_same(found, reference_qk_norm(q, k, weight, weight, spec, table, table))
+    *_, weight, bias, _ = operands(spec, 16)
+    table = None if spec.has_bias else torch.randn(1, 5, 16)
+    *found, rstd, mean = launch_qk.qk_norm_forward(q, k, (weight, weight, bias, bias), table, table, spec, True)
+    assert_same(found, reference_qk_norm(q, k, weight, weight, spec, table, table, bias, bias))
 
 
 RUNS = {

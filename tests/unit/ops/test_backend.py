@@ -126,11 +126,13 @@ def test_row_numbers_stay_below_32_bits_in_the_last_tile():
 
 
 def pair(batch=2, length=3, head_dim=4, heads=(4, 2), dtype=torch.float32, tables=4, **of):
-    """Operands that `qk_fits` takes, but for what is given: q, k, q_weight, k_weight, spec, cos, sin."""
+    """Operands that `qk_fits` takes, but for what is given: q, k, parameters, spec, cos, sin."""
     q, k = (torch.ones(batch, count, length, head_dim, dtype=dtype) for count in heads)
-    made = {"q": q, "k": k, "q_weight": torch.ones(head_dim), "k_weight": torch.ones(head_dim), "spec": RMS,
-            "cos": torch.ones(1, length, tables), "sin": torch.ones(1, length, tables)} | of  # fmt: skip
-    return [made[name] for name in ("q", "k", "q_weight", "k_weight", "spec", "cos", "sin")]
+    made = {"q": q, "k": k, "q_weight": torch.ones(head_dim), "k_weight": torch.ones(head_dim), "q_bias": None,
+            "k_bias": None, "spec": RMS} | {name: torch.ones(1, length, tables) for name in ("cos", "sin")}  # fmt: skip
+    made |= of
+    parameters = tuple(made[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias"))
+    return [made["q"], made["k"], parameters, *(made[name] for name in ("spec", "cos", "sin"))]
 
 
 class Tagged(torch.Tensor):
@@ -149,6 +151,10 @@ WEIGHTLESS = NormSpec(False, 1e-6, has_weight=False)
         pair(head_dim=1, cos=None, sin=None),
         pair(head_dim=MAX_HEAD_DIM),
         pair(head_dim=8, tables=2),
+        pair(spec=BIASED, q_bias=torch.ones(4), k_bias=torch.ones(4), cos=None, sin=None),
+        pair(q_weight=torch.ones(4, 4), k_weight=torch.ones(2, 4)),
+        pair(q_weight=torch.ones(16), k_weight=torch.ones(8)),
+        pair(heads=(2, 1), q_weight=torch.ones(8), k_weight=torch.ones(4)),
         pair(cos=torch.ones(2, 3, 4), sin=torch.ones(2, 3, 4)),
         pair(dtype=torch.bfloat16),
         pair(q=torch.ones(2, 3, 4, 4).transpose(1, 2)),
@@ -162,7 +168,13 @@ def test_queries_and_keys_that_one_launch_takes(operands):
 @pytest.mark.parametrize(
     "operands",
     [
-        pair(spec=BIASED),
+        pair(spec=BIASED, cos=None, sin=None),
+        pair(spec=BIASED, q_bias=torch.ones(4), k_bias=torch.ones(4)),  # and a rotation behind the bias
+        pair(q_bias=torch.ones(4), k_bias=torch.ones(4), cos=None, sin=None),
+        pair(q_weight=torch.ones(16), k_weight=torch.ones(4)),
+        pair(q_weight=torch.ones(4, 4), k_weight=torch.ones(8)),
+        pair(q_weight=torch.ones(16), k_weight=torch.ones(8), spec=NormSpec(True, 1e-6)),
+        pair(head_dim=4, heads=(2**11 + 1, 1), q_weight=torch.ones(2**13 + 4), k_weight=torch.ones(4)),
         pair(q_weight=None, k_weight=None),
         pair(k_weight=None),
         pair(q_weight=None),

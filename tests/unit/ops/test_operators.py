@@ -80,18 +80,32 @@ def calls_of_heads():
     q, k, dq, dk = heads(4, 3), heads(2, 0), heads(4, 0).contiguous(), heads(2, 3)
     weights = [random(16).bfloat16() for _ in range(2)]
     whole, part = ([random(rows, 5, columns).bfloat16() for _ in range(2)] for rows, columns in ((2, 16), (1, 8)))
-    none, every = (None, None), [True] * 4
+    none, every = (None, None), [True] * 4 + [False] * 2
     for tables, spec, grads, need in (
         (none, LLAMA, (dq, None), every),
         (whole, LLAMA, (dq, dk), every),
-        (part, LLAMA, (dq, dk), [True, False, False, True]),
+        (part, LLAMA, (dq, dk), [True, False, False, True, False, False]),
         (part, layer, (dq, dk), every),
     ):
-        args = (q, k, *weights, *tables, *spec_args(spec))
+        args = (q, k, *weights, None, None, *tables, False, *spec_args(spec))
         yield qk_norm_forward_op, (*args, True)
         *_, rstd, mean = qk_norm_forward_op(*args, True)
-        yield qk_norm_backward_op, (*grads, q, k, *weights, *tables, rstd, mean, *spec_args(spec), need)
-    yield qk_norm_forward_op, (q, k, *weights, *whole, *spec_args(layer), False)
+        yield qk_norm_backward_op, (*grads, q, k, *weights, None, None, *tables, rstd, mean, *spec_args(spec), need)
+    yield qk_norm_forward_op, (q, k, *weights, None, None, *whole, False, *spec_args(layer), False)
+    wide = [t.float() for t in whole]
+    yield qk_norm_forward_op, (q, k, *weights, None, None, *wide, True, *spec_args(LLAMA), True)
+    biased = NormSpec(True, 1e-5, has_bias=True)
+    biases = [random(16, seed=seed).bfloat16() for seed in (5, 6)]
+    args = (q, k, *weights, *biases, None, None)
+    yield qk_norm_forward_op, (*args, False, *spec_args(biased), True)
+    *_, rstd, mean = qk_norm_forward_op(*args, False, *spec_args(biased), True)
+    yield qk_norm_backward_op, (dq, dk, *args, rstd, mean, *spec_args(biased), [True] * 6)
+    for shape, spec in ((lambda heads: (heads, 16), LLAMA), (lambda heads: (heads * 16,), LLAMA)):
+        parameters = [random(*shape(heads), seed=heads).bfloat16() for heads in (4, 2)]
+        args = (q, k, *parameters, None, None, *whole)
+        yield qk_norm_forward_op, (*args, False, *spec_args(spec), True)
+        *_, rstd, mean = qk_norm_forward_op(*args, False, *spec_args(spec), True)
+        yield qk_norm_backward_op, (dq, dk, *args, rstd, mean, *spec_args(spec), every)
 
 
 @pytest.mark.full
@@ -206,19 +220,20 @@ def test_operators_of_queries_and_keys(spec, dtype):
     weights = random(16, seed=5).to(dtype), random(16, seed=6).to(dtype)
     tables = random(1, 5, 16, seed=7).to(dtype), random(1, 5, 16, seed=8).to(dtype)
     dq, dk = random(2, 4, 5, 16, seed=9).to(dtype), random(2, 2, 5, 16, seed=10).to(dtype)
-    args = (q, k, *weights, *tables)
+    args = (q, k, *weights, None, None, *tables)
     leaves = [t.clone().requires_grad_() for t in args[:4]]
     expected = reference_qk_norm(*leaves, spec, *tables)
     served = dtype == torch.float32
     for tables_of_stats in (True, False):
         with count_launches() as launches:
-            yq, yk, rstd, mean = qk_norm_forward_op(*args, *spec_args(spec), tables_of_stats)
+            yq, yk, rstd, mean = qk_norm_forward_op(*args, False, *spec_args(spec), tables_of_stats)
         assert launches.get("qk_norm_forward", 0) == served
         rows = 2 * 5 * 6 if tables_of_stats else 0
         assert rstd.numel() == rows and mean.numel() == (rows if spec.centered else 0)
         for a, b in zip((yq, yk), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        for need in ([True] * 4, [True, False, False, True], [False, True, True, False]):
+        for of_leaves in ([True] * 4, [True, False, False, True], [False, True, True, False]):
+            need = of_leaves + [False] * 2
             for given in ((dq, dk), (dq, None), (None, dk)):
                 with count_launches() as launches:
                     grads = qk_norm_backward_op(*given, *args, rstd, mean, *spec_args(spec), need)
@@ -226,7 +241,7 @@ def test_operators_of_queries_and_keys(spec, dtype):
                 pairs = [(y, d) for y, d in zip(expected, given, strict=True) if d is not None]
                 ys, ds = zip(*pairs, strict=True)
                 right = torch.autograd.grad(ys, leaves, ds, retain_graph=True, allow_unused=True)
-                for got, wanted, needed in zip(grads, right, need, strict=True):
+                for got, wanted, needed in zip(grads[:4], right, of_leaves, strict=True):
                     if not needed or wanted is None:
                         assert not got.numel()
                     else:
@@ -236,9 +251,9 @@ def test_operators_of_queries_and_keys(spec, dtype):
 def test_statistics_of_queries_and_keys_are_alike_wherever_they_are_computed():
     q, k = random(2, 5, 4, 16).transpose(1, 2), random(2, 5, 2, 16, seed=4).transpose(1, 2)
     spec = NormSpec(True, 1e-5, has_weight=False)
-    operands = q, k, None, None, None, None
+    operands = q, k, *[None] * 6
     of_kernels, of_reference = (
-        qk_norm_forward_op(*(t if t is None else t.to(dtype) for t in operands), *spec_args(spec), True)[2:]
+        qk_norm_forward_op(*(t if t is None else t.to(dtype) for t in operands), False, *spec_args(spec), True)[2:]
         for dtype in (torch.float32, torch.float64)
     )
     for a, b in zip(of_kernels, of_reference, strict=True):
@@ -262,11 +277,11 @@ def test_saved_tensors_are_laid_out_as_they_were(at):
     assert as_saved(strides, tensors[0], None, None)[1:] == (None, None)
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(8))
 def test_saved_queries_keys_and_tables_have_columns_of_unit_stride_and_tables_of_one_kind(at):
-    tensors = (*(random(2, 3, 4, 8, seed=i) for i in range(2)), *(random(8, seed=i) for i in range(2)),
+    tensors = (*(random(2, 3, 4, 8, seed=i) for i in range(2)), *(random(8, seed=i) for i in range(4)),
                *(random(1, 4, 8, seed=i) for i in range(2)))  # fmt: skip
     assert qk_as_saved(tensors) is tensors
-    gaps = torch.stack([tensors[at]] * 2, -1)[..., 0] if at < 4 else torch.cat([tensors[at]] * 2, -1)[..., :8]
+    gaps = torch.stack([tensors[at]] * 2, -1)[..., 0] if at < 6 else torch.cat([tensors[at]] * 2, -1)[..., :8]
     found = qk_as_saved((*tensors[:at], gaps, *tensors[at + 1 :]))
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found, tensors, strict=True))

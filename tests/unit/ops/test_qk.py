@@ -54,7 +54,7 @@ def test_what_is_not_provably_the_same_is_left_to_the_model():
             (q.as_subclass(Tagged), k, w, w),
             (q, k, None, w),
             (q, k, w[:1], w),
-            (q, k, w.repeat(4, 1), w.repeat(2, 1)),
+            (q, k, w.repeat(4, 1), w.repeat(4, 1)),
             (q, k[:, :, :3], w, w),
             (q[0], k[0], w, w),
             (q, k, w, w, cos[:, :4], sin[:, :4]),
@@ -105,7 +105,7 @@ def test_the_operand_alone_that_asks_for_a_gradient(at, planned):
     operands = leaves()
     operands[at] = operands[at].clone().requires_grad_()
     q, k, *weights, cos, sin = operands
-    plan = qk_plan_of(q, k, weights[0], QWEN3, cos) if planned else None
+    plan = qk_plan_of(q, k, weights, QWEN3, cos) if planned else None
     with use_backend("triton"):
         outputs = fused_qk_norm(q, k, *weights, QWEN3, cos, sin, plan=plan)
         with torch.no_grad():
@@ -118,8 +118,9 @@ def test_the_operand_alone_that_asks_for_a_gradient(at, planned):
 
 
 def test_no_gradient_at_all_is_none():
-    saved = [*leaves(), torch.ones(9), None]
-    assert qk_gradients(None, None, tuple(saved), QWEN3, (True,) * 4) == (None,) * 4
+    q, k, *weights, cos, sin = leaves()
+    saved = q, k, *weights, None, None, cos, sin, torch.ones(9), None
+    assert qk_gradients(None, None, saved, QWEN3, (True,) * 6) == (None,) * 6
 
 
 @pytest.mark.parametrize("spec, cast", [(LAYER_NORM, True), (NormSpec(False, 1e-6, rounding="every_step"), True),
