@@ -110,7 +110,10 @@ class HfRmsNormCallback(TrainerCallback):
                 return
             unpatch_model(before)  # other weights may have been loaded since
             model = before
-        self.report = patch_model(model, **self._options)
+        with warnings.catch_warnings():
+            if again:  # Liger may have them all, which is said where training begins
+                warnings.filterwarnings("ignore", "patch_model changed no norm")
+            self.report = patch_model(model, **self._options)
         self._patched = weakref.ref(model)
         if str(self.report) != self._logged:
             self._logged = str(self.report)
