@@ -39,7 +39,8 @@ def norm_later(attention: torch.nn.Module, held: dict, side: int, name: str, x, 
     if norm is None:
         return getattr(attention, name)(x)
     found = _put_off(norm, x)
-    if found is None or spans != (x.dim() == 3) or (spans and not x.is_contiguous()):
+    # That one norm spans all heads is known later by its weight.
+    if found is None or spans != (x.dim() == 3) or (spans and (found[0] is None or not x.is_contiguous())):
         return norm(x)
     held[side] = found
     return x
@@ -120,6 +121,8 @@ def _in_one_launch(attention: torch.nn.Module, names: tuple[str, str], of_q, of_
         return None
     of_each = q_weight is not None and q_weight.dim() == 2
     length_first = as_read and q.dim() == k.dim() == 4 and (of_each or q.shape[2] != k.shape[2])
+    if length_first and rotate is not None:
+        return None
     if length_first:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     if observers and q.dim() == 4:
@@ -139,7 +142,7 @@ def _in_one_launch(attention: torch.nn.Module, names: tuple[str, str], of_q, of_
     biases = {} if q_bias is None else {"q_bias": q_bias, "k_bias": k_bias}
     if plan is None:
         backend = qk_norm_backend(q, k, q_weight, k_weight, spec, *tables, **biases)
-        spans = q_weight is not None and q_weight.dim() == 1 and q_weight.shape != q.shape[-1:]
+        spans = any(w is not None and w.dim() == 1 and w.shape != q.shape[-1:] for w in (q_weight, k_weight))
         if spans and not (_heads_of(q, q_rows) and _heads_of(k, k_rows)):
             return None
         if length_first and spec.functional and not all(_in_order(t) for t in (q, k)):

@@ -69,7 +69,7 @@ def _named(q, k, weights, cos, spec: NormSpec, config: TileConfig, addresses: di
         "tokens": batch * length, "length": length, "q_heads": q_heads, "k_heads": k.shape[1],
         "N": head_dim, "R": 0 if cos is None else cos.shape[-1],
         "BLOCK": max(1, config.block // 2),  # of a half of the columns
-        "WHOLE": weights[0] is not None and weights[0].dim() == 1 and weights[0].shape != (head_dim,),
+        "WHOLE": any(w is not None and w.dim() == 1 and w.shape != (head_dim,) for w in weights),
         "rotary_batch": cos.stride(0) if cos is not None and cos.shape[0] > 1 else 0,
         "rotary_position": cos.stride(1) if cos is not None and length > 1 else 0,
         **formula_constants(spec, weights[0]),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.models.imagegpt.modeling_imagegpt import ImageGPTLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 
 from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.fused import attention, layer
@@ -36,8 +37,8 @@ def proven(monkeypatch):
 
 def made(*norms):
     made = Attention(*norms)
-    for norm in made.children():
-        nn.init.uniform_(norm.weight, 0.5, 1.5)
+    for weight in made.parameters():
+        nn.init.uniform_(weight, 0.5, 1.5)
     patch_model(made)
     for norm in made.children():
         type(norm)._hf_rmsnorm_plans.clear()
@@ -202,10 +203,32 @@ def spanning(heads=(4, 2), seen=None):
     return found, expected, launches
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (1, 1), (3, 3)])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1), (1, 1), (3, 3), (1, 2)])
 def test_a_norm_over_all_heads(heads):
     found, expected, launches = spanning(heads)
     assert launches == {"qk_norm_forward": 2}
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_over_all_heads_without_a_weight_is_called_where_it_stands():
+    """Nothing would tell it from one of each head."""
+    attention = made(*(Llama4TextL2Norm() for _ in range(2)))
+    rows = torch.randn(2, 3, 4 * D)
+    assert norm_later(attention, held := {}, 0, "q_norm", rows, True) is not rows and not held
+
+
+def test_a_rotation_of_what_lies_by_heads_of_which_each_has_a_weight():
+    """As many heads as positions: which of them the weights are for, only the norm's own forward says."""
+    attention = made(*(LlamaRMSNorm(D) for _ in range(2)))
+    for norm in attention.children():
+        norm.weight = nn.Parameter(torch.randn(3, D))
+    q, k, *tables = torch.randn(2, 3, 3, D), torch.randn(2, 3, 3, D), *operands()[2:]
+    with torch.no_grad():
+        held = {}
+        pair = [norm_later(attention, held, side, NAMES[side], x) for side, x in enumerate((q, k))]
+        found = norm_and_rotate(attention, held, NAMES, rotate, *pair, *tables)
+        expected = rotate(*(norm(x) for norm, x in zip(attention.children(), (q, k), strict=True)), *tables)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
