@@ -1,18 +1,19 @@
 """The staging folder beside DST: locked, journalled, resumable, published by one rename.
 
-``DST.converting/`` holds ``lock``, ``journal.json`` (what is made from what, and the hash of each finished shard),
-``model/`` (what becomes DST; every file in it is whole) and the file that is being written, ``*.partial``.
+``DST.converting/`` holds ``lock``, ``journal.json`` (what is made from what, the names of the files in ``model``, and
+the hash of each finished shard), ``model/`` (what becomes DST; every file in it is whole) and the file that is being
+written, ``*.partial``. The journal makes the folder ours, and names are removed that a conversion gives, no others.
 """
 
 import errno
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from .shard import ConversionError
 
@@ -65,11 +66,11 @@ def durable_file(target: Path, partial: Path | None = None) -> Iterator[int]:
 class Staging:
     """The staging folder of one DST, while this process holds its lock."""
 
-    def __init__(self, dst: Path, identity: dict):
+    def __init__(self, dst: Path, identity: dict, files: Collection[str]):
         self.dst, self.folder = dst, dst.with_name(f"{dst.name}.converting")
         self.model = self.folder / "model"  # which becomes DST
         self.lock = FileLock(self.folder / LOCK)
-        self.journal = {"identity": identity, "shards": {}, "publishing": False}
+        self.journal = {"identity": identity, "files": sorted(files), "shards": {}, "publishing": False}
 
     @property
     def published(self) -> bool:
@@ -96,21 +97,29 @@ class Staging:
 
     def clean_up(self) -> None:
         """Remove the staging folder; the journal goes last, so that a kill in between can be told from a start."""
-        for path in self.folder.iterdir():
-            if path.name not in (LOCK, JOURNAL):
-                _remove(path)
+        _remove(self.folder, _beside(self.journal))
         if WINDOWS:
             self.lock.release()
         for name in (LOCK, JOURNAL):
             (self.folder / name).unlink(missing_ok=True)
-        self.folder.rmdir()
+        if left := sorted(os.listdir(self.folder)):
+            warnings.warn(f"{self.folder}: stays, as the conversion did not write {', '.join(left)}", stacklevel=2)
+        else:
+            self.folder.rmdir()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _beside(journal: dict) -> list[str]:
+    """Names of the files beside ``model``, but for lock and journal."""
+    return [REPORT, *(name + PARTIAL for name in (JOURNAL, *journal.get("files", ())))]
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    """Remove these files of a folder, and its folders that held them where they are empty then."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    for parent in sorted({parent for name in names for parent in Path(name).parents[:-1]}, reverse=True):
+        with suppress(OSError):
+            (folder / parent).rmdir()
 
 
 def destination(src: str | os.PathLike, dst: str | os.PathLike) -> Path:
@@ -132,55 +141,80 @@ def already_exists(dst: Path) -> ConversionError:
 
 
 @contextmanager
-def staging_for(dst: Path, identity: dict, *, restart: bool = False) -> Iterator[Staging]:
+def staging_for(dst: Path, identity: dict, files: Collection[str] = (), *, restart: bool = False) -> Iterator[Staging]:
     """The staging folder of DST, made or taken up where a conversion of the same identity stopped.
 
     Args:
         dst: absolute path.
         identity: ``{"plan": hash, "source": fingerprints}``, as JSON would give it back.
+        files: relative to DST, every file that it may get.
         restart: begin anew where the folder is of another identity, which is refused otherwise.
     """
-    staging = Staging(dst, identity)
+    staging = Staging(dst, identity, files)
     if os.path.lexists(dst) and not (staging.folder / JOURNAL).exists():
         raise already_exists(dst)
     if os.path.lexists(staging.folder):
-        present = {*os.listdir(staging.folder)} if staging.folder.is_dir() else {staging.folder.name}
-        begun = LOCK in present and present <= {LOCK, JOURNAL + PARTIAL, staging.model.name}  # what precedes a journal
-        if present and JOURNAL not in present and not (begun and not any(staging.model.glob("*"))):
-            raise ConversionError(f"{staging.folder}: in the way, of another program: move it, or choose another DST")
+        _read_journal(staging)  # before the lock, which would be one more file of ours in another's folder
     with _locked(staging.folder, staging.lock):
-        found = _read_journal(staging.folder / JOURNAL)
+        found = _read_journal(staging)
         same = found is not None and found["identity"] == identity
-        staging.journal = found if same else staging.journal
+        if same:
+            staging.journal |= {name: found[name] for name in ("shards", "publishing")}
         if os.path.lexists(dst) and not staging.published:
             if found is None:  # made above, just after another process published DST
                 staging.clean_up()
             raise already_exists(dst)
         if found is not None and not same and not restart:
-            what = "by another plan" if found["identity"].get("plan") != identity["plan"] else "of another source"
+            what = "by another plan" if found["identity"]["plan"] != identity["plan"] else "of another source"
             cure = "finish that one, or drop it by restart=True"
             raise ConversionError(f"{staging.folder}: an unfinished conversion {what}, or of before it changed: {cure}")
         if not staging.published:
+            written = set((found or {}).get("files", ()))
+            if left := [
+                path for path in _files(staging.model) if path.relative_to(staging.model).as_posix() not in written
+            ]:
+                raise ConversionError(f"{left[0]}: not written by the conversion: move it, or choose another DST")
             if not same:
-                _remove(staging.model)
+                _remove(staging.model, written)
+            _remove(staging.folder, _beside(found or {}))
             staging.journal["publishing"] = False
-            for path in staging.folder.iterdir():
-                if path.name.endswith(PARTIAL) or path.name == REPORT:
-                    path.unlink()
             staging.model.mkdir(exist_ok=True)
             staging.save()
         yield staging
 
 
-def _read_journal(path: Path) -> dict | None:
+def _files(folder: Path) -> list[Path]:
+    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+
+
+def _read_journal(staging: Staging) -> dict | None:
+    """What is in the journal of a folder of ours, None before there is one; refused where the folder is another's."""
+    folder, model, lock = staging.folder, staging.model, staging.folder / LOCK
     try:
-        journal = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
+        journal = json.loads((folder / JOURNAL).read_bytes())
+        ours = _is_journal(journal)
     except ValueError:
-        journal = {}
-    # Else of no known plan: refused unless the user asks for a restart.
-    return journal if {"identity", "shards", "publishing"} <= set(journal) else {"identity": {}}
+        ours = False
+    except (FileNotFoundError, NotADirectoryError):
+        journal = None
+        present = {*os.listdir(folder)} if folder.is_dir() else {folder.name}
+        begun = LOCK in present and present <= {LOCK, JOURNAL + PARTIAL, model.name}  # what precedes a journal
+        ours = not present or (begun and not _files(model))
+    held = lock.is_file() and lock.stat().st_size and FileLock is not SoftFileLock  # which alone writes into it
+    if not ours or held or model.is_symlink() or (model.exists() and not model.is_dir()):
+        raise ConversionError(f"{folder}: in the way, of another program: move it, or choose another DST")
+    return journal
+
+
+def _is_journal(found) -> bool:
+    """Whether a conversion may have written this, and the names in it stay inside of its folder."""
+    match found:
+        case {"identity": {"plan": str(), "source": dict()}, "shards": dict(shards), "publishing": bool()}:
+            names = found.get("files", [])
+            whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
+            inside = whole and not any(Path(name).anchor or ".." in Path(name).parts for name in names)
+            return inside and all(isinstance(s, dict) and isinstance(s.get("sha256"), str) for s in shards.values())
+    return False
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from .values import COPIED, Values
 
 WAITING = 8
 FLUSHED = 32 << 20  # bytes that are flushed to the disk while the next are computed: little is left for the end
+DESCRIBED = {"README.md", "conversion_plan.json", "conversion_report.json"}  # what a check may add
 FORMAT = 3  # of the bytes that expressions give: a staging folder of another one is not taken up
 
 
@@ -77,7 +78,8 @@ def write_checkpoint(
         config: text of config.json; None for the source's own.
         check: called with the folder that is to become DST. Where it raises, DST does not appear, its error is
             raised, and the staging folder is kept with the error's text in ``report.txt``. What it writes into the
-            folder becomes a part of DST. It is not called where DST had just appeared.
+            folder becomes a part of DST; new files have names of `DESCRIBED`. It is not called where DST had just
+            appeared.
     """
     source = values.checkpoint
     dst = destination(source.folder, dst)
@@ -85,7 +87,8 @@ def write_checkpoint(
     identity = {"plan": _digest(values, layout, config), "source": source.fingerprints}
     with ExitStack() as stack:
         with clear_errors(dst):
-            staging = stack.enter_context(staging_for(dst, identity, restart=restart))
+            files = {*_expected(source, layout), *DESCRIBED}
+            staging = stack.enter_context(staging_for(dst, identity, files, restart=restart))
             published = staging.published  # by a run before this one, which was killed while it cleaned up
             if published:
                 staging.clean_up()
@@ -118,13 +121,9 @@ def write_checkpoint(
 
 
 def _write_other_files(source: Checkpoint, layout: ShardLayout, config: str | None, folder: Path) -> None:
-    """Put everything but the shards in place, config.json last, and remove what a run that did not end left there."""
-    expected = {*layout.shards, *source.others, source.config_name, *([INDEX] if layout.index is not None else [])}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            if os.path.relpath(path, folder) not in expected:
-                path.unlink()
+    """Put everything but the shards in place, config.json last, and remove what a check that did not pass wrote."""
+    for name in DESCRIBED - _expected(source, layout):
+        (folder / name).unlink(missing_ok=True)
     for name in source.others:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -135,6 +134,12 @@ def _write_other_files(source: Checkpoint, layout: ShardLayout, config: str | No
         shutil.copyfile(source.folder / source.config_name, folder / source.config_name)
     else:
         (folder / source.config_name).write_text(config, encoding="utf-8")
+
+
+def _expected(source: Checkpoint, layout: ShardLayout) -> set[str]:
+    """Every file that is written before the check."""
+    names = {*layout.shards, *source.others, source.config_name, *([INDEX] if layout.index is not None else [])}
+    return {Path(name).as_posix() for name in names}
 
 
 def _digest(values: Values, layout: ShardLayout, config: str | None) -> str:

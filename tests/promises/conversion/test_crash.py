@@ -133,11 +133,69 @@ def test_a_source_that_changed_since_the_kill_is_noticed(job):
     assert_resumes(job, restart=True)
 
 
-def test_a_damaged_journal_is_not_trusted(job):
+OWN = {"identity": {"plan": "x", "source": {}}, "shards": {}, "publishing": False}
+FOREIGN = {
+    "no JSON": "{",
+    "null": "null",
+    "5": "5",
+    "{}": "{}",
+    "identity": json.dumps(OWN | {"identity": None}),
+    "shards": json.dumps(OWN | {"shards": {"model.safetensors": 5}}),
+    "a way out": json.dumps(OWN | {"files": ["../../mine.txt"]}),
+}
+
+
+@pytest.mark.parametrize("journal", FOREIGN)
+def test_a_journal_of_another_shape_makes_no_folder_ours(job, journal):
+    folder = staging_of(job[2])
+    folder.mkdir()
+    (folder / "journal.json").write_text(FOREIGN[journal])
+    (folder / "mine.txt").write_text("x")
+    (folder.parent / "mine.txt").write_text("x")
+    before = contents(folder.parent)
+    for restart in (False, True):
+        assert_refused(job, str(folder), "in the way", restart=restart)
+    assert contents(folder.parent) == before  # nor is there a lock of ours
+
+
+@pytest.mark.parametrize("journal", [None, json.dumps(OWN)])
+def test_a_lock_that_holds_something_makes_no_folder_ours(job, journal):
+    folder = staging_of(job[2])
+    folder.mkdir()
+    (folder / "lock").write_text("hello")
+    if journal:
+        (folder / "journal.json").write_text(journal)
+    before = contents(folder)
+    assert_refused(job, str(folder), "in the way")
+    assert_refused(job, "in the way", restart=True)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_file_beside_ours_stays_and_is_named(job, restart):
     interrupt(job)
-    (staging_of(job[2]) / "journal.json").write_text("{")
-    assert_refused(job, "restart")
-    assert assert_resumes(job, restart=True).resumed == 0
+    plan, src, dst = job
+    for name in ("mine.txt", "mine.partial"):
+        (staging_of(dst) / name).write_text("x")
+    changed = CentringPlan(config={"x": 1}) if restart else plan
+    with pytest.warns(UserWarning, match=r"dst.converting: stays, .*not write mine.partial, mine.txt"):
+        write_plan(changed, src, dst, restart=restart)
+    assert contents(staging_of(dst)).keys() == {"mine.txt", "mine.partial"} and dst.is_dir()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_file_among_ours_is_neither_removed_nor_published(job, restart):
+    interrupt(job)
+    plan, src, dst = job
+    mine = staging_of(dst) / "model" / "mine.txt"
+    mine.write_text("x")
+    before = contents(staging_of(dst))
+    changed = CentringPlan(config={"x": 1}) if restart else plan
+    assert_refused((changed, src, dst), str(mine), "not written by the conversion", restart=restart)
+    assert contents(staging_of(dst)) == before
+    mine.unlink()
+    write_plan(changed, src, dst, restart=restart)
+    assert not staging_of(dst).exists()
 
 
 def test_a_folder_in_the_way_is_not_touched(job):
@@ -153,11 +211,11 @@ def test_a_folder_in_the_way_is_not_touched(job):
 def test_a_lock_alone_makes_no_folder_ours(job, name):
     dst = job[2]
     (staging_of(dst) / "model").mkdir(parents=True)
-    for each in ("lock", name):
-        (staging_of(dst) / each).write_text("x")
+    (staging_of(dst) / "lock").touch()
+    (staging_of(dst) / name).write_text("x")
     assert_refused(job, str(staging_of(dst)), "in the way")
     assert_refused(job, "in the way", restart=True)
-    assert (staging_of(dst) / name).read_text() == (staging_of(dst) / "lock").read_text() == "x"
+    assert (staging_of(dst) / name).read_text() == "x"
 
 
 @pytest.mark.parametrize("kind", ["full folder", "empty folder", "file", "dangling link"])
