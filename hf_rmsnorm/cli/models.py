@@ -1,7 +1,9 @@
 """From MODEL on the command line to a model: its folder or hub id, its config, its weights, its tokenizer."""
 
+import json
 import os
 import re
+import sys
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import NamedTuple
 from ..demo import DEMO_MODELS, demo_path
 from .common import CliError, one_line
 
+# The weights of a checkpoint in one file, or the index of its shards.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -63,10 +67,28 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
     return Source(model, model, False, trust_remote_code)
 
 
+def _cached(hub_id: str, weights: bool) -> bool:
+    """Whether the cache of the hub has the config of a model here, or all its weights."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in WEIGHTS if weights else ("config.json",):
+        if isinstance(found := try_to_load_from_cache(hub_id, name), str):
+            shards = json.loads(Path(found).read_text())["weight_map"].values() if "index" in name else ()
+            return all(Path(found).with_name(shard).is_file() for shard in shards)
+    return False
+
+
+@cache
+def _say_download(name: str) -> None:
+    print(f"downloading {name} from the Hub", file=sys.stderr, flush=True)
+
+
 @contextmanager
-def _loading(source: Source, what: str):
-    """Turn whatever transformers raises about a checkpoint into one line."""
+def _loading(source: Source, what: str, weights: bool = False):
+    """Turn whatever transformers raises about a checkpoint into one line; a download is said where no bar shows it."""
     try:
+        if not (source.is_local or sys.stderr.isatty()) and _hub_answers() and not _cached(source.where, weights):
+            _say_download(source.name)
         yield
     except Exception as error:
         hub = "check the id and the network, or pass a local folder or demo:llama"
@@ -85,7 +107,7 @@ def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:
         return source
     from huggingface_hub import snapshot_download
 
-    with _loading(source, "the files"):
+    with _loading(source, "the files", weights="*.safetensors" not in ignored):
         where = snapshot_download(source.where, ignore_patterns=ignored, local_files_only=not _hub_answers())
     return source._replace(where=where, is_local=True)
 
@@ -122,7 +144,7 @@ def empty_model(source: Source):
 def load_model(source: Source, dtype: str, device, instead: str = ""):
     """A model with its weights, in evaluation mode; `instead` is said of one that takes something else than a text."""
     _, cls = _config_and_class(source)
-    with _loading(source, "the weights"):
+    with _loading(source, "the weights", weights=True):
         model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs).to(device).eval()
     if instead and (takes := model.main_input_name) != "input_ids":
         raise CliError(f"{source.name} is a {type(model).__name__}, which takes {takes} and not a text: {instead}")
@@ -184,9 +206,13 @@ def _tensors(file: Path) -> dict:
 
 
 def quieten():
-    """No progress bars and no advice from transformers: what matters is printed by the subcommand."""
+    """No progress bars and no advice from transformers: what matters is printed by the subcommand, and a download."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from huggingface_hub import constants
+    from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # and those of downloads
+    if sys.stderr.isatty() and not constants.HF_HUB_DISABLE_PROGRESS_BARS:
+        enable_progress_bars()

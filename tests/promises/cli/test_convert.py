@@ -1,13 +1,26 @@
 """`hf-rmsnorm convert`: every option reaches every way of converting, and what is said and when."""
 
+import fcntl
+import hashlib
 import inspect
 import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from contextlib import suppress
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from places import PYTHONPATH
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -247,6 +260,85 @@ def test_a_hub_id_is_downloaded_and_converted(hub, tmp_path, capsys):
     ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("from_hub", "from_folder"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert not any(path.is_symlink() for path in (tmp_path / "from_hub").iterdir())
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """A hub on this machine that has the demo GPT-2 as org/gpt2, and an empty cache; paths that were asked for."""
+    files = {path.name: path.read_bytes() for path in demo_path("gpt2").iterdir() if path.is_file()}
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            name, body = self.path.rpartition("/")[2], b"{}"
+            if "/tree/" in self.path:
+                tree = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
+                body = json.dumps(tree).encode()
+            elif self.path.startswith("/api/models/org/gpt2"):
+                siblings = [{"rfilename": name} for name in files]
+                body = json.dumps({"id": "org/gpt2", "sha": "0" * 40, "siblings": siblings}).encode()
+            elif "/resolve/" in self.path:
+                body = files.get(name)
+            self.send_response(404 if body is None else 200)
+            self.send_header("Content-Length", str(len(body or b"")))
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", f'"{hashlib.sha256(name.encode()).hexdigest()}"')
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body or b"")
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def command(*argv, terminal=False):
+    """(exit code, stderr) of the command in a process of its own; with a terminal, all that it prints there."""
+    env = os.environ | {"PYTHONPATH": PYTHONPATH, "NO_PROXY": "127.0.0.1"}
+    words = [sys.executable, "-m", "hf_rmsnorm", *map(str, argv)]
+    if not terminal:
+        done = subprocess.run(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return done.returncode, done.stderr
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))  # lines and columns
+    process = subprocess.Popen(words, env=env, stdout=its, stderr=its, stdin=its)
+    os.close(its)
+    text = b""
+    with suppress(OSError):  # as Linux says that the other end is closed
+        while piece := os.read(ours, 4096):
+            text += piece
+    os.close(ours)
+    return process.wait(), text.decode()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("argv", ["convert org/gpt2 DST --no-verify", "verify org/gpt2 --max-new-tokens 0"])
+def test_a_download_is_seen(argv, served, tmp_path):
+    argv = argv.replace("DST", str(tmp_path / "dst")).split()
+    code, text = command(*argv, terminal=True)
+    assert code == 0 and any("/resolve/" in path for path in served), text
+    assert re.search(r"(?i)(fetching|download|model\.safetensors).*%", text) and "from the Hub" not in text, text
+
+
+@pytest.mark.full
+def test_a_download_is_said_off_a_terminal(served, tmp_path):
+    downloading = ["downloading org/gpt2 from the Hub"]
+    convert = ("convert", "org/gpt2", tmp_path / "dst", "--no-verify")
+    for argv, said in ((("report", "org/gpt2"), downloading), (convert, downloading), (("report", "org/gpt2"), [])):
+        code, text = command(*argv)
+        assert code == 0 and [line for line in text.splitlines() if "download" in line] == said, text
 
 
 def test_the_plan_of_a_hub_id_downloads_no_weights(hub, capsys):
