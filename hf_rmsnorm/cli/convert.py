@@ -3,7 +3,7 @@
 Which tensors write to the residual stream is found on a small random model of the same classes and proven there in
 float64; the plan is printed, the tensors are centred while the checkpoint streams through, and DST appears whole once
 it is verified. A run that was killed is taken up by the same command. Exits with 3 where the result fails verification.
-SRC may also be a LoRA adapter of PEFT, with --base.
+SRC may also be a LoRA adapter of PEFT, with --base. A hub id is downloaded first.
 """
 
 import os
@@ -15,6 +15,7 @@ from ..paths import fitted
 from .common import CliError, Result, bar, say
 from .inspect import read_text
 
+ADAPTER = "adapter_config.json"
 # What the package's errors call an argument: target="native", allow_pickle=True, post_norm; not a part of a path.
 _ARGUMENT = re.compile(
     r"""(?<![\w/.-])(?:(post_norm|fold_affine|allow_pickle|trust_remote_code|max_shard_size)(?![\w/-])|(target|restart)(?==))
@@ -25,7 +26,7 @@ _ARGUMENT = re.compile(
 
 def add_arguments(parser) -> None:
     add = parser.add_argument
-    add("src", metavar="SRC", help="a local folder with safetensors, a hub id, or demo:gpt2; or an adapter's folder")
+    add("src", metavar="SRC", help="a local folder with safetensors, a hub id, or demo:gpt2; or an adapter's")
     add("dst", metavar="DST", nargs="?", type=os.path.expanduser, help="the folder to make; leave it out with --plan")
     add("--plan", action="store_true", help="print what would be done, and write nothing")
     told = "for an adapter: the model that it was trained on, and what convert made of that"
@@ -77,11 +78,8 @@ def _given(args, *names: str) -> list[str]:
 def _run(args) -> Result:
     from . import models
 
-    adapter = Path(args.src).expanduser()
-    if (adapter / "adapter_config.json").is_file():
-        return _run_adapter(args, adapter, models)
-    if args.base:
-        raise CliError(f"{args.src} has no adapter_config.json: --base goes with the folder of a PEFT adapter")
+    if args.base or (Path(args.src).expanduser() / ADAPTER).is_file():
+        return _run_adapter(args, models)
     source = models.find(args.src, args.trust_remote_code)
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
@@ -90,16 +88,10 @@ def _run(args) -> Result:
     texts = [line for line in read_text(args.text).splitlines() if line.strip()] if args.text else None
     models.quieten()
     from .. import conversion
-    from ..conversion.checkpoint.source import OTHER_WEIGHTS
-    from ..conversion.checkpoint.staging import destination
 
-    kinds = OTHER_WEIGHTS - {".bin"} if args.allow_pickle and not args.plan else OTHER_WEIGHTS
-    weights = ("*.safetensors", "*.index.json") if args.plan else ("*/*.safetensors",)  # in folders: of earlier steps
-    source = models.on_disk(source, (*(f"*{kind}" for kind in sorted(kinds)), *weights))
+    (source,) = _on_disk(args, models, source)
     size = args.max_shard_size
     size = int(size) if size and size.isdecimal() else size
-    if args.dst is not None:
-        destination(source.where, args.dst)
     code = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
     how = {"target": args.target, "fold_affine": args.fold_affine, "post_norm": args.post_norm, "texts": texts}
     planned = conversion.plan_conversion(source.where, **how, **code)
@@ -111,7 +103,19 @@ def _run(args) -> Result:
     return _result(args, partial(conversion.convert_checkpoint, source.where, args.dst, **how))
 
 
-def _run_adapter(args, adapter: Path, models) -> Result:
+def _on_disk(args, models, source, *bases) -> list:
+    """The same in folders, downloaded where DST is not refused."""
+    from ..conversion.checkpoint.source import OTHER_WEIGHTS
+    from ..conversion.checkpoint.staging import destination
+
+    if args.dst is not None:
+        destination(source.where if source.is_local else None, args.dst)
+    kinds = OTHER_WEIGHTS - {".bin"} if args.allow_pickle and not args.plan else OTHER_WEIGHTS
+    weights = ("*.safetensors", "*.index.json") if args.plan else ("*/*.safetensors",)  # in folders: of earlier steps
+    return [models.on_disk(each, (*(f"*{kind}" for kind in sorted(kinds)), *weights)) for each in (source, *bases)]
+
+
+def _run_adapter(args, models) -> Result:
     if args.base is None:
         told = "the model that it was trained on and what convert made of that"
         raise CliError(f"{args.src} is an adapter: pass --base MODEL CONVERTED, {told}")
@@ -119,15 +123,19 @@ def _run_adapter(args, adapter: Path, models) -> Result:
         raise CliError("--base takes an adapter and DST: pass the folder to make")
     if idle := _given(args, "plan", "target", "fold_affine", "post_norm", "text", "max_shard_size"):
         raise CliError(f"--base goes without {', '.join(idle)}: an adapter is converted as its base was")
-    base, converted = (models.find(where, args.trust_remote_code) for where in args.base)
-    if not (base.is_local and converted.is_local):
-        raise CliError(f"{' '.join(args.base)}: both have to be local folders")
+    source = models.Source(args.src, os.path.expanduser(args.src), True, args.trust_remote_code)
+    if not os.path.isdir(source.where):
+        source = models.find(args.src, args.trust_remote_code)
+    if source.is_local and not os.path.isfile(os.path.join(source.where, ADAPTER)):
+        raise CliError(f"{args.src} has no {ADAPTER}: --base goes with the folder of a PEFT adapter")
+    bases = [models.find(where, args.trust_remote_code) for where in args.base]
     models.quieten()
     from .. import conversion
 
+    source, base, converted = _on_disk(args, models, source, *bases)
     how = {"base": base.where, "converted": converted.where}
     how |= {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
-    return _result(args, partial(conversion.convert_adapter, adapter, args.dst, **how))
+    return _result(args, partial(conversion.convert_adapter, source.where, args.dst, **how))
 
 
 def _result(args, convert) -> Result:

@@ -14,6 +14,7 @@ from .common import CliError, one_line
 
 # The weights of a checkpoint in one file, or the index of its shards.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS += ("adapter_model.safetensors", "adapter_model.bin")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

@@ -122,10 +122,10 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
             (folder / parent).rmdir()
 
 
-def destination(src: str | os.PathLike, dst: str | os.PathLike) -> Path:
-    """DST as an absolute path; refused inside of the source, and where it exists or cannot be made."""
+def destination(src: str | os.PathLike | None, dst: str | os.PathLike) -> Path:
+    """DST as an absolute path; refused inside of the source, if there is one, and where it exists or cannot be made."""
     dst = Path(os.path.abspath(dst))
-    if Path(os.path.realpath(dst.parent)).is_relative_to(os.path.realpath(src)):
+    if src is not None and Path(os.path.realpath(dst.parent)).is_relative_to(os.path.realpath(src)):
         raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
     if os.path.lexists(dst) and not os.path.lexists(f"{dst}.converting"):
         raise already_exists(dst)

@@ -15,7 +15,7 @@ from ..checkpoint.expressions import Stored, planned_tensors
 from ..checkpoint.shard import FLOATS, ConversionError
 from ..checkpoint.source import ADAPTER_FILES
 from ..checkpoint.values import Values, open_values
-from ..judge.folder import Verification, add_to_card, not_centred, provenance
+from ..judge.folder import SNAPSHOT, Verification, add_to_card, not_centred, provenance
 from ..judge.pair import fits_memory, side_by_side
 from ..plan import Centre, CentringPlan, ConversionRefused, Scale
 from ..twin.keys import KeyMap
@@ -124,7 +124,9 @@ def _plan(own: Values, model: Values, converted, twin: Twin) -> tuple[CentringPl
         centre.append(Centre(name, how["axis"], how["block"], None if blocks is None else tuple(blocks)))
         scale += [Scale(name, how["axis"], s.by) for s in done.scale if s.key == key]
     _check_config(who, source.config, bool(centre), bool(tied))
-    settings = {"base_model_name_or_path": os.fspath(converted), "revision": None}
+    hub = SNAPSHOT.search(Path(os.path.realpath(converted)).as_posix())
+    name = hub["id"].replace("--", "/") if hub else os.fspath(converted)
+    settings = {"base_model_name_or_path": name, "revision": hub and hub["commit"]}
     factors = {by: Stored(by).whole(model) for by in {s.by for s in scale}}
     return CentringPlan(tuple(centre), tuple(scale), config=settings), factors
 

@@ -341,6 +341,14 @@ def test_a_download_is_said_off_a_terminal(served, tmp_path):
         assert code == 0 and [line for line in text.splitlines() if "download" in line] == said, text
 
 
+def test_dst_is_refused_before_the_download(hub, tmp_path, capsys):
+    code, _, err = run(capsys, "org/gpt2", tmp_path)
+    assert code == 2 and "exists already" in err and not hub
+    (tmp_path / "file").touch()
+    code, _, err = run(capsys, "org/gpt2", tmp_path / "file" / "dst")
+    assert code == 2 and "is no folder" in err and not hub
+
+
 def test_the_plan_of_a_hub_id_downloads_no_weights(hub, capsys):
     assert main(["convert", "org/gpt2", "--plan"]) == 0, capsys.readouterr().err
     assert "config.json" in hub[0] and not any(name.endswith(".safetensors") for name in hub[0])

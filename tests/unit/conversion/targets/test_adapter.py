@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -167,6 +168,28 @@ def test_the_command_verifies_both_pairs_and_names_the_converted_base(dtype, bas
     capsys.readouterr()
     assert main(command) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_adapter_and_bases_of_the_hub_are_downloaded(bases, tmp_path, monkeypatch):
+    base, converted = bases("gpt2")
+    adapter, commit = train_adapter(base, tmp_path / "adapter", ["c_proj"]), 40 * "0"
+    cache = {f"org/{folder.name}": folder for folder in (base, converted, adapter)}
+    assert len(cache) == 3
+    asked = []
+
+    def download(repository, **_):
+        asked.append(repository)
+        name = repository.replace("/", "--")
+        return str(shutil.copytree(cache[repository], tmp_path / f"models--{name}" / "snapshots" / commit))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("hf_rmsnorm.cli.models._hub_answers", lambda: False)
+    ids = {folder: name for name, folder in cache.items()}
+    command = ["convert", ids[adapter], str(tmp_path), "--base", ids[base], ids[converted], "--no-verify"]
+    assert main(command) == 2 and not asked  # DST exists
+    assert main([*command[:2], str(tmp_path / "out"), *command[3:]]) == 0 and {*asked} == {*cache}
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (ids[converted], commit)
 
 
 def test_an_adapter_is_judged_in_the_dtype_of_its_base(bases, tmp_path):
