@@ -81,6 +81,7 @@ def recorded_model(model: torch.nn.Module) -> Recorded | None:
     for path, module in model.named_modules():
         record = getattr(getattr(module, "config", None), RECORD_KEY, None)
         if isinstance(record, dict) and "rms_norms" in record:
+            record = {**record, "writers": record.get("writers") or {}}
             # A checkpoint saved with a head may be loaded without, and the names then lack what the head puts before.
             for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
                 if norms := recorded_norms(record, [head + inner for inner, _ in module.named_modules()]):

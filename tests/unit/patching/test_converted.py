@@ -95,9 +95,11 @@ def test_a_writer_that_has_moved_keeps_layer_norm(folders):
         assert torch.equal(logits(model), expected)
 
 
-def test_a_record_without_writers_keeps_layer_norm(folders):
+@pytest.mark.parametrize("writers", [{"writers": {}}, {"writers": None}, {}])
+def test_a_record_without_writers_keeps_layer_norm(folders, writers):
     model = load(folders[1])
-    model.config.hf_rmsnorm = {**model.config.hf_rmsnorm, "writers": {}}
+    record = {key: value for key, value in model.config.hf_rmsnorm.items() if key != "writers"}
+    model.config.hf_rmsnorm = record | writers
     report = patch_model(model)
     assert "names nothing that writes to the residual stream" in str(report)
     assert all(record.formula.centered for record in report.swapped)
