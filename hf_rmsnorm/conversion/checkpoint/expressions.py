@@ -4,7 +4,7 @@ A piece is a range of elements in the order of storage. A range has to begin and
 `grain`, which is a product of the last sizes of its shape; so every grain divides every larger one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
 
@@ -72,6 +72,11 @@ class Expression:
         """Its bytes, in pieces; each value is rounded once."""
         dtype = FLOATS[self.dtype(values)]
         return (rounded(piece, dtype).view(torch.uint8).numpy() for piece in self.pieces(values))
+
+    def centred(self) -> Iterator["Centred"]:
+        """Its parts that are centred."""
+        for part in self._parts():
+            yield from part.centred() if isinstance(part, Expression) else ()
 
     def described(self) -> list:
         """JSON data that is the same for equal expressions alone."""
@@ -153,6 +158,9 @@ class Centred(_Along):
             rows[start:stop] -= means[index]
         return x
 
+    def centred(self):
+        yield self
+
     def data(self, values):
         dtype = FLOATS[self.dtype(values)]
         for piece in self.pieces(values):
@@ -179,7 +187,7 @@ class Centred(_Along):
 
 def _not_finite(key: str, piece: torch.Tensor, dtype: torch.dtype) -> str:
     if piece.isnan().any():  # as the mean is too, of infinities
-        return f"NaN or infinity in {key!r}, as in the source: mend that, and pass restart=True"
+        return f"NaN or infinity in {key!r}, as in the source: mend that"
     name = str(dtype).removeprefix("torch.")
     return f"centring takes '{key} ({name})' past the largest number of its dtype: convert a bfloat16 copy"
 
@@ -328,6 +336,14 @@ def planned_tensors(plan: CentringPlan, values: Values, where: object) -> dict[s
     return tensors
 
 
+def look_at_centred(tensors: Iterable[Expression], values: Values) -> None:
+    """Refuse NaN, infinity and what grows past its dtype in what is centred; one tensor is in memory at a time."""
+    for part in dict.fromkeys(part for made in tensors for part in made.centred()):
+        for _ in part.data(values):
+            pass
+        values.kept.clear()
+
+
 def computed(tensors: dict[str, Expression], values: Values) -> dict[str, torch.Tensor]:
     """Tensors in memory, each rounded once to its own dtype."""
     made = {}
@@ -355,7 +371,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     that the second then breaks the wrong way.
     """
     if dtype == torch.float16:
-        return torch.from_numpy(x.numpy().astype(np.float16))  # NumPy rounds once
+        with np.errstate(over="ignore"):  # an infinity, as by PyTorch
+            return torch.from_numpy(x.numpy().astype(np.float16))  # NumPy rounds once
     if dtype != torch.bfloat16:
         return x.to(dtype)
     single = x.float()

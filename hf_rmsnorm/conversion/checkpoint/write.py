@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ...record import RECORD_KEY
+from .expressions import look_at_centred
 from .layout import ShardLayout
 from .shard import clear_errors
 from .source import INDEX, Checkpoint
@@ -85,6 +86,9 @@ def write_checkpoint(
     dst = destination(source.folder, dst)
     resumed: list[str] = []
     identity = {"plan": _digest(values, layout, config), "source": source.fingerprints}
+    if restart or not os.path.lexists(f"{dst}.converting"):  # else it was looked at then
+        with clear_errors(source.folder):
+            look_at_centred(layout.tensors.values(), values)
     with ExitStack() as stack:
         with clear_errors(dst):
             files = {*_expected(source, layout), *DESCRIBED}

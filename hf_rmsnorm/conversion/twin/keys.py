@@ -181,8 +181,8 @@ def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) 
                 return candidate
         if key in optional or not names:
             return key
-        missing = f"no tensor {key!r}, which this version of Transformers saves for such a model"
-        raise ConversionRefused(f"the checkpoint has {missing}: save it once with save_pretrained, and convert that")
+        missing = f"tensor {key!r}, which such a model has, is missing from the checkpoint"
+        raise ConversionRefused(f"{missing}: add it, or download the checkpoint again")
 
     return name
 

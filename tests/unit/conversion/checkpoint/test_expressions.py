@@ -4,6 +4,7 @@ A plan that does not fit a checkpoint is one line with what, where and the cure,
 """
 
 import hashlib
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hf_rmsnorm.conversion.checkpoint.expressions import (
     Stored,
     Transposed,
     computed,
+    rounded,
 )
 from hf_rmsnorm.conversion.checkpoint.values import Values
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy, Scale
@@ -98,3 +100,9 @@ def test_quantised_tensors_that_write_to_the_stream(tmp_path, dtype):
     ways_out = ("quantised", "convert the unquantised model", "then quantise")
     assert_refused(CentringPlan(centre=(Centre("w", 0, 4),)), src, "w is", *ways_out)
     assert_refused(CentringPlan(scale=(Scale("w", 0, "by"),)), src, "by is", *ways_out)
+
+
+def test_what_float16_cannot_hold_is_infinite_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rounded(torch.tensor([1e6, 1.0], dtype=torch.float64), torch.float16).isinf().tolist() == [True, False]
