@@ -3,10 +3,10 @@
 import argparse
 import contextlib
 import math
-import os
 import sys
 import tempfile
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from hf_rmsnorm.demo import demo_path
@@ -83,33 +83,22 @@ def output_folder(path, alone):
 
     One process has it `alone`: a second run, which would mix its checkpoints with these, is refused.
     """
-    handle = None
+    lock = FileLock(path / ".lock")
     with writing(f"to --output-dir {path}", cure="give another one"):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-        if alone and os.name == "posix":
-            handle = _claim(path)
+        if alone:
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                raise OSError("another run is writing there now") from None
     try:
         yield
     finally:
         if alone:
+            with contextlib.suppress(OSError):  # on Windows, where it goes as it is released
+                (path / ".lock").unlink()
+            lock.release()
             with contextlib.suppress(OSError):  # there is something in it
                 path.rmdir()
-        if handle is not None:
-            os.close(handle)
-
-
-def _claim(path):
-    """A handle that holds the folder until it is closed, or its process killed."""
-    import fcntl
-
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise OSError("another run is writing there now") from None
-    except OSError:  # a file system without locks
-        pass
-    return handle

@@ -296,6 +296,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_saved(train, tmp_path, caps
 
 def test_an_output_folder_is_tried_before_training_and_has_one_run_at_a_time(train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("trained"))
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # which not every system has
     with refusals.output_folder(tmp_path / "run", alone=True):
         said = refusal(capsys, lambda: train("run", "--max-steps", 1))
     assert f"--output-dir {tmp_path / 'run'}: another run is writing there now; give another one" in said
