@@ -39,6 +39,7 @@ def clear_errors(where: Path) -> Iterator[None]:
             errno.ENOSPC: "free some space and convert again, it goes on where it stopped",
             errno.EDQUOT: "free some of the quota and convert again, it goes on where it stopped",
             errno.EFBIG: "raise the limit of the file size and convert again, it goes on where it stopped",
+            errno.ENOENT: "put it there, or mend the link that leads to it, and convert again",
             errno.EROFS: "choose a DST on a file system that can be written",
             errno.EACCES: "give permission to it, or choose another DST",
             errno.EPERM: "give permission to it, or choose another DST",

@@ -268,6 +268,9 @@ def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     (found,) = run_json(capsys, "verify", tmp_path, "--max-tokens", "2")["runs"]
     assert found["passed"] and len(found["norms"]) == 7 and found["unreached"] == []
+    assert "not compared: it would generate from the decoder's start token" in found["greedy"]["reason"]
+    (found,) = run_json(capsys, "verify", tmp_path, "--max-tokens", "2", "--max-new-tokens", "0")["runs"]
+    assert found["greedy"]["reason"] == "not asked for"
 
 
 def test_verify_says_why_a_converted_model_keeps_its_layer_norms(capsys, tmp_path):
