@@ -84,12 +84,28 @@ def plan_conversion(
     post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
     loading = {"trust_remote_code": trust_remote_code, "model_class": model_class}
     if post_norm is not None:
-        return plan_post_norm(src, post_norm, texts=texts, allow_pickle=allow_pickle, **loading)
+        try:
+            return plan_post_norm(src, post_norm, texts=texts, allow_pickle=allow_pickle, **loading)
+        except ConversionRefused as error:
+            if count := _converted_without(src, **loading):
+                raise ConversionRefused(
+                    f"{src}: all {count} norms become RMSNorms without post_norm: leave it out"
+                ) from error
+            raise
     if target == "native":
         return plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
     twin = make_twin(src, inputs=inputs, **loading)
     planned = plan_centring(src, twin)
     return with_folds(planned, twin) if fold_affine else planned
+
+
+def _converted_without(src, **loading) -> int:
+    """How many norms become RMSNorms without post_norm, where all do; else 0."""
+    try:
+        norms = plan_centring(src, make_twin(src, **loading)).centring.norms
+    except ConversionRefused:
+        return 0
+    return all(norm.becomes_rms for norm in norms) and len(norms)
 
 
 def _check_folders(**folders) -> None:

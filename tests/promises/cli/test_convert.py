@@ -400,3 +400,16 @@ def test_a_fault_of_the_source_is_named(fault, tmp_path, capsys):
     assert words[fault] in out + err and code == 2 and not (tmp_path / "dst").exists()
     # Before a byte is written: nothing is left beside DST.
     assert len(err.splitlines()) == 1 and [*tmp_path.iterdir()] == [src]
+
+
+@pytest.mark.parametrize("level", ["exact", "fit"])
+def test_post_norm_is_not_advised_where_nothing_needs_it(level, tmp_path, capsys):
+    sizes = dict(d_model=32, vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=32)
+    sizes |= {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
+    src = save(tmp_path / "src", "MBartForConditionalGeneration", "mbart", sizes)
+    capsys.readouterr()
+    code, out, err = run(capsys, src, "--plan", "--post-norm", level)
+    assert code == 2 and not out and "src: all 14 norms become RMSNorms without --post-norm: leave it out" in err
+    code, out, err = run(capsys, src, "--plan")
+    assert code == 0 and "14 of 14 norms as RMSNorm" in out, err
