@@ -213,8 +213,9 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
 
         def call(q, k):
             held = {}
-            q, k = (norm_later(owner, held, n, t).transpose(1, 2) for n, t in (("q_norm", q), ("k_norm", k)))
-            return norm_and_rotate(owner, held, ("q_norm", "k_norm"), turn, q, k, *tables)
+            names = "q_norm", "k_norm"
+            q, k = (norm_later(owner, held, n, names[n], t).transpose(1, 2) for n, t in enumerate((q, k)))
+            return norm_and_rotate(owner, held, names, turn, q, k, *tables)
 
     else:
         call = fused[0]

@@ -62,8 +62,10 @@ def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(famil
         assert {r.reason for r in of_layers if not r.fused} == (UNREAD if family == "olmo2" else set())
         result = model(IDS, output_hidden_states=True)
         assert taken["left"] == taken["taken"] == (1 if family == "olmo2" else 4)
-        assert torch.equal(result.logits, expected.logits)
-        assert all(torch.equal(a, b) for a, b in zip(result.hidden_states, expected.hidden_states, strict=True))
+        # A norm over all heads adds in another order where it is one launch with the other, which float32 shows.
+        close = 1e-5 if (family, dtype, backend) == ("olmo2", torch.float32, "triton") else 0.0
+        pairs = zip((result.logits, *result.hidden_states), (expected.logits, *expected.hidden_states), strict=True)
+        assert all(torch.allclose(a, b, rtol=close, atol=close) for a, b in pairs)
         assert torch.equal(model.generate(IDS[:1, :8], **how), text)
 
 
