@@ -115,7 +115,8 @@ def main(argv=None) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     names = args.only.split(",") if args.only else list(every)
     for name in names:
-        if (name in found and not args.again and not args.only) or time.monotonic() - start > args.seconds:
+        known = "verified" in found.get(name, ())
+        if (known and not args.again and not args.only) or time.monotonic() - start > args.seconds:
             continue
         found[name] = row(every[name])
         print(name, found[name], flush=True)
