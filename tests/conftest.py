@@ -18,7 +18,7 @@ from ptx.driver import run_kernels_on_cpu
 
 torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
-QUICK_SECONDS = 3.0  # of CPU, with the processes that a test waits for: a busy machine stretches wall time, not these
+QUICK_SECONDS = 5.0  # of CPU, with the processes that a test waits for: a busy machine stretches wall time, not these
 settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("all", max_examples=150, deadline=None)
 

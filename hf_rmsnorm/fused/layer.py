@@ -65,9 +65,8 @@ class Fusion:
 
 
 # layer -> (the module that calls the norm that reads what the layer returns, the norm's name there, the modules around
-# the layer that return it too). Not an attribute
-# of the layer, which would copy, pickle and show the next layer with it; a copy has no entry until it is patched
-# itself. An entry outlives the patch, and does nothing without it.
+# the layer that return it too). Not an attribute of the layer, which would copy, pickle and show the next layer with
+# it; a copy has no entry until it is patched itself. An entry outlives the patch, and does nothing without it.
 _links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 

@@ -27,7 +27,7 @@ class CannotRewrite(Exception):
 
 
 def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
-    """(the innermost function behind `cls.forward`, its definition).
+    """(the innermost function behind `cls.forward`, its definition, which is everybody's: copy it to change it).
 
     Raises:
         CannotRewrite: the source is not there, or does more than a function compiled alone can.
@@ -35,35 +35,35 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
     function = inspect.unwrap(cls.forward)
     if not inspect.isfunction(function):
         raise CannotRewrite(f"its forward is a {type(function).__name__}")
-    return function, _definition(function)
+    return function, _definition(function.__code__)
 
 
-def _definition(function: Callable) -> ast.FunctionDef:
-    if set(function.__code__.co_freevars) - {"__class__"}:
+@functools.lru_cache(maxsize=1_024)  # the layers of a model are many of the same
+def _definition(code: types.CodeType) -> ast.FunctionDef:
+    if set(code.co_freevars) - {"__class__"}:
         raise CannotRewrite("its forward uses variables of the function around it")
     try:
         with _syntax_trees:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        same = _is_source_of(function)
+            tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        same = _is_source_of(code)
     except (OSError, TypeError, SyntaxError) as error:
         raise CannotRewrite("the source of its forward is not there") from error
     definition = tree.body[0] if len(tree.body) == 1 else None
-    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__name__:
+    if not isinstance(definition, ast.FunctionDef) or definition.name != code.co_name:
         raise CannotRewrite("its forward is no plain function definition")
     for node in ast.walk(definition):
-        name = getattr(node, "attr", getattr(node, "id", ""))
-        if isinstance(name, str) and name.startswith("__") and not name.endswith("__"):
-            raise CannotRewrite(f"its forward uses the private name {name}")
-        if isinstance(node, ast.Name) and name in ("locals", "vars", "eval", "exec"):
-            raise CannotRewrite(f"its forward calls {name}, which may see that it is another")
+        used = getattr(node, "attr", getattr(node, "id", ""))
+        if isinstance(used, str) and used.startswith("__") and not used.endswith("__"):
+            raise CannotRewrite(f"its forward uses the private name {used}")
+        if isinstance(node, ast.Name) and used in ("locals", "vars", "eval", "exec"):
+            raise CannotRewrite(f"its forward calls {used}, which may see that it is another")
     if not same:
         raise CannotRewrite("the source of its forward has changed since it was imported")
     return definition
 
 
-def _is_source_of(function: Callable) -> bool:
+def _is_source_of(code: types.CodeType) -> bool:
     """Whether the file that a function came from still says what the function runs."""
-    code = function.__code__
     found = _compiled("".join(linecache.getlines(code.co_filename))).get((code.co_name, code.co_firstlineno))
     return found is not None and _gist(found) == _gist(code)
 
@@ -141,15 +141,15 @@ def _adder(function: Callable, name: str) -> Callable | None:
     """The function of that name beside another, if it is one that returns a sum, as BLOOM's `dropout_add` is."""
     found = None if name in function.__code__.co_varnames else function.__globals__.get(name)
     if inspect.isfunction(found) and found.__globals__ is function.__globals__ and found.__code__.co_name == name:
-        return found if not hasattr(found, "__wrapped__") and _sum_returned(found, found.__code__) is not None else None
+        return found if not hasattr(found, "__wrapped__") and _sum_returned(found.__code__) is not None else None
     return None
 
 
 @functools.lru_cache(maxsize=256)
-def _sum_returned(function: Callable, _) -> tuple[ast.FunctionDef, ast.BinOp] | None:
+def _sum_returned(code: types.CodeType) -> tuple[ast.FunctionDef, ast.BinOp] | None:
     """(the definition of a plain function, the ``+`` whose result it returns at its end)."""
     try:
-        definition = _definition(function)
+        definition = _definition(code)
     except CannotRewrite:
         return None
     arguments = definition.args
@@ -224,7 +224,7 @@ def _adding(adder: Callable, first_line: int, new_name: str) -> ast.FunctionDef:
 
     first_line: of the function in whose source it is to stand.
     """
-    definition, total = copy.deepcopy(_sum_returned(adder, adder.__code__))
+    definition, total = copy.deepcopy(_sum_returned(adder.__code__))
     layer, label = ast.Name("_hf_rmsnorm_layer", ast.Load()), ast.Name("_hf_rmsnorm_label", ast.Load())
 
     class Replace(ast.NodeTransformer):
@@ -257,7 +257,7 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable],
         CannotRewrite: as in `forward_source`.
     """
     function, definition = forward_source(cls)
-    definition = change(definition, next(iter(inspect.signature(function).parameters)))
+    definition = change(copy.deepcopy(definition), next(iter(inspect.signature(function).parameters)))
     definitions = [*(beside or {}).values(), definition]
     for each in definitions:
         for argument in (*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs):

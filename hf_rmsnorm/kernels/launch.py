@@ -54,12 +54,8 @@ def norm_forward(
 def _forward(plan: ForwardPlan, stats: bool) -> Callable:
     bound, kernel, order, rows = plan.launch, NORM_FORWARD_LOOP if plan.loop else NORM_FORWARD, plan.order, plan.rows
     pack, values, vectorised, ready = bound.pack, bound.values, bound.vectorised, bound.ready
-    codes, counters, centered, in_place = (
-        [each[stats] for each in bound.codes],
-        counting.active,
-        plan.centered,
-        plan.in_place,
-    )
+    codes, counters = [each[stats] for each in bound.codes], counting.active
+    centered, in_place = plan.centered, plan.in_place
     strides, sum_dtype, like_input = plan.sum_strides, plan.sum_dtype, plan.output_like_input
     dtype, memory_format, flat_output, flat_sum = plan.output_dtype, plan.memory_format, plan.flat_output, plan.flat_sum
     keeps_sum = plan.keeps_sum

@@ -65,7 +65,7 @@ def tiles_of(rows_total, ROWS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def mean_of(values, N: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr):
+def mean_of_rows(values, N: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr):
     """Mean of each row's `values`, half of whose columns were added to the other half; or one of all rows."""
     total = tl.sum(values, axis=1)
     return tl.zeros_like(total) + tl.sum(total, axis=0) * (1.0 / (N * HEADS)) if WHOLE else total * (1.0 / N)
@@ -151,17 +151,17 @@ def rows_forward(
     x = load(x_at + low, low_mask, False).to(tl.float32)
     z = load(x_at + high, high_mask, False).to(tl.float32)  # the other half, as everywhere below
     if CENTERED:  # as in `norm_forward`
-        mean = step(mean_of(x + z, N, HEADS, WHOLE), X, ROUNDING)
+        mean = step(mean_of_rows(x + z, N, HEADS, WHOLE), X, ROUNDING)
         x = tl.where(low_cols, step(x - mean[:, None], X, ROUNDING), 0.0)
         z = tl.where(high_cols, step(z - mean[:, None], X, ROUNDING), 0.0)
         if ROUNDING != "every_step":
-            rest = mean_of(x + z, N, HEADS, WHOLE)
+            rest = mean_of_rows(x + z, N, HEADS, WHOLE)
             mean = mean + rest
             x = tl.where(low_cols, x - rest[:, None], 0.0)
             z = tl.where(high_cols, z - rest[:, None], 0.0)
         if MEAN is not None:
             tl.store(MEAN + stats_at + rows, mean, mask=row_mask)
-    square = mean_of(step(x * x, X, ROUNDING) + step(z * z, X, ROUNDING), N, HEADS, WHOLE)
+    square = mean_of_rows(step(x * x, X, ROUNDING) + step(z * z, X, ROUNDING), N, HEADS, WHOLE)
     divisor, rstd = root(square, X, eps, ROUNDING, EPS_OUTSIDE)
     if RSTD is not None:
         tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .backward import eps_outside_factor, reduce_partials
 from .device import load, round_hat, scale_of
-from .qk import halves, mean_of, offsets, places, rotated, tile_rows, tiles_of
+from .qk import halves, mean_of_rows, offsets, places, rotated, tile_rows, tiles_of
 
 
 @triton.jit
@@ -76,13 +76,13 @@ def rows_backward(
             if W is not None:
                 g = g * scale
                 g_z = g_z * scale_z
-            along = mean_of(tl.fma(g, xhat, g_z * zhat), N, HEADS, WHOLE)[:, None]
+            along = mean_of_rows(tl.fma(g, xhat, g_z * zhat), N, HEADS, WHOLE)[:, None]
             if EPS_OUTSIDE:
-                along = along * eps_outside_factor(mean_of(x * x + z * z, N, HEADS, WHOLE), eps)[:, None]
+                along = along * eps_outside_factor(mean_of_rows(x * x + z * z, N, HEADS, WHOLE), eps)[:, None]
             dx = tl.fma(xhat, -along, g)
             dz = tl.fma(zhat, -along, g_z)
             if CENTERED:
-                mean = mean_of(g + g_z, N, HEADS, WHOLE)[:, None]
+                mean = mean_of_rows(g + g_z, N, HEADS, WHOLE)[:, None]
                 dx = dx - mean
                 dz = dz - mean
             dx_at = DX + offsets(place, of_dx, UNIT)

@@ -152,7 +152,7 @@ def _find_qk(attention: nn.Module):
         for name, norm in norms_of(attention).items()
         if all(p.shape[-1] <= (MAX_TOKEN if p.dim() == 1 else MAX_HEAD_DIM) for p in norm.parameters(recurse=False))
     }
-    alone = any(spec.functional or spec.has_bias for spec in found.values())
+    alone = {name for name, spec in found.items() if spec.functional or spec.has_bias}
     return find_qk(unfused(type(attention)), set(found), attention._modules, alone)
 
 

@@ -40,7 +40,8 @@ class QKFusion:
         """The forward of a class, with the norms put off."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            q, k, rotary, norms, spans = _find(definition, itself, {self.q, self.k}, bool(self.rotary))
+            names = {self.q, self.k}
+            q, k, rotary, norms, spans = _find(definition, itself, names, () if self.rotary else names)
             held = ast.Name(_HELD, ast.Load())
             for side, (statement, name) in enumerate(zip((q, k), norms, strict=True)):
                 old = _norm_call(statement)
@@ -108,21 +109,22 @@ class QKRefusal(str):
     """Why a forward that assigns a normalised q and a normalised k is left alone."""
 
 
-def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] = _NONE, alone: bool = False):
+def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] = _NONE, alone: Iterable[str] = ()):
     """Where a forward assigns q and k, each normalised by one of these children; `CannotRewrite` where it does not.
 
-    A `QKRefusal` where a norm is called in a way of its own, or something may write to q or k in between. alone: norms
-    that one launch computes without a rotation, of what is not seen otherwise since.
+    A `QKRefusal` where a norm is called in a way of its own, or something may write to q or k in between. alone: those
+    that one launch computes without a rotation only, of what is not seen otherwise since.
     """
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
-    if not alone and (found := [turn for _, _, turn in _turns(definition, itself, norms)]):
+    turns = [turn for _, _, turn in _turns(definition, itself, norms)]
+    if found := [turn for turn in turns if turn[0] not in alone]:
         names, (rotary, *others), dims = zip(*found, strict=True)
         called = function.__globals__.get(rotary)
         if set(others) <= {rotary} and all(prove_rotary(called, as_pair(called, dim)) for dim in dims):
             return TurnFusion(names, rotary)
-    found = q, k, rotates, names, spans = _find(definition, itself, norms, not alone)
-    if alone and any(statement.value is not _norm_call(statement) for statement in (q, k)):
+    found = q, k, rotates, names, spans = _find(definition, itself, norms, alone)
+    if set(names) & set(alone) and any(statement.value is not _norm_call(statement) for statement in (q, k)):
         return QKRefusal("its norms return what is row-major, and heads are made of that")
     for name in names:
         if name in children and type(children[name]).__call__ is not torch.nn.Module.__call__:
@@ -132,7 +134,7 @@ def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] 
     if proven and not _may_write(function, definition, itself, found, children):
         return QKFusion(*names, rotary, spans)
     if rotary:
-        found = _find(definition, itself, norms, rotates=False)
+        found = _find(definition, itself, norms, norms)
     if writer := _may_write(function, definition, itself, found, children):
         return QKRefusal(f"its forward calls {writer} after q is normalised, which may write to it")
     return QKFusion(*names)
@@ -256,7 +258,7 @@ def _turns(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[tu
     return found
 
 
-def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bool = True) -> tuple:
+def _find(definition: ast.FunctionDef, itself: str, norms: set[str], alone: Iterable[str] = ()) -> tuple:
     """(the statement that assigns q, that for k, that which rotates both or None, the names of the norms, `spans`)."""
     body = _flat(definition, itself, norms)
     found = [(at, s, name) for at, s in enumerate(body) if (name := _normalises(s, itself, norms))]
@@ -270,6 +272,7 @@ def _find(definition: ast.FunctionDef, itself: str, norms: set[str], rotates: bo
     using = [s for s in using if not _is_aside(s, names)]
     made = list(itertools.takewhile(bool, ("".join(_makes_heads(s, name, name) for name in names) for s in using)))
     after = using[len(made)] if len(made) < len(using) else None
+    rotates = {q_norm, k_norm}.isdisjoint(alone)
     rotary = after if rotates and after is not None and _rotates_both(after, *names) else None
     spans = made == ["of rows"] * 2 and rotary is not None and all(s.value is _norm_call(s) for s in (q, k))
     shown = [_makes_heads(s, q_name) for s in body[:first]] + [_makes_heads(s, q_name, q_name) for s in using]

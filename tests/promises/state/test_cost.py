@@ -38,6 +38,12 @@ def seconds(function):
     return time.thread_time() - start
 
 
+def call_of_a_norm():
+    """Seconds that one call of a norm of Hugging Face's takes here and now: some 15e-6, more on a busy machine."""
+    norm, x = LlamaRMSNorm(64), torch.zeros(1, 64)
+    return min(seconds(lambda: [norm(x) for _ in range(100)]) for _ in range(5)) / 100
+
+
 def layered(layers, cls, size=64):
     """As many layers as asked, with two norms and some modules that are none."""
     blocks = [nn.ModuleList([cls(size), nn.Linear(8, 8), nn.SiLU(), cls(size), nn.Dropout()]) for _ in range(layers)]
@@ -71,14 +77,14 @@ def test_an_80_layer_model_takes_little_longer_than_a_2_layer_one(base):
                 bookkeeping.append(seconds(lambda model=model: patch_model(model)))
     two, eighty, known = min(cold[2]), min(cold[80]), min(bookkeeping)
     assert eighty <= 1.5 * two + 1.5 * known, f"2 layers {two:.4f} s, 80 layers {eighty:.4f} s, known {known:.4f} s"
-    assert known <= 1e-3 * 161, f"{known:.4f} s of bookkeeping for 161 norms"
+    assert known <= 161 * max(1e-3, 60 * call_of_a_norm()), f"{known:.4f} s of bookkeeping for 161 norms"
 
 
 @pytest.mark.parametrize("size", [64, 4096])
 @pytest.mark.parametrize("base", FORMULAS)
 def test_a_formula_is_recognised_in_less_than_50_milliseconds(base, size):
     best = min(seconds(lambda: patch_model(fresh(base)(size), strict=True)) for _ in range(5))
-    assert best < 0.05, f"{1e3 * best:.1f} ms"
+    assert best < max(0.05, 3_000 * call_of_a_norm()), f"{1e3 * best:.1f} ms"
 
 
 LARGE = """

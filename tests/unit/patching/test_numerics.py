@@ -321,6 +321,7 @@ def angles_of(model, ids):
     return model.model.rotary_emb(model.model.embed_tokens(ids), torch.arange(ids.shape[1])[None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("numerics", ["vllm", "sglang"])
 def test_verification_compares_with_that_order(numerics):
     model, ids = build("olmo2", torch.bfloat16), tiny_models.token_ids(2, 9)
