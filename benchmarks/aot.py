@@ -49,13 +49,15 @@ CHIPS = {
 _LLAMA = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
 _COHERE = NormSpec(centered=True, eps=1e-5)
 _LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
+_ADAPTIVE = NormSpec(centered=True, eps=1e-6, has_weight=False, functional=True)
 
 
 @dataclass(frozen=True)
 class Variant:
     """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient; `added`: after a residual.
 
-    `output`: the backward reads the norm's output; `strided`: rows do not lie one behind the other.
+    `output`: the backward reads the norm's output; `strided`: rows do not lie one behind the other. `modulated`: with
+    the scale and shift of an adaptive LayerNorm, and where `added` with the gate of the sum.
     """
 
     spec: NormSpec
@@ -66,6 +68,7 @@ class Variant:
     added: bool = False
     output: bool = False
     strided: bool = False
+    modulated: bool = False
     heads: str = ""  # of q and k: "apart", "turned" by a rotary embedding, that and normalised "whole", or "weighted"
 
 
@@ -105,6 +108,8 @@ VARIANTS = {
     "add_llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True),
     "add_llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True),
     "add_llama-fp32": Variant(_LLAMA, torch.float32, torch.float32, added=True),
+    "modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, modulated=True),
+    "add_modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, added=True, modulated=True),
     "add_layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, added=True),
 }
 
@@ -113,7 +118,10 @@ def is_served(variant: Variant, hidden_size: int) -> bool:
     """Whether the kernels compute it for rows of this size; the others are refused, and there is nothing to compile."""
     if variant.heads:
         return hidden_size <= MAX_HEAD_DIM
-    return unserved(variant.spec, *of_rows(variant.spec, hidden_size)) is None
+    families = of_rows(variant.spec, hidden_size, variant.modulated)
+    if variant.modulated and families != ("forward", "backward"):
+        return False
+    return unserved(variant.spec, *families) is None
 
 
 class CompileOnly(StubDriver):
@@ -153,11 +161,16 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     weight = tensor((hidden_size,), variant.weight) if spec.has_weight else None
     bias = tensor((hidden_size,), variant.weight) if spec.has_bias else None
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))
-    gate = None if spec.gate is None else tensor((rows, hidden_size), variant.x)
+    gated = spec.gate is not None or variant.modulated
+    gate = tensor((rows, hidden_size), variant.x) if gated else None
     residual, dh = (tensor((rows, hidden_size), variant.x) if variant.added else None for _ in range(2))
-    _, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, True, gate, residual)
+    modulation = {}
+    if variant.modulated:  # one for all rows, as of one sequence
+        gate, shift, factor = (tensor((1, hidden_size), variant.x).expand(rows, -1) for _ in range(3))
+        modulation, dh = {"shift": shift, "factor": factor if variant.added else None}, None
+    _, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, True, gate, residual, **modulation)
     trained = not variant.frozen
-    need = (True, spec.has_weight and trained, spec.has_bias and trained, spec.gate is not None)
+    need = (True, spec.has_weight and trained, spec.has_bias and trained, gated)
     x = x if h is None else h
     launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, variant.output)
 

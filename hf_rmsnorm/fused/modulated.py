@@ -1,9 +1,102 @@
-"""What a patched module with an adaptive LayerNorm runs: the norm with the scale and shift behind it in one launch."""
+"""What a patched module with an adaptive LayerNorm runs: its norm, and what is around that, in one launch.
+
+Around it are ``* (1 + scale) + shift`` behind, and ``residual + gate * x`` before. The sum is computed with all that is
+behind it, which is kept until the forward gets there: `hand_over`.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from ..ops.direct import state, under_transform
 from ..ops.modulated import modulated_norm
+from .handover import hand_over, handed_over
 from .layer import observers, operands_ahead, tell
+
+# module -> {a norm's name: the site of the sum behind which it was computed last, and not asked for yet}
+_untaken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_in_vain: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> sites behind which nobody asks for it
+
+
+class Product(NamedTuple):
+    """A product that only the sum behind it reads, which computes it."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def put_off(left, right):
+    """``left * right``, left to `modulated_sum`."""
+    plain = torch.compiler.is_compiling() or not type(left) is type(right) is torch.Tensor
+    return left * right if plain else Product(left, right)
+
+
+def modulated_sum(module: torch.nn.Module, left, right, site: tuple[str, bool, int], modulation: Callable):
+    """``left + right``, with the norm that reads the sum, and its modulation, where that gives the same bits.
+
+    Args:
+        left, right: tensors, or a `Product`.
+        site: (the norm's name among the children, whether others may get hold of the sum, or may write to the scale,
+            which of the forward's sums this is).
+        modulation: gives the scale and shift; it may raise, as what they are of may come later.
+    """
+    plain = torch.compiler.is_compiling() or under_transform() or site in _in_vain.get(module, ())
+    if not (plain or (site[1] and (torch.is_inference_mode_enabled() or torch.is_grad_enabled()))):
+        total = _sum_in_one_launch(module, site, _parts(left, right), modulation)
+        if total is not None:
+            return total
+    left, right = (t.left * t.right if type(t) is Product else t for t in (left, right))
+    return left + right
+
+
+def _parts(left, right) -> tuple | None:
+    """(x, residual, the gate of x or None) of a sum; None where these are no plain tensors."""
+    if type(left) is Product:
+        left, right = right, left
+    x, factor = right, None
+    if type(x) is Product:
+        # A gate is smaller, or a part of a larger tensor.
+        x, factor = sorted(x, key=lambda t: (t.numel(), t.is_contiguous()), reverse=True)
+    found = x, left, factor
+    return found if all(t is None or type(t) is torch.Tensor for t in found) else None
+
+
+def _sum_in_one_launch(module, site, parts, modulation) -> torch.Tensor | None:
+    name, seen, _ = site
+    norm = module._modules.get(name)
+    operands = None if norm is None or parts is None else operands_ahead(norm, restricted=True)
+    if operands is None or not (recipe := type(norm)._hf_rmsnorm_recipe).rounds_sum:
+        return None
+    (x, residual, factor), (weight, bias, spec) = parts, operands
+    try:
+        scale, *shift = modulation()
+    except Exception:  # the forward says what is wrong, when it comes to that
+        return None
+    if not all(type(t) is torch.Tensor for t in (scale, *shift)):
+        return None
+    summands = x, residual, *([] if factor is None else [factor])
+    if observers:
+        tell(module, "modulation", (name, bool(shift), seen), (x, scale, *shift, *summands[1:]))
+    if not recipe.fits(x, weight, bias) or recipe.rows_of(x) is not x:
+        return None
+    if torch.is_grad_enabled() and not any(t.requires_grad for t in summands):
+        return None  # the sum would ask for gradients where the scale does
+    made = modulated_norm(x, weight, bias, spec, scale, *(shift or [None]), residual, factor)
+    if made is None:
+        return None
+    total, y = made
+    before = _untaken.setdefault(module, {}).get(name, site)
+    if before != site:  # of two sums the norm reads the later, where a branch makes that
+        _in_vain.setdefault(module, set()).add(before)
+    _untaken[module][name] = site
+    hand_over(norm, total, y, weight, bias, spec, _kept_by(scale, *shift))
+    return total
+
+
+def _kept_by(*modulation: torch.Tensor) -> tuple:
+    return tuple((*state(t), t.shape, t.stride(), t.dtype, t.requires_grad) for t in modulation)
 
 
 def modulated(module: torch.nn.Module, name: str, x, scale, *shift):
@@ -23,8 +116,12 @@ def modulated(module: torch.nn.Module, name: str, x, scale, *shift):
             tell(module, "modulation", (name, bool(shift)), (x, scale, *shift))
         recipe = type(norm)._hf_rmsnorm_recipe
         if recipe.fits(x, weight, bias) and recipe.rows_of(x) is x:
-            y = modulated_norm(x, weight, bias, spec, scale, *shift)
+            y = handed_over(norm, x, weight, bias, spec, _kept_by(scale, *shift))
             if y is not None:
+                _untaken[module].pop(name, None)
                 return y
+            made = modulated_norm(x, weight, bias, spec, scale, *shift)
+            if made is not None:
+                return made[1]
     y = getattr(module, name)(x) * (1 + scale)
     return y + shift[0] if shift else y

@@ -59,7 +59,7 @@ def mean_of(x, N: tl.constexpr, X, ROUNDING: tl.constexpr):
 
 @triton.jit
 def norm_forward(
-    X, W, B, G, SHIFT, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
+    X, W, B, G, SHIFT, FACTOR, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
@@ -72,9 +72,10 @@ def norm_forward(
         W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1) says which rows those are.
         G: rows of the gate, or of the scale of a modulation, or None.
         SHIFT: rows of the shift of a modulation, at the addresses of G, in Y's dtype as all operands then; or None.
+        FACTOR: rows at the addresses of G by which x is multiplied before it is added to RES; or None.
         RES: rows of the residual, or None; where given, it is H = residual + x that is normalised; or, where H is None,
-            that sum before it is rounded.
-        other_len, other_outer, other_inner: address of G or RES (nothing has both), as x_len, x_outer, x_inner of X.
+            that sum before it is rounded. Beside a G it is contiguous.
+        other_len, other_outer, other_inner: address of G, or else of RES, as x_len, x_outer, x_inner of X.
         H: (rows_total, N), contiguous, in the dtype of that sum; or None.
         Y: (rows_total, N), contiguous.
         RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also where not CENTERED).
@@ -100,7 +101,9 @@ def norm_forward(
     x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
     if RES is not None:
         other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
-        h = plus_residual(x, RES, other_at, mask, H, DENSE)
+        if FACTOR is not None:
+            x = (x * load(FACTOR + other_at, mask, DENSE).to(tl.float32)).to(X.dtype.element_ty).to(tl.float32)
+        h = plus_residual(x, RES, other_at if G is None else y_at, mask, H, DENSE)
         if H is not None:
             # An address of its own, not `y_at`: that would be held in registers until Y is stored.
             store(H + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :], h, mask, DENSE)

@@ -23,7 +23,7 @@ def _in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
 
 def norm_forward(
     x, weight, bias, spec, stats: bool, gate=None, residual=None, plan: ForwardPlan | None = None,
-    keep_sum: bool = True, shift=None,
+    keep_sum: bool = True, shift=None, factor=None,
 ):  # fmt: skip
     """Launch the forward of `spec`; see `hf_rmsnorm.ops` for the public function.
 
@@ -33,9 +33,9 @@ def norm_forward(
         stats: also return what the backward needs.
         gate: x's shape, any strides, where the spec has one; else the scale of a modulation, whose result is
             ``norm * (1 + gate) + shift``, each operator rounding: all operands of one dtype then.
-        shift: of gate's shape and strides, or None.
-        residual: x's shape, any strides and dtype: then h = residual + x is what is normalised. Not with a gate, and
-            not where a parameter has heads.
+        shift, factor: of gate's shape and strides, or None; factor is what x is multiplied by where it is added.
+        residual: x's shape, any strides and dtype: then h = residual + x is what is normalised. Not where a parameter
+            has heads; with the scale of a modulation both are contiguous, with another gate there is none.
         keep_sum: h is rounded to its dtype first, and returned; else it is normalised as float32 holds it.
         plan: what `forward_plan` made of such tensors, if that has been called.
 
@@ -46,9 +46,9 @@ def norm_forward(
         NotImplementedError: no kernel computes this formula.
     """
     if plan is None:
-        plan = forward_plan(x, weight, bias, gate, spec, residual, keep_sum, shift)
+        plan = forward_plan(x, weight, bias, gate, spec, residual, keep_sum, shift, factor)
     serve = plan.serve[stats] or _forward(plan, stats)
-    return serve(x, weight, bias, gate, residual, spec.eps, shift)
+    return serve(x, weight, bias, gate, residual, spec.eps, shift, factor)
 
 
 def _forward(plan: ForwardPlan, stats: bool) -> Callable:
@@ -61,7 +61,7 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
     keeps_sum = plan.keeps_sum
     empty_like, empty, float32 = torch.empty_like, torch.empty, torch.float32
 
-    def serve(x, weight, bias, gate, residual, eps, shift=None):
+    def serve(x, weight, bias, gate, residual, eps, shift=None, factor=None):
         device, like, h, rstd, mean = x.device, x, None, None, None
         if residual is not None:
             like = h = torch.empty_strided(x.shape, strides, dtype=sum_dtype, device=device)
@@ -77,15 +77,15 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
             if plan.x.copy:
                 x = _in_order(x, order).contiguous()
             if plan.other.copy:
-                others = (gate, residual, shift)
-                gate, residual, shift = (None if t is None else _in_order(t, order).contiguous() for t in others)
+                others = (None if t is None else _in_order(t, order) for t in (gate, residual, shift, factor))
+                gate, residual, shift, factor = (None if t is None else t.contiguous() for t in others)
             out = y if flat_output else _flat_like(y, order)
             out_h = h if h is None or flat_sum else _flat_like(h, order)
         if not keeps_sum:
             h = out_h = None  # it lent the output its strides
         pointers = x.data_ptr() if weight is None else x.data_ptr() | weight.data_ptr()  # mostly these are all
-        aligned = vectorised and not pointers & 15 and aligned_pointers(bias, gate, residual, shift)
-        args = pack(values[aligned], x, weight, bias, gate, shift, residual, out_h, out, rstd, mean, eps)
+        aligned = vectorised and not pointers & 15 and aligned_pointers(bias, gate, residual, shift, factor)
+        args = pack(values[aligned], x, weight, bias, gate, shift, factor, residual, out_h, out, rstd, mean, eps)
         start = ready.get(codes[aligned])
         if start is None or counters or not start(args):
             kernel(device, bound, args, aligned, stats)

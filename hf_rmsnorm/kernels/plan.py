@@ -14,7 +14,7 @@ from .rows import RowAddress, flat_strides, heads_of, row_order
 from .serves import of_rows, require
 from .sizes import COLUMNS, backward_config, forward_config, reduce_config
 
-_FORWARD = ("X", "W", "B", "G", "SHIFT", "RES", "H", "Y", "RSTD", "MEAN", "eps")
+_FORWARD = ("X", "W", "B", "G", "SHIFT", "FACTOR", "RES", "H", "Y", "RSTD", "MEAN", "eps")
 _BACKWARD = ("DY", "X", "W", "B", "G", "DH", "RSTD", "MEAN", "DX", "DW", "DB", "DG", "eps")
 NORM_FORWARD = Kernel(forward.norm_forward, _FORWARD)
 NORM_FORWARD_LOOP = Kernel(forward.norm_forward_loop, _FORWARD)
@@ -35,7 +35,7 @@ forget = _plans.clear
 class ForwardPlan:
     """One forward launch, without statistics or with.
 
-    `other` is the second operand of x's shape, a gate or a residual; `sum_dtype` and `sum_strides` are those of
+    `other` is the second operand of x's shape, a gate, or else a residual; `sum_dtype` and `sum_strides` are those of
     residual + x, and `keeps_sum` says that it is rounded and returned. `in_place` says that nothing is copied, neither
     operands nor outputs. `backward` holds the plans of backwards of such calls, and `serve` what launches it, without
     statistics and with. `last` is what was asked of the last backward, what tells that operands are like those, and
@@ -137,17 +137,17 @@ def _gate(spec: NormSpec, gate: torch.Tensor | None) -> str | None:
     return "modulate_after" if spec.gate is None and gate is not None else spec.gate
 
 
-def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=True, shift=None) -> ForwardPlan:
+def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=True, shift=None, factor=None):
     """The launch of `spec` on tensors like these; none of their values is read.
 
-    keep_sum: residual + x is rounded, and returned too. gate, shift: as in `launch.norm_forward`.
+    keep_sum: residual + x is rounded, and returned too. gate, shift, factor: as in `launch.norm_forward`.
 
     Raises:
         NotImplementedError: no kernel computes this formula.
     """
     heads = heads_of(weight, bias)
-    dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate, residual, shift)))
-    other = gate if residual is None else residual
+    dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate, residual, shift, factor)))
+    other = residual if gate is None else gate
 
     def make() -> ForwardPlan:
         hidden_size, rows = x.shape[-1], math.prod(x.shape[:-1])

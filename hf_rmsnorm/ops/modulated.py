@@ -1,4 +1,4 @@
-"""`modulated_norm`: a norm, and the scale and shift of an adaptive LayerNorm behind it, in one launch."""
+"""`modulated_norm`: a norm, the scale and shift of an adaptive LayerNorm, and a gated sum before, in one launch."""
 
 import torch
 
@@ -13,63 +13,92 @@ from .norm import autocasts_functional
 
 
 class _Modulated(torch.autograd.Function):
+    """(the sum, the result) of `modulated_norm`; the sum is None where there is no residual."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, scale, shift, spec):
-        y, rstd, mean = _launch(x, weight, bias, scale, shift, spec, True)
-        ctx.save_for_backward(x, weight, bias, scale, shift, rstd, mean)
+    def forward(ctx, x, residual, factor, *rest):
+        *operands, spec = rest
+        y, rstd, mean, h = _launch(x, residual, factor, *rest, True)
+        ctx.save_for_backward(None if factor is None else x, factor, x if h is None else h, *operands, rstd, mean)
         ctx.spec = spec
-        return y
+        ctx.set_materialize_grads(False)
+        return h, y
 
     @staticmethod
-    def backward(ctx, dy):
-        *operands, rstd, mean = ctx.saved_tensors
-        x, weight, bias, scale, shift = operands
-        spec = ctx.spec
-        if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
-
-            def formula(x, weight, bias, scale, shift):
-                y = reference_norm(x, weight, bias, spec) * (1 + scale)
-                return (y if shift is None else y + shift,)
-
-            return *differentiable(formula, operands, (dy,), ctx.needs_input_grad[:5]), None
-        need, each = tuple(ctx.needs_input_grad[:4]), scale.expand(x.shape)
-        dx, dweight, dbias, dscale = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, each)
-        dscale = None if dscale is None else dscale.sum_to_size(scale.shape)
-        dshift = dy.sum_to_size(shift.shape) if ctx.needs_input_grad[4] else None
-        return dx, dweight, dbias, dscale, dshift, None
+    def backward(ctx, dh, dy):
+        x, factor, *operands, rstd, mean = ctx.saved_tensors
+        need, need_x, need_residual, need_factor = ctx.needs_input_grad, *ctx.needs_input_grad[:3]
+        of_norm = None, None, None, None, None
+        if dy is not None:
+            of_norm = _norm_gradients(dy, *operands, rstd, mean, ctx.spec, (any(need[:3]), *need[3:7]))
+        dtotal, *others = of_norm
+        if dh is not None:
+            dtotal = dh if dtotal is None else dh + dtotal
+        dx = dtotal if factor is None or not need_x or dtotal is None else dtotal * factor
+        gated = need_factor and dtotal is not None
+        dfactor = (dtotal * x).sum_to_size(factor.shape) if gated else None
+        return dx if need_x else None, dtotal if need_residual else None, dfactor, *others, None
 
 
-def _launch(x, weight, bias, scale, shift, spec, stats):
-    scale, shift = (t if t is None else t.expand(x.shape) for t in (scale, shift))
-    return kernels().norm_forward(x, weight, bias, spec, stats, scale, shift=shift)[:3]
+def _norm_gradients(dy, h, weight, bias, scale, shift, rstd, mean, spec, need):
+    """The gradients of h and of the four behind it."""
+    if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
+
+        def formula(h, weight, bias, scale, shift):
+            y = reference_norm(h, weight, bias, spec) * (1 + scale)
+            return (y if shift is None else y + shift,)
+
+        return differentiable(formula, (h, weight, bias, scale, shift), (dy,), need)
+    each = scale.expand(h.shape)
+    dh, dweight, dbias, dscale = kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need[:4], each)
+    dscale = None if dscale is None else dscale.sum_to_size(scale.shape)
+    return dh, dweight, dbias, dscale, dy.sum_to_size(shift.shape) if need[4] else None
 
 
-def modulated_norm(x, weight, bias, spec: NormSpec, scale, shift=None) -> torch.Tensor | None:
-    """``norm(x) * (1 + scale) + shift``, bit for bit, where one launch computes that; else None.
+def _launch(x, residual, factor, weight, bias, scale, shift, spec, stats):
+    scale, shift, factor = (t if t is None else t.expand(x.shape) for t in (scale, shift, factor))
+    return kernels().norm_forward(x, weight, bias, spec, stats, scale, residual, shift=shift, factor=factor)
+
+
+def modulated_norm(
+    x, weight, bias, spec: NormSpec, scale, shift=None, residual=None, factor=None
+) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+    """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + factor * x``, bit for bit; None if not in one launch.
 
     As `AdaLayerNorm` of DiT (Peebles and Xie 2022) and of diffusers, whose operators round one by one.
 
     Args:
         x: (..., hidden_size).
         weight, bias: (hidden_size,) or None, as the spec says.
-        scale, shift: what broadcasts to x's shape, with the same strides there; shift may be None.
+        scale, shift, factor: what broadcasts to x's shape, with the same strides there; shift and factor may be None.
+        residual: x's shape, and contiguous as x is then; or None: h is None, and x is what is normalised.
     """
-    operands = [t for t in (x, weight, bias, scale, shift) if t is not None]
+    modulation = [t for t in (scale, shift, factor) if t is not None]
+    operands = [t for t in (x, residual, weight, bias, *modulation) if t is not None]
     if any(t.dtype != x.dtype for t in operands) or under_transform() or not is_direct(*operands):
         return None
     if x.dim() == 0 or spec.gate is not None or unserved(spec, *(families := of_rows(spec, x.shape[-1], True))):
         return None
     if families != ("forward", "backward") or (spec.functional and autocasts_functional(spec, x.device.type)):
         return None
-    if resolve_backend(x, weight, bias, spec) != "triton" or any(p.dim() != 1 for p in operands[1:-1] if p is weight):
+    if resolve_backend(x, weight, bias, spec) != "triton" or (weight is not None and weight.dim() != 1):
+        return None
+    if residual is not None and not _makes_sum(x, residual, spec):
         return None
     try:
-        strides = {t.expand(x.shape).stride() for t in (scale, shift) if t is not None}
+        strides = {t.expand(x.shape).stride() for t in modulation}
     except RuntimeError:  # the plain operators say what does not broadcast, or broadcast x
         return None
     if len(strides) > 1:
         return None
     weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+    rest = residual, factor, weight, bias, scale, shift, spec
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return _Modulated.apply(x, weight, bias, scale, shift, spec)
-    return _launch(x, weight, bias, scale, shift, spec, False)[0]
+        return _Modulated.apply(x, *rest)
+    y, _, _, h = _launch(x, *rest, False)
+    return h, y
+
+
+def _makes_sum(x, residual, spec) -> bool:
+    alike = residual.shape == x.shape and residual.device == x.device
+    return alike and x.is_contiguous() and residual.is_contiguous() and unserved(spec, "residual sum") is None

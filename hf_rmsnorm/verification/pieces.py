@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..fused.attention import norm_and_rotate, norm_later
 from ..fused.layer import add_unrounded, observing, reader_of
-from ..fused.modulated import modulated
+from ..fused.modulated import Product, modulated, modulated_sum
 from ..fused.norm import fused_part, recipe_of
 from ..fused.recipe import tensor_of
 from ..ops import use_backend
@@ -242,25 +242,38 @@ def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, 
 
 
 def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
-    name, _ = which
+    name, shifts, *seen = which
     norm = module._modules[name]
     if not _is_comparable(norm) or operands[0].dim() < 2:
         return None
 
     def run(x, *modulation):
-        return (modulated(module, name, x, *modulation),)
+        modulation, others = modulation[: 1 + shifts], modulation[1 + shifts :]
+        if others:
+            residual, *factor = others
+            x = Product(x, *factor) if factor else x
+            x = modulated_sum(module, x, residual, (name, *seen, -1), lambda: modulation)
+        y = modulated(module, name, x, *modulation)
+        return (x, y) if others else (y,)
 
-    def original(x, scale, *shift, norms=(norm,)):
+    def original(x, *modulation, norms=(norm,)):
+        (scale, *shift), others = modulation[: 1 + shifts], modulation[1 + shifts :]
+        if others:
+            residual, *factor = others
+            x = residual + (x * factor[0] if factor else x)
         y = _own_forward(norms[0], x) * (1 + scale)
-        return (y + shift[0] if shift else y,)
+        y = y + shift[0] if shift else y
+        return (x, y) if others else (y,)
 
-    def expects(y):
-        terms = y.double().abs() + (operands[2].double().abs() if len(operands) > 2 else 0.0)
-        return [Expected(y, _coarsest(operands), terms.amax(-1, keepdim=True), torch.ones(1))]
+    def expects(*outputs):
+        added = *operands[2 + shifts : 3 + shifts], operands[2] if shifts else torch.zeros(1)
+        terms = (y.double().abs() + t.double().abs() for y, t in zip(outputs, added, strict=True))
+        sizes = (each.amax(-1, keepdim=True) for each in terms)
+        return [Expected(y, _coarsest(operands), size, torch.ones(1)) for y, size in zip(outputs, sizes, strict=True)]
 
     lead = _first_rows(operands[0], norm._parameters.get("weight"), rows)
     operands = tuple(_first(t, operands[0].shape, lead) for t in operands)
-    what = f"{path}: {name} * (1 + scale)" + " + shift" * (len(operands) > 2)
+    what = f"{path}: {'+ ' * bool(seen)}{name} * (1 + scale)" + " + shift" * shifts
     return Piece(what, type(module).__name__, operands, run, original, None, expects, (norm,))
 
 

@@ -19,8 +19,8 @@ BUDGETS = json.loads((ROOT / "tests/tools/aot_budgets.json").read_text())
 REGISTER_SLACK = 8
 TOKENS = ("qk_whole", "qk_weighted")
 GATED = ("mamba-bf16", "qwen3_next-bf16")  # no model gates wider rows than 8,192, and these spill in the backward
-OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK", "DXQ", "DXK", "COS",
-            "SIN")  # fmt: skip
+OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "SHIFT", "FACTOR", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK",
+            "DXQ", "DXK", "COS", "SIN")  # fmt: skip
 SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 DEFAULT = (
@@ -42,6 +42,7 @@ DEFAULT = (
     "sm_80,sm_90,sm_100,gfx942:qk-bf16,qk_rotary-bf16:64,128,256",
     "sm_90:qk_rotary-bf16-unaligned,qk_rotary-fp32:128",
     "sm_80,sm_90,gfx942:qk_whole-bf16,qk_weighted-bf16:64,128",
+    "sm_80,sm_90,sm_100,gfx942:modulated-bf16,add_modulated-bf16:1152,3072",
 )
 EVERYTHING = ("::",)
 budgeted = pytest.mark.skipif(

@@ -1,14 +1,19 @@
-"""Where a forward scales and shifts what a norm returned, as an adaptive LayerNorm does, found in its source."""
+"""Where a forward scales and shifts what a norm returned, as an adaptive LayerNorm does, found in its source.
+
+So is the sum that such a norm reads, and the product, ``gate * x``, that nothing but this sum reads.
+"""
 
 import ast
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...fused.modulated import modulated
+from ...fused.modulated import modulated, modulated_sum, put_off
 from ...fused.source import call, compiled_again, forward_source
+from .values import Flow, is_seen
 
-_MODULATED = "_hf_rmsnorm_modulated"
+_MODULATED, _SUM, _PRODUCT = "_hf_rmsnorm_modulated", "_hf_rmsnorm_modulated_sum", "_hf_rmsnorm_put_off"
 # What may be computed after the norm instead of before it, as nothing that it does can be seen.
 _PURE = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
 _VIEWS = {"unsqueeze", "squeeze", "view", "expand", "to"}
@@ -16,31 +21,86 @@ _VIEWS = {"unsqueeze", "squeeze", "view", "expand", "to"}
 
 @dataclass(frozen=True)
 class ModulationFusion:
-    """The child norms of a module whose result its forward scales and shifts."""
+    """The child norms of a module whose result its forward scales and shifts; `sums` are those that read its sums."""
 
     norms: tuple[str, ...]
+    sums: tuple[str, ...] = ()
 
     def rewrite(self, base: type) -> Callable:
         """The forward of a class, with each norm and its modulation as one call."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            for put, name, rows, scale, shift in list(_modulations(definition, itself, set(self.norms))):
+            found = list(_modulations(definition, itself, set(self.norms)))
+            totals, products = _sums(definition, itself, found)
+            for put, name, rows, scale, shift in found:
                 put(call(_MODULATED, rows, itself, name, rows, scale, *([] if shift is None else [shift])))
-            return definition
 
-        return compiled_again(base, change, {_MODULATED: modulated})
+            class Replace(ast.NodeTransformer):
+                def visit_BinOp(self, node):
+                    site = totals.get(node)
+                    self.generic_visit(node)
+                    if site is not None:
+                        return call(_SUM, node, itself, node.left, node.right, *site)
+                    return call(_PRODUCT, node, node.left, node.right) if node in products else node
+
+            return Replace().visit(definition)
+
+        helpers = {_MODULATED: modulated, _SUM: modulated_sum, _PRODUCT: put_off}
+        return compiled_again(base, change, helpers)
 
     def __str__(self) -> str:
-        each = ", ".join(f"{norm} * (1 + scale) + shift" for norm in self.norms)
-        return f"{each}{', each' if len(self.norms) > 1 else ''} in one launch"
+        each = (f"{'+ ' * (norm in self.sums)}{norm} * (1 + scale) + shift" for norm in self.norms)
+        return f"{', '.join(each)}{', each' if len(self.norms) > 1 else ''} in one launch"
 
 
 def find_modulations(cls: type, norms: set[str]) -> ModulationFusion | None:
     """What a forward modulates of these children's results, or None; a `CannotRewrite` where it has no source."""
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
-    names = tuple(dict.fromkeys(name for _, name, *_ in _modulations(definition, itself, norms)))
-    return ModulationFusion(names) if names else None
+    found = list(_modulations(definition, itself, norms))
+    names = tuple(dict.fromkeys(name for _, name, *_ in found))
+    sums = {site.elts[0].value for site, _ in _sums(definition, itself, found)[0].values()}
+    return ModulationFusion(names, tuple(name for name in names if name in sums)) if names else None
+
+
+def _sums(definition: ast.FunctionDef, itself: str, found: list[tuple]) -> tuple[dict, set]:
+    """({each ``+`` that such a norm reads: the site and modulation of `modulated_sum`}, products that only they read).
+
+    found: the `_modulations` of the forward.
+    """
+    flow, totals = Flow(definition, itself), {}
+    norms = [name for _, name, *_ in found]
+    for _, name, rows, scale, shift in found:
+        parts = [scale] if shift is None else [scale, shift]
+        made = frozenset().union(*(flow.read.get(node, ()) for part in parts for node in ast.walk(part)))
+        for total in flow.read.get(rows, ()):
+            if isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add) and total not in totals:
+                seen = not made.isdisjoint(flow.written) or is_seen(definition, total, itself, norms)
+                site = map(ast.Constant, (name, seen, len(totals)))
+                nothing = ast.arguments([], [], None, [], [], None, [])
+                modulation = ast.Lambda(nothing, ast.Tuple(copy.deepcopy(parts), ast.Load()))
+                totals[total] = ast.Tuple([*site], ast.Load()), modulation
+    sides = [side for total in totals for side in (total.left, total.right)]
+    return totals, {side for side in sides if _is_product(side)} | _put_off(definition, flow, sides)
+
+
+def _put_off(definition: ast.FunctionDef, flow: Flow, sides: list[ast.expr]) -> set[ast.BinOp]:
+    """The products that are assigned to a variable which, as long as it holds them, only these summands read."""
+    assignments = (node for node in ast.walk(definition) if isinstance(node, ast.Assign) and len(node.targets) == 1)
+    assigned = (node.value for node in assignments if isinstance(node.targets[0], ast.Name))
+    given = (values for *_, each in flow.calls for _, values in each)
+    elsewhere = frozenset().union(flow.shown, flow.written, flow.past, *given)
+    return {
+        product
+        for product in assigned
+        if _is_product(product) and product not in elsewhere
+        and (readers := [node for node, values in flow.read.items() if product in values])
+        and all(reader in sides for reader in readers)
+    }  # fmt: skip
+
+
+def _is_product(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
 def _modulations(definition: ast.FunctionDef, itself: str, norms: set[str]) -> Iterator[tuple]:

@@ -27,19 +27,19 @@ def is_seen(definition: ast.FunctionDef, total: ast.BinOp, itself: str, norms: I
 
     `total` is the ``+``, a node of `definition`; `itself` the forward's name for its module.
     """
-    flow = _Flow(definition, itself)
+    flow = Flow(definition, itself)
     read = (values for name, _, given in flow.calls if name not in norms or len(given) > 1 for _, values in given)
     return total in flow.shown or total in flow.written or any(total in values for values in read)
 
 
 def past_versions(definition: ast.FunctionDef, itself: str) -> set:
     """The nodes whose values a forward sets attributes of, or takes the ``.data`` of: no version tells what it does."""
-    return _Flow(definition, itself).past
+    return Flow(definition, itself).past
 
 
 def children_given(definition: ast.FunctionDef, body: list[ast.stmt], itself: str, norms: tuple[str, str]) -> tuple:
     """((name, what it is given) of each other child that is called from the first of two norms on; what these read)."""
-    flow = _Flow(ast.FunctionDef(definition.name, definition.args, body, []), itself)
+    flow = Flow(ast.FunctionDef(definition.name, definition.args, body, []), itself)
     given = [(name, frozenset().union(*(values for _, values in given))) for name, _, given in flow.calls]
     first = [name for name, _ in given].index(norms[0])
     rows = frozenset().union(*(values for name, values in given if name in norms))
@@ -83,11 +83,11 @@ def _flow_of(cls: type, _) -> tuple[list, dict]:
         function, definition = forward_source(cls)
     except CannotRewrite:
         return [], {}
-    flow = _Flow(definition, next(iter(inspect.signature(function).parameters)))
+    flow = Flow(definition, next(iter(inspect.signature(function).parameters)))
     return flow.calls, flow.written
 
 
-class _Flow:
+class Flow:
     """What becomes of each value of a forward; a binding on a branch or in a loop adds to an earlier one."""
 
     def __init__(self, definition: ast.FunctionDef, itself: str):
@@ -96,6 +96,7 @@ class _Flow:
         self.written: dict[object, int] = {}  # value -> time of the last write to it, in place or by a view
         self.shown: set = set()  # what somebody gets hold of otherwise: functions, the caller, closures
         self.past: set = set()  # what is written to, or may be, past its version
+        self.read: dict[ast.Name, _Values] = {}  # what a variable may be where it is read
         self.rows: dict[str, str] = {}  # loop variable -> the child whose modules it takes
         nodes = ast.walk(definition)
         self.outer = {name for n in nodes if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
@@ -179,7 +180,9 @@ class _Flow:
         """What an expression may be: the tensor of a name, a view of one, or a new value, which is the node itself."""
         match node:
             case ast.Name(name):
-                return bound.get(name, frozenset())
+                found = bound.get(name, frozenset())
+                self.read[node] = self.read.get(node, frozenset()) | found
+                return found
             case ast.IfExp(test, body, orelse):
                 self.values(test, bound)
                 return self.values(body, bound) | self.values(orelse, bound)

@@ -14,23 +14,24 @@ from transformers.models.vibevoice.modeling_vibevoice import VibeVoiceDiffusionH
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend, verify_equivalence
 from hf_rmsnorm.fused import modulated as fused
 
-# The modulations of one forward that are one launch each.
-MODULATED = {"DiT": 3, "PixArt": 4, "Flux": 6, "SD3": 8}
+# (the modulations of one forward that are one launch each, those of them that read a gated sum made there too).
+MODULATED = {"DiT": (3, 0), "PixArt": (4, 2), "Flux": (6, 2), "SD3": (8, 3)}
 
 
 class Modulations:
-    """How many calls were one launch, and how many were left to the operators."""
+    """How many calls were one launch, how many of them with a sum, and how many norms were left to the operators."""
 
     def __init__(self):
-        self.served = self.left = 0
+        self.served = self.sums = self.left = 0
 
     def __enter__(self):
         real = fused.modulated_norm
 
-        def modulated_norm(*args):
-            y = real(*args)
-            self.served, self.left = self.served + (y is not None), self.left + (y is None)
-            return y
+        def modulated_norm(x, *args):
+            found, is_sum = real(x, *args), len(args) > 5 and args[5] is not None
+            self.served, self.sums = self.served + (found is not None), self.sums + (found is not None and is_sum)
+            self.left += found is None and not is_sum
+            return found
 
         self._patch = unittest.mock.patch.object(fused, "modulated_norm", modulated_norm)
         self._patch.start()
@@ -48,9 +49,11 @@ def test_a_transformer_of_diffusers(name):
     with torch.no_grad():
         expected = model(**arguments).sample
         report = patch_model(model, strict=True)
-        with use_backend("triton"), Modulations() as found:
+        with use_backend("triton"):
             assert torch.equal(model(**arguments).sample, expected)
-    assert (found.served, found.left) == (MODULATED[name], 0)
+            with Modulations() as found:  # which of two sums a norm reads has been seen
+                assert torch.equal(model(**arguments).sample, expected)
+    assert (found.served, found.sums, found.left) == (*MODULATED[name], 0)
     assert "* (1 + scale) + shift" in str(report)
     unpatch_model(model)
     assert types == [type(m) for m in model.modules()]
@@ -62,7 +65,9 @@ def test_verification_judges_modulations(name):
     model, arguments = tiny_diffusion.build(name, torch.bfloat16)
     report = verify_equivalence(model, inputs=arguments, max_new_tokens=0, backend="triton", backward=True)
     assert report.passed, report
-    assert sum("* (1 + scale) + shift" in check.path for check in report.fused) == MODULATED[name]
+    paths = [check.path for check in report.fused if "* (1 + scale) + shift" in check.path]
+    assert len(paths) - len(sums := [path for path in paths if ": + " in path]) == MODULATED[name][0]
+    assert len(sums) == MODULATED[name][1]
 
 
 class Config:

@@ -5,7 +5,7 @@ import torch
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops.modulated import modulated_norm
+from hf_rmsnorm.ops import modulated as op
 from hf_rmsnorm.reference import reference_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,6 +18,11 @@ SPECS = {
 }
 # Of the scale and shift, beside x of (3, 5, size).
 SHAPES = {"one per sequence": (3, 1), "one per token": (3, 5), "one": (), "one, expanded": (1, 1)}
+
+
+def modulated_norm(*operands):
+    found = op.modulated_norm(*operands)
+    return None if found is None else found[1]
 
 
 def operands(size, dtype, spec, shape, seed=0):
@@ -114,3 +119,97 @@ def test_a_gradient_of_the_gradient():
         got = penalty(modulated_norm)
     for a, b in zip(got, penalty(eager), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def gated(x, residual, factor, weight, bias, spec, scale, shift):
+    h = residual + (x if factor is None else factor * x)
+    return h, eager(h, weight, bias, spec, scale, shift)
+
+
+def gated_in_one_launch(x, residual, factor, weight, bias, spec, scale, shift):
+    return op.modulated_norm(x, weight, bias, spec, scale, shift, residual, factor)
+
+
+def run_gated(function, operands, dh, dy, spec):
+    leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
+    h, y = function(*leaves[:5], spec, *leaves[5:])
+    wanted = [t for t in leaves if t is not None]
+    return [h.detach(), y.detach(), *torch.autograd.grad((h, y), wanted, (dh, dy))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("gate", ["with a gate", "without"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_sum_in_front(name, gate, shape, dtype):
+    spec = SPECS[name]
+    x, weight, bias, scale, shift, dy = operands(96, dtype, spec, shape)
+    residual, _, _, factor, _, dh = operands(96, dtype, spec, shape, seed=1)
+    tensors = x, residual, factor if gate == "with a gate" else None, weight, bias, scale, shift
+    with use_backend("triton"), count_launches() as launches:
+        got = run_gated(gated_in_one_launch, tensors, dh, dy, spec)
+    assert launches["norm_forward"] == launches["norm_backward"] == 1
+    expected = run_gated(gated, tensors, dh, dy, spec)
+    assert torch.equal(got[0], expected[0])
+    if dtype != torch.float32:
+        assert (got[1] != expected[1]).float().mean() <= 1e-3
+    exact = run_gated(gated, [t if t is None else t.double() for t in tensors], dh.double(), dy.double(), spec)
+    for at, (ours, theirs, right) in enumerate(zip(got, expected, exact, strict=True)):
+        assert_as_accurate(ours, theirs, right, f"output {at}", [theirs])
+
+
+@pytest.mark.parametrize("size", [64, 1152, 3072, 5120, pytest.param(8192, marks=pytest.mark.full)])
+def test_a_sum_of_the_widths_of_published_models(size):
+    spec = SPECS["LayerNorm"]
+    x, weight, bias, scale, shift, residual = operands(size, torch.bfloat16, spec, (3, 1))
+    with use_backend("triton"), torch.no_grad():
+        h, y = gated_in_one_launch(x, residual, shift, weight, bias, spec, scale, shift)
+    expected = gated(x, residual, shift, weight, bias, spec, scale, shift)
+    assert torch.equal(h, expected[0])
+    assert (y != expected[1]).float().mean() <= 1e-3
+
+
+@pytest.mark.parametrize("which", ["x in columns", "residual in columns", "another shape", "another dtype"])
+def test_sums_that_are_left_to_the_operators(which):
+    spec = SPECS["LayerNorm"]
+    x, _, _, scale, shift, residual = operands(96, torch.bfloat16, spec, (3, 1))
+    if "columns" in which:
+        turned = (x if which[0] == "x" else residual).mT.contiguous().mT
+        x, residual = (turned, residual) if which[0] == "x" else (x, turned)
+    residual = {"another shape": residual[:, :1], "another dtype": residual.float()}.get(which, residual)
+    with use_backend("triton"), torch.no_grad():
+        assert gated_in_one_launch(x, residual, shift, None, None, spec, scale, shift) is None
+
+
+def test_a_gradient_of_the_gradient_of_a_gated_sum():
+    spec = SPECS["LayerNorm"]
+    x, _, _, scale, shift, dy = operands(96, torch.float32, spec, (3, 1))
+    residual, _, _, factor, _, dh = operands(96, torch.float32, spec, (3, 1), seed=1)
+
+    def penalty(function):
+        leaves = [t.clone().requires_grad_() for t in (x, residual, factor, scale, shift)]
+        made = function(*leaves[:3], None, None, spec, *leaves[3:])
+        (dx,) = torch.autograd.grad(made, leaves[0], (dh, dy), create_graph=True)
+        return torch.autograd.grad(dx.square().sum() + made[1].sum(), leaves)
+
+    with use_backend("triton"):
+        got = penalty(gated_in_one_launch)
+    for a, b in zip(got, penalty(gated), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_one_of_the_two_results_is_not_used(missing):
+    spec = SPECS["RMSNorm"]
+    x, weight, _, scale, shift, dy = operands(96, torch.float32, spec, (3, 1))
+    residual, _, _, factor, *_ = operands(96, torch.float32, spec, (3, 1), seed=1)
+
+    def gradients(function):
+        leaves = [t.clone().requires_grad_() for t in (x, residual, factor)]
+        made = function(*leaves, weight, None, spec, scale, shift)[1 - missing]
+        return torch.autograd.grad(made, leaves, dy)
+
+    with use_backend("triton"):
+        got = gradients(gated_in_one_launch)
+    for a, b in zip(got, gradients(gated), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
