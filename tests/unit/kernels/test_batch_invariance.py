@@ -5,6 +5,7 @@ import torch
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm
+from hf_rmsnorm.ops.modulated import modulated_norm
 from hf_rmsnorm.ops.unrounded import norm_of_summands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,6 +62,18 @@ def summed(spec, size, dtype):
         return h, y, *torch.autograd.grad((h, y), (x, residual), (dh, dy))
 
     return run, 4
+
+
+def modulated(spec, size, dtype):
+    weight, bias = parameters(spec, size, dtype)
+
+    def run(*operands):
+        *operands, dh, dy = operands
+        x, residual, factor, scale, shift = (t.requires_grad_() for t in operands)
+        h, y = modulated_norm(x, weight, bias, spec, scale, shift, residual, factor)
+        return h, y, *torch.autograd.grad((h, y), operands, (dh, dy))
+
+    return run, 7
 
 
 def unrounded(spec, size, dtype):
@@ -130,6 +143,12 @@ def test_other_formulas(name):
 @pytest.mark.parametrize("name", ["gate before", "gate after"])
 def test_a_gated_norm(name):
     check(gated(SPECS[name], 256, BF16), 256, BF16)
+
+
+@pytest.mark.parametrize("size", [96, 1000, 3072])
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_a_gated_sum_and_its_modulated_norm(name, size):
+    check(modulated(SPECS[name], size, BF16), size, BF16)
 
 
 @pytest.mark.parametrize("size", [96, 1000, 4096, 20_000])
