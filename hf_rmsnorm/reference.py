@@ -180,12 +180,12 @@ def _sum_rows(t: Tensor, columns: int) -> Tensor:
 
 
 def reference_qk_norm(
-    q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None, once: bool = False
+    q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None, way: str = ""
 ):
     """`fused_qk_norm` in the operators of Hugging Face's attention layers, bit-equal to them on the same device."""
     sides = (q, q_weight, q_bias), (k, k_weight, k_bias)
     normed = tuple(by_heads(reference_norm(as_normed(x, w), w, b, spec), x, w) for x, w, b in sides)
-    return normed if cos is None else tuple(rotated(y, cos, sin, once=once) for y in normed)
+    return normed if cos is None else tuple(rotated(y, cos, sin, way=way) for y in normed)
 
 
 def as_normed(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -206,26 +206,32 @@ def by_heads(y: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
     return (y if weight.dim() == 2 else y.unflatten(-1, (x.shape[1], x.shape[3]))).transpose(1, 2)
 
 
-def rotated(y, cos, sin, back: bool = False, once: bool = False):
+def rotated(y, cos, sin, back: bool = False, way: str = ""):
     """`apply_rotary_pos_emb` of one tensor, or (`back`) the gradient in front of it.
 
     Args:
         y: (batch, heads, length, head_dim).
         cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
-        once: the result has y's dtype, whatever the tables have.
+        way: words of "once" (computed in float32, and rounded to y's dtype) and "pairs" (neighbouring columns turn with
+            each other, as in `CohereAttention`, and not those of the two halves).
     """
     columns = cos.shape[-1]
     if columns != y.shape[-1]:
-        return torch.cat([rotated(y[..., :columns], cos, sin, back, once), y[..., columns:]], dim=-1)
+        return torch.cat([rotated(y[..., :columns], cos, sin, back, way), y[..., columns:]], dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    # rotate_half transposed is its negative.
-    turned = y * cos - _rotate_half(y * sin) if back else y * cos + _rotate_half(y) * sin
-    return turned.to(y.dtype) if once else turned
+    x = y.to(torch.promote_types(y.dtype, torch.float32)) if "once" in way else y
+    rotate = _rotate_pairs if "pairs" in way else _rotate_half
+    turned = x * cos - rotate(x * sin) if back else x * cos + rotate(x) * sin  # transposed it is its negative
+    return turned.to(y.dtype) if "once" in way else turned
 
 
 def _rotate_half(y):
     half = y.shape[-1] // 2
     return torch.cat((-y[..., half:], y[..., :half]), dim=-1)
+
+
+def _rotate_pairs(y):
+    return torch.stack((-y[..., 1::2], y[..., ::2]), dim=-1).flatten(-2)
 
 
 def reference_qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec: NormSpec, need):

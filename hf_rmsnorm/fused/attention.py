@@ -23,8 +23,8 @@ from .layer import observers, operands_ahead, tell
 _is_compiling = torch.compiler.is_compiling
 _CALL = torch.nn.Module.__call__
 # A rotary function that was proven -> the functions that it calls with their code, and all that they name, which are to
-# be the same whenever it is not run; what it returns where dtypes differ: "promoted" as plain arithmetic is, or "cast"
-# to what is rotated; and whether it rotates the first columns where its tables have fewer.
+# be the same whenever it is not run; how it rotates, in the words of `reference.rotated`, where tables have the
+# dtype of what they turn and where not (None: in no known way); and whether it rotates some columns by short tables.
 proven_rotary: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -127,17 +127,16 @@ def _in_one_launch(attention: torch.nn.Module, names: tuple[str, str], of_q, of_
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     if observers and q.dim() == 4:
         tell(attention, "q/k", (names, rotate), (q, k, *tables))
-    once = False
+    way = ""
     if rotate is not None:
         in_part = getattr(tables[0], "shape", ())[-1:] != q.shape[-1:]
         way = is_rotary(rotate, _dtypes_differ(q, q_weight, spec, tables[0]), in_part)
-        if not way:
+        if way is None:
             return None
-        once = way == "cast"
     plans = type(attention._modules[names[0]])._hf_rmsnorm_plans
     key = qk_launch_key(q_key, k_key, q, k, *tables)
-    if once:
-        key = key and (key, once)
+    if way:
+        key = key and (key, way)
     plan, backend = None if key is None else plans.get(key), "triton"
     biases = {} if q_bias is None else {"q_bias": q_bias, "k_bias": k_bias}
     if plan is None:
@@ -150,13 +149,13 @@ def _in_one_launch(attention: torch.nn.Module, names: tuple[str, str], of_q, of_
         # What lies so is, seen by heads, row-major in the strides of what was read.
         planned = replace(spec, functional=False) if length_first else spec
         cos = tables[0] if tables else None
-        plan = key and plans.keep(key, backend, qk_plan_of, q, k, (q_weight, k_weight), planned, cos, once)
+        plan = key and plans.keep(key, backend, qk_plan_of, q, k, (q_weight, k_weight), planned, cos, way)
         if plan is None and length_first and spec.functional:
             return None
     # Plain torch reads one tensor, and one as the norm read it, as it is.
     if backend == "original" or (backend == "reference" and (of_q is of_k or length_first)):
         return None
-    q, k = fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, **biases, once=once, backend=backend, plan=plan)
+    q, k = fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, **biases, way=way, backend=backend, plan=plan)
     return (q.transpose(1, 2), k.transpose(1, 2)) if length_first else (q, k)
 
 
@@ -200,13 +199,13 @@ def _dtypes_differ(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec,
     return dtype != spec.output_dtype(x.dtype, None if weight is None else weight.dtype)
 
 
-def is_rotary(function: Callable, dtypes_differ: bool = False, in_part: bool = False) -> str:
-    """What a function that was proven for such operands returns; "" if anything that it calls was exchanged since."""
+def is_rotary(function: Callable, dtypes_differ: bool = False, in_part: bool = False) -> str | None:
+    """How a function rotates such operands; None if that is not proven, or what it calls was exchanged since."""
     proven = proven_rotary.get(function) if isinstance(function, types.FunctionType) else None
-    if proven is None or (dtypes_differ and not proven[2]) or (in_part and not proven[3]):
-        return ""
+    if proven is None or (in_part and not proven[3]):
+        return None
     for called, code in proven[0]:
         if called.__code__ is not code:  # autoreload puts another into the function that is there
-            return ""
+            return None
     same = all(names.get(name) is value for names, name, value in proven[1])
-    return (proven[2] if dtypes_differ else "promoted") if same else ""
+    return proven[2][dtypes_differ] if same else None

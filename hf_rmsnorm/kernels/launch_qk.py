@@ -19,7 +19,7 @@ __all__ = ["KERNELS", "forward_plan", "qk_norm_backward", "qk_norm_forward"]
 
 
 def qk_norm_forward(
-    q, k, parameters, cos, sin, spec: NormSpec, stats: bool, once: bool = False, plan: QKPlan | None = None
+    q, k, parameters, cos, sin, spec: NormSpec, stats: bool, way: str = "", plan: QKPlan | None = None
 ):
     """Launch the norms of q and k, and their rotary embedding; see `hf_rmsnorm.ops` for the public function.
 
@@ -29,7 +29,7 @@ def qk_norm_forward(
             or (heads, head_dim) for a weight of each head, or (heads * head_dim,) for one norm over all heads.
         cos, sin: (batch or 1, length, turned columns), of the same dtype and strides, or both None.
         stats: also return what the backward needs.
-        once: as in `forward_plan`.
+        way: as in `forward_plan`.
         plan: what `forward_plan` made of such tensors, if that has been called.
 
     Returns:
@@ -37,7 +37,7 @@ def qk_norm_forward(
         for RMSNorm.
     """
     if plan is None:
-        plan = forward_plan(q, k, parameters[:2], cos, spec, once)
+        plan = forward_plan(q, k, parameters[:2], cos, spec, way)
     device, dtype = q.device, plan.dtype
     q_strides, k_strides = plan.strides
     yq = torch.empty_strided(q.shape, q_strides, dtype=dtype, device=device)

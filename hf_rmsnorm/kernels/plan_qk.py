@@ -103,10 +103,10 @@ def _count(x: torch.Tensor, rows: int, heads: int) -> int:
     return x.shape[0] * x.shape[2] * -(-heads // rows) if heads else -(-_rows(x) // rows)
 
 
-def forward_plan(q, k, weights, cos, spec: NormSpec, once: bool = False) -> QKPlan:
+def forward_plan(q, k, weights, cos, spec: NormSpec, way: str = "") -> QKPlan:
     """The launch on tensors like these; none of their values is read.
 
-    once: what is rotated is computed in float32, and rounded to what the norm returns.
+    way: how it is rotated, as in `reference.rotated`.
 
     Raises:
         NotImplementedError: the kernels do not compute this formula.
@@ -118,21 +118,21 @@ def forward_plan(q, k, weights, cos, spec: NormSpec, once: bool = False) -> QKPl
 
     def make() -> QKPlan:
         require(spec, "queries and keys")
-        config, tiles = forward_config(q.shape[-1]), _tiles(q, k, weights)
+        config, tiles, once = forward_config(q.shape[-1]), _tiles(q, k, weights), "once" in way
         warps = max(FORWARD_WARPS, max(tiles)[0] * config.block // ELEMENTS)
         outputs = tuple(_output_strides(t, cos, spec.functional) for t in (q, k))
         dtype = spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
         grid = (sum(_count(t, *tile) for t, tile in zip((q, k), tiles, strict=True)), 1, 1)
         addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}
-        named = _named(q, k, weights, cos, spec, config, addresses) | {"ONCE": once}
-        keys = ((*dtypes, spec.has_bias, once, stats) for stats in (False, True))
+        named = _named(q, k, weights, cos, spec, config, addresses) | {"ONCE": once, "PAIRS": "pairs" in way}
+        keys = ((*dtypes, spec.has_bias, way, stats) for stats in (False, True))
         return QKPlan(
             launch=QK_NORM_FORWARD.bind(grid, warps, named, *keys), strides=outputs,
             dtype=dtype if cos is None or once else promoted(dtype, cos.dtype),
             rows=_rows(q) + _rows(k), centered=spec.centered,
         )  # fmt: skip
 
-    return remember(("qk forward", like, dtypes, spec.but_eps, once), make)
+    return remember(("qk forward", like, dtypes, spec.but_eps, way), make)
 
 
 def backward_plan(dq, dk, q, k, weights, cos, spec: NormSpec, need: tuple[bool, ...], limits) -> QKPlan:

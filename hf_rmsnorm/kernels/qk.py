@@ -86,18 +86,18 @@ def as_output(y, X, W, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
-    """(columns, masks) of the two halves of rows: the columns that rotate_half pairs stand at one place of both.
+def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr = False):
+    """(columns, masks) of the two halves of rows: the columns that turn with each other stand at one place of both.
 
-    Of the R columns that rotate, the one half has the first R / 2 and the other the next; those behind are split alike.
-    So a thread has both columns of a pair, and nothing is read or normalised twice.
+    Of the R columns that rotate, the one half has the first R / 2 and the other the next, or (PAIRS) the even and the
+    odd; those behind are split alike. So a thread has both columns of a pair, and nothing is read or normalised twice.
     """
     HALF: tl.constexpr = (N + 1) // 2 if R > 0 else BLOCK
     low = place
     high = place + HALF
-    if R > 0 and R < N:
-        low = tl.where(place < R // 2, place, place + R // 2)
-        high = tl.where(place < R // 2, place + R // 2, high)
+    if R > 0 and (R < N or PAIRS):
+        low = tl.where(place < R // 2, place * 2 if PAIRS else place, place + R // 2)
+        high = tl.where(place < R // 2, place * 2 + 1 if PAIRS else place + R // 2, high)
     return low, high, place < HALF, place < N - HALF
 
 
@@ -115,10 +115,10 @@ def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
 
 @triton.jit
 def rotated(
-    x, z, COS, SIN, at, low, high, mask, Y, N: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, ONCE: tl.constexpr
-):
+    x, z, COS, SIN, at, low, high, turns, mask, Y, N: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr,
+    ONCE: tl.constexpr,
+):  # fmt: skip
     """The halves x and z, turned by the tables at `at`; BACK: by the transposed map, which takes a gradient back."""
-    turns = low < R // 2
     mask = mask & turns
     cos = load(COS + at + low, mask, False).to(tl.float32)
     cos_z = load(COS + at + high, mask, False).to(tl.float32)
@@ -137,13 +137,13 @@ def rows_forward(
     X, W, B, COS, SIN, Y, RSTD, MEAN, tile, stats_at, rows_total, length, heads, of_x, of_y, of_tables, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
     UNIT: tl.constexpr, R: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, ONCE: tl.constexpr,
+    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, ONCE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch, position and head."""
     rows, row_mask, head = tile_rows(tile, rows_total, ROWS, HEADS)
     # The columns as whole tiles give weights, cos and sin x's layout: 16-byte loads, no trip through shared memory.
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
-    low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
+    low, high, low_cols, high_cols = halves(cols, BLOCK, N, R, PAIRS)
     low_mask = row_mask[:, None] & low_cols
     high_mask = row_mask[:, None] & high_cols
     place = places(rows, length, heads, None, None)
@@ -178,7 +178,7 @@ def rows_forward(
         y = as_output(y, X, W, ROUNDING)
         z = as_output(z, X, W, ROUNDING)
         at = offsets(place, of_tables, UNIT)
-        y, z = rotated(y, z, COS, SIN, at, low, high, low_mask, Y, N, R, False, ONCE)
+        y, z = rotated(y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE)
     y_at = Y + offsets(place, of_y, UNIT)
     tl.store(y_at + low, y.to(Y.dtype.element_ty), mask=low_mask)
     tl.store(y_at + high, z.to(Y.dtype.element_ty), mask=high_mask)
@@ -195,13 +195,13 @@ def qk_norm_forward(
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROWS_K: tl.constexpr, HEADS: tl.constexpr,
     HEADS_K: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr, CENTERED: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    ONCE: tl.constexpr,
+    ONCE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One program normalises, and rotates where there is a rotary embedding, a tile of rows of q or of k.
 
     ROWS and HEADS are as in `tile_rows`, of q and (_K) of k.
     RSTD and MEAN are None where no backward follows, MEAN also where not CENTERED; `tokens` is batch * length, and only
-    the first R columns rotate, as `turned` says. The rest is as in `launch_qk.qk_norm_forward`.
+    the first R columns rotate, as `turned` and `halves` say. The rest is as in `launch_qk.qk_norm_forward`.
     """
     q_rows = tokens * q_heads
     q_tiles = tiles_of(q_rows, ROWS, HEADS)
@@ -212,10 +212,12 @@ def qk_norm_forward(
             Q, WQ, BQ, COS, SIN, YQ, RSTD, MEAN, tile, 0, q_rows, length, q_heads,
             (q_batch, q_position, q_head), (yq_batch, yq_position, yq_head), of_tables, eps,
             N, BLOCK, ROWS, HEADS, WHOLE, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, ONCE,
+            PAIRS,
         )  # fmt: skip
     else:
         rows_forward(
             K, WK, BK, COS, SIN, YK, RSTD, MEAN, tile - q_tiles, q_rows, tokens * k_heads, length, k_heads,
             (k_batch, k_position, k_head), (yk_batch, yk_position, yk_head), of_tables, eps,
             N, BLOCK, ROWS_K, HEADS_K, WHOLE, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, ONCE,
+            PAIRS,
         )  # fmt: skip

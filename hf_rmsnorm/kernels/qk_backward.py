@@ -57,7 +57,7 @@ def rows_backward(
         g_z = load(dy_at + high, high_mask, False).to(tl.float32)
         if COS is not None:
             at = offsets(place, of_tables, UNIT)
-            g, g_z = rotated(g, g_z, COS, SIN, at, low, high, low_mask, DY, N, R, True, False)
+            g, g_z = rotated(g, g_z, COS, SIN, at, low, high, cols < R // 2, low_mask, DY, N, R, True, False)
         rstd = load(RSTD + stats_at + rows, row_mask, False)[:, None]
         if CENTERED:
             mean = load(MEAN + stats_at + rows, row_mask, False)[:, None]

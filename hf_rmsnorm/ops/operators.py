@@ -52,7 +52,7 @@ norm_forward_op = _define("norm_forward", f"Tensor x, {_AFFINE}, Tensor? gate", 
 _OF_NORM = f"Tensor dy, Tensor x, {_AFFINE}, Tensor? gate, Tensor? dh, {_STATS}"
 norm_backward_op = _define("norm_backward", _OF_NORM, "bool[] need", 4)
 add_norm_forward_op = _define("add_norm_forward", f"Tensor x, Tensor residual, {_AFFINE}", "bool stats", 4)
-qk_norm_forward_op = _define("qk_norm_forward", f"{_QK}, bool once", "bool stats", 4)
+qk_norm_forward_op = _define("qk_norm_forward", f"{_QK}, str way", "bool stats", 4)
 qk_norm_backward_op = _define("qk_norm_backward", f"Tensor? dq, Tensor? dk, {_QK}, {_STATS}", "bool[] need", 6)
 
 
@@ -149,13 +149,13 @@ def _qk_served(q, k, parameters, cos, sin, spec) -> bool:
     )
 
 
-def _qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, once, *formula):
+def _qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, way, *formula):
     parameters = q_weight, k_weight, q_bias, k_bias
     spec, stats = spec_from(q_weight, q_bias, formula)
     if _qk_served(q, k, parameters, cos, sin, spec):
-        yq, yk, rstd, mean = qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, once)
+        yq, yk, rstd, mean = qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, way)
     else:
-        yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, once)
+        yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, way)
         rstd = mean = None
         if stats:  # rows in the order of the kernels: heads fastest
             rstd, mean = zip(*(_qk_stats(x, w, spec) for x, w in ((q, q_weight), (k, k_weight))), strict=True)
@@ -208,12 +208,12 @@ def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     )
 
 
-def _fake_qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, once, *formula):
+def _fake_qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, way, *formula):
     spec, stats = spec_from(q_weight, q_bias, formula)
     rows = q.shape[0] * q.shape[2] * (q.shape[1] + k.shape[1])
     rstd = q.new_empty(rows, dtype=torch.float32) if stats else _none(q)
     mean = q.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(q)
-    return *reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, once), rstd, mean
+    return *reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, way), rstd, mean
 
 
 def _fake_qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, rstd, mean, *formula):
@@ -261,7 +261,7 @@ def wanted(grads, need) -> list:
 
 def _keep(ctx, inputs, output):
     tensors = len(inputs) - len(_TYPES) - 1
-    ctx.save_for_backward(*(t for t in inputs[:tensors] if not isinstance(t, bool)), *output[-2:])
+    ctx.save_for_backward(*(t for t in inputs[:tensors] if not isinstance(t, str)), *output[-2:])
     ctx.formula, ctx.strides = inputs[tensors:-1], inputs[0].stride()
 
 

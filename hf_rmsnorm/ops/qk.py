@@ -16,26 +16,32 @@ _is_compiling = torch.compiler.is_compiling
 
 class _FusedQKNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec, once, plan):
+    def forward(ctx, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec, way, plan):
         parameters = q_weight, k_weight, q_bias, k_bias
-        yq, yk, rstd, mean = _launch_forward(q, k, parameters, cos, sin, spec, True, once, plan)
+        yq, yk, rstd, mean = _launch_forward(q, k, parameters, cos, sin, spec, True, way, plan)
         ctx.save_for_backward(q, k, *parameters, cos, sin, rstd, mean)
-        ctx.spec = spec
+        ctx.spec, ctx.way = spec, way
         ctx.set_materialize_grads(False)
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        grads = qk_gradients(dq, dk, ctx.saved_tensors, ctx.spec, ctx.needs_input_grad[:6])
+        saved = ctx.saved_tensors
+        *operands, cos, sin, rstd, mean = saved
+        # The kernels take back no pairs, and round every operator where the tables have the dtype of q.
+        if "pairs" in ctx.way or (ctx.way == "once" and cos.dtype == saved[0].dtype):
+            dq, dk = (d if d is None else rotated(d, cos, sin, True, ctx.way) for d in (dq, dk))
+            saved = *operands, None, None, rstd, mean
+        grads = qk_gradients(dq, dk, saved, ctx.spec, ctx.needs_input_grad[:6])
         return *grads, None, None, None, None, None
 
 
-def _launch_forward(q, k, parameters, cos, sin, spec, stats, once, plan=None):
+def _launch_forward(q, k, parameters, cos, sin, spec, stats, way, plan=None):
     if plan is None and (_is_compiling() or not is_direct(q, k, *parameters, cos, sin)):
         load_sharding_rules()
         stats = stats and not is_dtensor(q)  # those of k lie behind those of q: no rows of either to split
-        return qk_norm_forward_op(q, k, *parameters, cos, sin, once, *spec_args(spec), stats)
-    return qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, once, plan)
+        return qk_norm_forward_op(q, k, *parameters, cos, sin, way, *spec_args(spec), stats)
+    return qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, way, plan)
 
 
 def qk_launch_key(of_q: tuple | None, of_k: tuple | None, q, k, cos=None, sin=None) -> tuple | None:
@@ -56,9 +62,9 @@ def qk_launch_key(of_q: tuple | None, of_k: tuple | None, q, k, cos=None, sin=No
     return of_q, of_k, q.shape, q.stride(), k.shape, k.stride(), tables
 
 
-def qk_plan_of(q, k, weights: tuple, spec: NormSpec, cos=None, once: bool = False):
+def qk_plan_of(q, k, weights: tuple, spec: NormSpec, cos=None, way: str = ""):
     """The launch on plain tensors that `qk_norm_backend` gives to Triton."""
-    return qk_kernels().forward_plan(q, k, weights, cos, spec, once)
+    return qk_kernels().forward_plan(q, k, weights, cos, spec, way)
 
 
 def fused_qk_norm(
@@ -71,7 +77,7 @@ def fused_qk_norm(
     sin: torch.Tensor | None = None,
     q_bias: torch.Tensor | None = None,
     k_bias: torch.Tensor | None = None,
-    once: bool = False,
+    way: str = "",
     backend: str | None = None,
     plan=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,14 +93,17 @@ def fused_qk_norm(
             has its own; or (heads * head_dim,), where one norm spans all heads of a token. They may have another dtype
             than q and k, and so may cos and sin, as under autocast: what is computed is promoted as in plain torch.
         cos, sin: (batch or 1, length, head_dim); or fewer, even columns: the columns behind them pass.
-        once: of tables of another dtype: the rotation is computed in float32 and rounded to the dtype of what is
-            rotated, and not every operator.
+        way: how the rotation is computed, where not every operator rounds and the two halves of the columns turn with
+            each other: words of `reference.rotated`.
         backend: what `qk_norm_backend` answered, if the caller has asked already.
         plan: what `qk_plan_of` answered for such tensors.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give.
     """
+    if way and _is_compiling():  # the operator's own backward knows no other way
+        normed = fused_qk_norm(q, k, q_weight, k_weight, spec, None, None, q_bias, k_bias)
+        return tuple(rotated(y, cos, sin, way=way) for y in normed)
     if plan is None:
         if backend is None:
             backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias)
@@ -102,13 +111,13 @@ def fused_qk_norm(
             one = reference_norm if backend != "original" else fused_norm
             sides = (q, q_weight, q_bias), (k, k_weight, k_bias)
             normed = (by_heads(one(as_normed(x, weight), weight, bias, spec), x, weight) for x, weight, bias in sides)
-            return tuple(y if cos is None else rotated(y, cos, sin, once=once) for y in normed)
+            return tuple(y if cos is None else rotated(y, cos, sin, way=way) for y in normed)
     parameters = q_weight, k_weight, q_bias, k_bias
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, *parameters)):
         if _is_compiling():  # as in `fused_norm`
-            return _launch_forward(q, k, parameters, cos, sin, spec, True, once)[:2]
-        return _FusedQKNorm.apply(q, k, *parameters, cos, sin, spec, once, plan)
-    return _launch_forward(q, k, parameters, cos, sin, spec, False, once, plan)[:2]
+            return _launch_forward(q, k, parameters, cos, sin, spec, True, way)[:2]
+        return _FusedQKNorm.apply(q, k, *parameters, cos, sin, spec, way, plan)
+    return _launch_forward(q, k, parameters, cos, sin, spec, False, way, plan)[:2]
 
 
 def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None) -> str:

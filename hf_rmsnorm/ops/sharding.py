@@ -81,7 +81,7 @@ def _qk_splits(q, weight, cos) -> list[tuple]:
 
 
 @register_sharding(_operators.qk_norm_forward.default)
-def qk_norm_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, once, *formula):
+def qk_norm_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, way, *formula):
     """Split only where no statistics are asked for: they are flat, those of k behind those of q."""
     rest, stats = [None] * (1 + len(formula)), formula[-1]
     weights, whole = [_if(p, Replicate()) for p in (q_weight, k_weight, q_bias, k_bias)], (Replicate(), Replicate())

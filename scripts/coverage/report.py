@@ -24,6 +24,13 @@ def wrong(result: dict) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def fused(run: dict) -> set[str]:
+    """What of a model runs in one launch with a norm: "sums", "pairs" of q and k, "modulations"."""
+    words = [how for _, how, _ in run.get("layers", []) if not how.startswith("not fused")]
+    kinds = ("modulations" if "(1 + scale)" in how else "sums" if how.startswith("+ ") else "pairs" for how in words)
+    return set(kinds)
+
+
 def totals(results: list[dict]) -> dict:
     runs = [run for r in results for run in r["runs"][:1]]
     formulas: Counter = Counter()
@@ -38,6 +45,10 @@ def totals(results: list[dict]) -> dict:
         "not_repeatable": sum(not all(run["repeatable"]) for run in runs),
         "norms_swapped": sum(n for run in runs for *_, n in run["swapped"]),
         "norms_left_alone": sum(n for run in runs for *_, n in run["left_alone"]),
+        **{
+            f"types_with_fused_{kind}": sum(kind in fused(run) for run in runs)
+            for kind in ("sums", "pairs", "modulations")
+        },
         "swapped_by_formula": dict(formulas.most_common()),
     }
 

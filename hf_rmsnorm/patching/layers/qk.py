@@ -21,6 +21,7 @@ _TURN = "_hf_rmsnorm_norm_and_turn"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
 _HARMLESS = {bool, enumerate, float, int, isinstance, len, list, max, min, range, slice, tuple, zip}
 _NONE: Mapping = types.MappingProxyType({})
+WAYS = "", "once", "pairs", "once pairs"
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -176,21 +177,23 @@ def _is_harmless(called: ast.expr, function: Callable, itself: str, children: Ma
 
 
 def prove_rotary(function: Callable | None, pair: Callable | None = None) -> bool:
-    """Whether a function computes ``x * cos + rotate_half(x) * sin`` of q and k, to the bit; it is run to see that.
+    """Whether a function rotates q and k as `reference.rotated` does in one of `WAYS`, to the bit; it is run to see.
 
     pair: what calls it for q and for k, where it takes one of them.
     """
-    pair, alike = pair or function, [(d, d) for d in _DTYPES]
-    if not isinstance(function, types.FunctionType) or not _rotates(pair, alike, 8):
+    pair, alike, mixed = pair or function, [(d, d) for d in _DTYPES], list(itertools.permutations(_DTYPES, 2))
+    if not isinstance(function, types.FunctionType):
+        return False
+    way = next((way for way in WAYS if _rotates(pair, alike, 8, way)), None)
+    if way is None:
         return False
     functions, named = _named(function)
     if any(f.__closure__ for f in functions) or not all(isinstance(value, _FIXED) for *_, value in named):
         return False  # what they hold may change while they stay what they are
-    in_part = _rotates(pair, alike, 4)  # others rotate whole heads only
-    mixed = list(itertools.permutations(_DTYPES, 2))  # some give q's dtype back
+    in_part = _rotates(pair, alike, 4, way)  # others rotate whole heads only
     sizes = (8, 4) if in_part else (8,)
-    ways = [way for way in ("promoted", "cast") if all(_rotates(pair, mixed, n, way == "cast") for n in sizes)]
-    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, (*ways, "")[0], in_part
+    other = next((other for other in WAYS if all(_rotates(pair, mixed, n, other) for n in sizes)), None)
+    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, (way, other), in_part
     return True
 
 
@@ -211,11 +214,11 @@ def _named(function: types.FunctionType) -> tuple[list[types.FunctionType], list
 
 @torch.no_grad()
 def _rotates(
-    function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], columns: int, cast: bool = False
+    function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], columns: int, way: str
 ) -> bool:
     """Whether it does with q and k, of 8 columns, by tables of so many; of the first and second dtype of each pair.
 
-    cast: and returns the dtype of q and k.
+    way: as in `reference.rotated`.
     """
     generator = torch.Generator().manual_seed(0)
     for pair in dtypes:
@@ -227,7 +230,7 @@ def _rotates(
         except Exception:  # a function of other arguments, which any error can say
             return False
         two = isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, torch.Tensor) for each in given)
-        expected = [rotated(x, cos, sin, once=cast) for x in (q, k)]
+        expected = [rotated(x, cos, sin, way=way) for x in (q, k)]
         if not two or any(y.dtype != e.dtype or not torch.equal(y, e) for y, e in zip(given, expected, strict=True)):
             return False
     return True

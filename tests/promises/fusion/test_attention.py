@@ -52,7 +52,7 @@ OTHERS = {
     "flex_olmo": (FUSED, MOE),
     "olmo_hybrid": (FUSED, {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "minimax_m2": (FUSED, {"head_dim": 16, **MOE}),
-    "cohere": ("q_norm, k_norm in one launch", {"use_qk_norm": True}),
+    "cohere": (FUSED, {"use_qk_norm": True}),
     "persimmon": (NORMS, {}),
     "phi": (NORMS, {"qk_layernorm": True}),
     "llama4_text": ("qk_norm twice in one launch", {"intermediate_size_mlp": 96, "head_dim": 16, **MOE}),

@@ -32,7 +32,7 @@ def proven(monkeypatch):
     """`rotate` counts as proven as long as its code and what it names are as they are."""
     named = [(globals(), "apply_rotary_pos_emb", apply_rotary_pos_emb)]
     functions = [(rotate, rotate.__code__), (apply_rotary_pos_emb, apply_rotary_pos_emb.__code__)]
-    monkeypatch.setitem(attention.proven_rotary, rotate, (functions, named, "promoted", True))
+    monkeypatch.setitem(attention.proven_rotary, rotate, (functions, named, ("", ""), True))
 
 
 def made(*norms):

@@ -87,24 +87,24 @@ def calls_of_heads():
         (part, LLAMA, (dq, dk), [True, False, False, True, False, False]),
         (part, layer, (dq, dk), every),
     ):
-        args = (q, k, *weights, None, None, *tables, False, *spec_args(spec))
+        args = (q, k, *weights, None, None, *tables, "", *spec_args(spec))
         yield qk_norm_forward_op, (*args, True)
         *_, rstd, mean = qk_norm_forward_op(*args, True)
         yield qk_norm_backward_op, (*grads, q, k, *weights, None, None, *tables, rstd, mean, *spec_args(spec), need)
-    yield qk_norm_forward_op, (q, k, *weights, None, None, *whole, False, *spec_args(layer), False)
+    yield qk_norm_forward_op, (q, k, *weights, None, None, *whole, "", *spec_args(layer), False)
     wide = [t.float() for t in whole]
     yield qk_norm_forward_op, (q, k, *weights, None, None, *wide, True, *spec_args(LLAMA), True)
     biased = NormSpec(True, 1e-5, has_bias=True)
     biases = [random(16, seed=seed).bfloat16() for seed in (5, 6)]
     args = (q, k, *weights, *biases, None, None)
-    yield qk_norm_forward_op, (*args, False, *spec_args(biased), True)
-    *_, rstd, mean = qk_norm_forward_op(*args, False, *spec_args(biased), True)
+    yield qk_norm_forward_op, (*args, "", *spec_args(biased), True)
+    *_, rstd, mean = qk_norm_forward_op(*args, "", *spec_args(biased), True)
     yield qk_norm_backward_op, (dq, dk, *args, rstd, mean, *spec_args(biased), [True] * 6)
     for shape, spec in ((lambda heads: (heads, 16), LLAMA), (lambda heads: (heads * 16,), LLAMA)):
         parameters = [random(*shape(heads), seed=heads).bfloat16() for heads in (4, 2)]
         args = (q, k, *parameters, None, None, *whole)
-        yield qk_norm_forward_op, (*args, False, *spec_args(spec), True)
-        *_, rstd, mean = qk_norm_forward_op(*args, False, *spec_args(spec), True)
+        yield qk_norm_forward_op, (*args, "", *spec_args(spec), True)
+        *_, rstd, mean = qk_norm_forward_op(*args, "", *spec_args(spec), True)
         yield qk_norm_backward_op, (dq, dk, *args, rstd, mean, *spec_args(spec), every)
 
 
@@ -226,7 +226,7 @@ def test_operators_of_queries_and_keys(spec, dtype):
     served = dtype == torch.float32
     for tables_of_stats in (True, False):
         with count_launches() as launches:
-            yq, yk, rstd, mean = qk_norm_forward_op(*args, False, *spec_args(spec), tables_of_stats)
+            yq, yk, rstd, mean = qk_norm_forward_op(*args, "", *spec_args(spec), tables_of_stats)
         assert launches.get("qk_norm_forward", 0) == served
         rows = 2 * 5 * 6 if tables_of_stats else 0
         assert rstd.numel() == rows and mean.numel() == (rows if spec.centered else 0)
@@ -253,7 +253,7 @@ def test_statistics_of_queries_and_keys_are_alike_wherever_they_are_computed():
     spec = NormSpec(True, 1e-5, has_weight=False)
     operands = q, k, *[None] * 6
     of_kernels, of_reference = (
-        qk_norm_forward_op(*(t if t is None else t.to(dtype) for t in operands), False, *spec_args(spec), True)[2:]
+        qk_norm_forward_op(*(t if t is None else t.to(dtype) for t in operands), "", *spec_args(spec), True)[2:]
         for dtype in (torch.float32, torch.float64)
     )
     for a, b in zip(of_kernels, of_reference, strict=True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fusion_models import fused
 from torch import nn
+from transformers.models.cohere import modeling_cohere
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -22,13 +23,10 @@ def test_what_is_a_rotary_embedding_is_found_by_running_it():
     assert not prove_rotary(lambda q, k: (q, k))
     assert not prove_rotary(None)
 
-    def interleaved(q, k, cos, sin):
-        def rotate(x):
-            return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    def the_other_way_around(q, k, cos, sin):
+        return modeling_qwen3.apply_rotary_pos_emb(q, k, cos, -sin)
 
-        return tuple(x * cos[:, None] + rotate(x) * sin[:, None] for x in (q, k))
-
-    assert not prove_rotary(interleaved)
+    assert not prove_rotary(the_other_way_around)
 
 
 class Attention(nn.Module):
@@ -119,6 +117,10 @@ def rotary_back_to_the_dtype_of_q(q, k, cos, sin):
     return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
 
 
+def rotary_of_a_dtype_of_its_own(q, k, cos, sin):
+    return rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
+
+
 def rotary_of_whole_heads(q, k, cos, sin):
     half = q.shape[-1] // 2
     turned = (torch.cat((-x[..., half:], x[..., :half]), -1) for x in (q, k))
@@ -126,16 +128,23 @@ def rotary_of_whole_heads(q, k, cos, sin):
 
 
 def test_a_function_that_rotates_whole_heads_is_proven_for_those_alone():
-    assert prove_rotary(rotary_of_whole_heads) and is_rotary(rotary_of_whole_heads)
-    assert not is_rotary(rotary_of_whole_heads, in_part=True)
+    assert prove_rotary(rotary_of_whole_heads) and is_rotary(rotary_of_whole_heads) == ""
+    assert is_rotary(rotary_of_whole_heads, in_part=True) is None
     assert prove_rotary(modeling_glm4_moe.apply_rotary_pos_emb)
-    assert is_rotary(modeling_glm4_moe.apply_rotary_pos_emb, in_part=True)
+    assert is_rotary(modeling_glm4_moe.apply_rotary_pos_emb, in_part=True) == ""
 
 
-def test_a_function_that_gives_the_dtype_of_q_back_is_proven_for_tables_of_that_dtype_alone():
-    assert prove_rotary(rotary_back_to_the_dtype_of_q) and is_rotary(rotary_back_to_the_dtype_of_q)
-    assert is_rotary(rotary_back_to_the_dtype_of_q, dtypes_differ=True) == "cast"
-    assert prove_rotary(rotary) and is_rotary(rotary) and is_rotary(rotary, dtypes_differ=True) == "promoted"
+def test_how_a_function_rotates_is_found_by_running_it():
+    """(with tables of the dtype of q, with others)"""
+    ways = {
+        rotary: ("", ""),
+        rotary_back_to_the_dtype_of_q: ("", "once"),
+        modeling_cohere.apply_rotary_pos_emb: ("once pairs", "once pairs"),
+        rotary_of_a_dtype_of_its_own: ("", None),
+    }
+    for function, expected in ways.items():
+        assert prove_rotary(function)
+        assert (is_rotary(function), is_rotary(function, dtypes_differ=True)) == expected
 
 
 def test_code_that_autoreload_exchanges_is_seen():
@@ -143,9 +152,9 @@ def test_code_that_autoreload_exchanges_is_seen():
         return 2 * q, k
 
     reloaded = types.FunctionType(rotary.__code__, globals())
-    assert prove_rotary(reloaded) and is_rotary(reloaded)
+    assert prove_rotary(reloaded) and is_rotary(reloaded) == ""
     reloaded.__code__ = other.__code__
-    assert not is_rotary(reloaded)
+    assert is_rotary(reloaded) is None
 
 
 class Heads(nn.Module):
