@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from ..formula import NormSpec
-from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
-from ..ops.direct import version
+from ..kernels.serves import of_rows, unserved
+from ..ops import fused_norm, fused_qk_norm, qk_norm_backend, resolve_backend
+from ..ops.direct import under_transform, version
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
 from ..reference import as_normed, by_heads
@@ -189,6 +190,36 @@ def as_pair(rotate: Callable, dim: int) -> Callable:
         return tuple(rotate(x.transpose(1, 2), cos, sin, unsqueeze_dim=2).transpose(1, 2) for x in (q, k))
 
     return both
+
+
+def norms_of_heads(module: torch.nn.Module, row: str, x):
+    """What the norms of a row, the first of the first head, return of x, joined; None where that is not one launch.
+
+    Args:
+        x: (batch, heads, length, head_dim).
+
+    Returns:
+        The same shape, contiguous as ``torch.cat`` of them is.
+    """
+    norms = list(module._modules[row])
+    found = [None] if _is_compiling() or type(x) is not torch.Tensor else list(map(operands_ahead, norms))
+    if None in found or x.dim() != 4 or x.shape[1] != len(norms) or under_transform():
+        return None
+    if observers:
+        tell(module, "heads", (row,), (x,))
+    weights, biases, (spec, *others) = zip(*found, strict=True)
+    if any(other != spec for other in others) or any(type(n)._hf_rmsnorm_recipe.memory_efficient for n in norms):
+        return None
+    first = weights[0], biases[0]
+    if spec.functional and torch.is_autocast_enabled(x.device.type):
+        return None
+    if not all(type(n)._hf_rmsnorm_recipe.fits(x, *of_n[:2]) for n, of_n in zip(norms, found, strict=True)):
+        return None
+    if resolve_backend(x, *first, spec) != "triton" or unserved(spec, *of_rows(spec, x.shape[-1], True)):
+        return None
+    weight, bias = (None if each[0] is None else torch.stack(each) for each in (weights, biases))
+    y = fused_norm(x.transpose(1, 2), weight, bias, replace(spec, functional=False))
+    return y.transpose(1, 2).contiguous()
 
 
 def _dtypes_differ(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec, table) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..fused.attention import norm_and_rotate, norm_later
+from ..fused.attention import norm_and_rotate, norm_later, norms_of_heads
 from ..fused.layer import add_unrounded, observing, reader_of
 from ..fused.modulated import Product, modulated, modulated_sum
 from ..fused.norm import fused_part, recipe_of
@@ -167,7 +167,7 @@ def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
     def observe(module: nn.Module, kind: str, which: tuple, operands: tuple) -> None:
         key = module, which, operands[0].shape[:-1].numel() > 1
         if threading.get_ident() == thread and module in paths and key not in seen:
-            make = {"sum": _sum_piece, "q/k": _pair_piece, "modulation": _modulated_piece}[kind]
+            make = {"sum": _sum_piece, "q/k": _pair_piece, "modulation": _modulated_piece, "heads": _heads_piece}[kind]
             if (piece := make(paths[module], module, which, operands, rows)) is not None:
                 seen.add(key)
                 pieces.append(piece)
@@ -275,6 +275,26 @@ def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple
     operands = tuple(_first(t, operands[0].shape, lead) for t in operands)
     what = f"{path}: {'+ ' * bool(seen)}{name} * (1 + scale)" + " + shift" * shifts
     return Piece(what, type(module).__name__, operands, run, original, None, expects, (norm,))
+
+
+def _heads_piece(path: str, module: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
+    (row,) = which
+    norms = tuple(module._modules[row])
+    if not all(map(_is_comparable, norms)):
+        return None
+
+    def run(x):
+        return (norms_of_heads(module, row, x),)
+
+    def original(x, norms=norms):
+        return (torch.cat([_own_forward(norm, x[:, at : at + 1]) for at, norm in enumerate(norms)], 1),)
+
+    def expects(y):
+        return [Expected(y, _coarsest(operands), y.double().abs().amax(-1, keepdim=True), torch.ones(1))]
+
+    operands = (_copied(operands[0][:, :, : max(1, rows // len(norms))]),)
+    kept = norms, ((2,), (2,))
+    return Piece(f"{path}: all {row}", type(module).__name__, operands, run, original, None, expects, *kept)
 
 
 def _first(t: torch.Tensor, shape: torch.Size, lead: tuple[int, ...]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ...ops.backend import MAX_HEAD_DIM, MAX_TOKEN
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
+from .heads import HeadsFusion, find_heads
 from .modulation import ModulationFusion, find_modulations
 from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
 from .sums import NO_SUM, LayerFlow, find_flow, norms_of
@@ -34,7 +35,8 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     holders = {path[: dot.start()] for path, m in named.items() if recipe_of(m) for dot in re.finditer(r"\.", path)}
     # Not the wrappers around a norm or a layer: FSDP's forward would gather weights, on one rank before another.
     layers = (m for path, m in named.items() if _of_rows(m) or (path in holders and m in repeated))
-    found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers if _inner(m) is m}
+    layers = (m for m in layers if _inner(m) is m and not isinstance(m, nn.ModuleList))  # which has no forward
+    found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers}
     unrounded = any(not recipe.rounds_sum for recipe in map(recipe_of, named.values()) if recipe is not None)
     # Summands are found whatever is around a layer; a norm that is computed ahead may be another's there.
     inner = [(p, name, [_inner(m) if unrounded else m for m in row]) for p, name, row in rows]
@@ -44,7 +46,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         flow, fusion = found[module]
         reason = fusion if isinstance(fusion, str) else ""
         inside = [f"+ {reader}" for _, reader in flow.fusion.sites if reader]
-        inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion, ModulationFusion)) else []
+        inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion, ModulationFusion, HeadsFusion)) else []
         if inside or module in behind or (unrounded and flow.fusion.sites):
             try:
                 undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
@@ -116,8 +118,9 @@ def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow
     if other := replaced_forward(module):
         return flow, f"its forward was replaced on the instance by {other}"
     try:
-        if (modulations := find_modulations(unfused(type(module)), _of_rows(module))) is not None:
-            return flow, modulations
+        base = unfused(type(module))
+        if found := find_modulations(base, _of_rows(module)) or find_heads(module, base):
+            return flow, found
     except CannotRewrite:  # which is said below
         pass
     try:
