@@ -87,7 +87,9 @@ def _sums(definition: ast.FunctionDef, itself: str, found: list[tuple]) -> tuple
 def _put_off(definition: ast.FunctionDef, flow: Flow, sides: list[ast.expr]) -> set[ast.BinOp]:
     """The products that are assigned to a variable which, as long as it holds them, only these summands read."""
     assignments = (node for node in ast.walk(definition) if isinstance(node, ast.Assign) and len(node.targets) == 1)
-    assigned = (node.value for node in assignments if isinstance(node.targets[0], ast.Name))
+    inner = (n for n in ast.walk(definition) if isinstance(n, (ast.FunctionDef, ast.Lambda)) and n is not definition)
+    later = {n.id for function in inner for n in ast.walk(function) if isinstance(n, ast.Name)}  # perhaps read
+    assigned = (n.value for n in assignments if isinstance(n.targets[0], ast.Name) and n.targets[0].id not in later)
     given = (values for *_, each in flow.calls for _, values in each)
     elsewhere = frozenset().union(flow.shown, flow.written, flow.past, *given)
     return {

@@ -96,6 +96,17 @@ class HandsTheProductOn(Block):
         return x + self.mlp(self.norm(x) * (1 + scale) + shift)
 
 
+class LooksAtTheProductLater(Block):
+    def forward(self, x, condition):
+        def product():
+            return inner.sum()
+
+        gate, scale, shift = condition[:, None].chunk(3, dim=-1)
+        inner = gate * self.inner(x)
+        x = x + inner
+        return x + self.mlp(self.norm(x) * (1 + scale) + shift) + product()
+
+
 class ScaleComesLater(Block):
     def forward(self, x, condition):
         x = x + condition[:, None, :SIZE] * self.inner(x)
@@ -135,11 +146,11 @@ class SumIsSeen(Block):
         return y + self.norm(x) * (1 + scale) + shift
 
 
-# Launches of the forward without gradients and with: 1 is the sum with all behind it, and nothing else.
+# In one launch with all behind it, and nothing else.
 ONE = InOneExpression, GateBehind, InTwoStatements, WithoutGate, OnABranch
-FORMS = {cls: (1, 1) for cls in (*ONE, KeepsTheProduct, HandsTheProductOn, ScaleComesLater)}
-FORMS |= {AnotherSumOnABranch: (1, 1), SumIsSeen: (1, 1)}
-FORMS |= dict.fromkeys((ScaleIsAnotherLater, ScaleIsWrittenTo, SumIsWrittenTo), None)
+OTHERS = KeepsTheProduct, LooksAtTheProductLater, HandsTheProductOn, ScaleComesLater, AnotherSumOnABranch, SumIsSeen
+WRITING = ScaleIsAnotherLater, ScaleIsWrittenTo, SumIsWrittenTo
+FORMS = *ONE, *OTHERS, *WRITING
 
 
 class Operators(TorchDispatchMode):
