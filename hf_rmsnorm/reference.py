@@ -212,12 +212,14 @@ def rotated(y, cos, sin, back: bool = False, way: str = ""):
     Args:
         y: (batch, heads, length, head_dim).
         cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
-        way: words of "once" (computed in float32, and rounded to y's dtype) and "pairs" (neighbouring columns turn with
-            each other, as in `CohereAttention`, and not those of the two halves).
+        way: words of "once" (computed in float32, and rounded to y's dtype), "pairs" (neighbouring columns turn with
+            each other, as in `CohereAttention`, and not those of the two halves) and "joined" (the result is row-major,
+            as a concatenation, also where all columns turn).
     """
     columns = cos.shape[-1]
-    if columns != y.shape[-1]:
-        return torch.cat([rotated(y[..., :columns], cos, sin, back, way), y[..., columns:]], dim=-1)
+    if columns != y.shape[-1] or "joined" in way:
+        parts = rotated(y[..., :columns], cos, sin, back, way.replace("joined", "")), y[..., columns:]
+        return torch.cat(parts, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     x = y.to(torch.promote_types(y.dtype, torch.float32)) if "once" in way else y
     rotate = _rotate_pairs if "pairs" in way else _rotate_half

@@ -23,9 +23,9 @@ from .layer import observers, operands_ahead, tell
 
 _is_compiling = torch.compiler.is_compiling
 _CALL = torch.nn.Module.__call__
-# A rotary function that was proven -> the functions that it calls with their code, and all that they name, which are to
-# be the same whenever it is not run; how it rotates, in the words of `reference.rotated`, where tables have the
-# dtype of what they turn and where not (None: in no known way); and whether it rotates some columns by short tables.
+# A rotary function that was proven -> the functions that it calls, with their code and defaults, and all that they
+# name, which are to be the same whenever it is not run; by whether the tables have fewer columns, how it rotates, in
+# the words of `reference.rotated`, where they have the dtype of what they turn and where not (None: in no known way).
 proven_rotary: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -233,10 +233,10 @@ def _dtypes_differ(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec,
 def is_rotary(function: Callable, dtypes_differ: bool = False, in_part: bool = False) -> str | None:
     """How a function rotates such operands; None if that is not proven, or what it calls was exchanged since."""
     proven = proven_rotary.get(function) if isinstance(function, types.FunctionType) else None
-    if proven is None or (in_part and not proven[3]):
+    if proven is None:
         return None
-    for called, code in proven[0]:
-        if called.__code__ is not code:  # autoreload puts another into the function that is there
+    for called, code, defaults in proven[0]:  # autoreload puts others into the function that is there
+        if called.__code__ is not code or called.__defaults__ is not defaults:
             return None
     same = all(names.get(name) is value for names, name, value in proven[1])
-    return proven[2][dtypes_differ] if same else None
+    return proven[2][in_part][dtypes_differ] if same else None

@@ -15,7 +15,7 @@ from ..ops.modulated import modulated_norm
 from .handover import hand_over, handed_over
 from .layer import observers, operands_ahead, tell
 
-# module -> {a norm's name: the site of the sum behind which it was computed last, and not asked for yet}
+# module -> {a norm's name: (the sum behind which it was computed last and not asked for yet, the modulation's memory)}
 _untaken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _in_vain: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> sites behind which nobody asks for it
 
@@ -38,12 +38,12 @@ def modulated_sum(module: torch.nn.Module, left, right, site: tuple[str, bool, i
 
     Args:
         left, right: tensors, or a `Product`.
-        site: (the norm's name among the children, whether others may get hold of the sum, or may write to the scale,
+        site: (the norm's name among the children, whether others may get hold of the sum or the norm may read another,
             which of the forward's sums this is).
         modulation: gives the scale and shift; it may raise, as what they are of may come later.
     """
-    plain = torch.compiler.is_compiling() or under_transform() or site in _in_vain.get(module, ())
-    if not (plain or (site[1] and (torch.is_inference_mode_enabled() or torch.is_grad_enabled()))):
+    plain = torch.compiler.is_compiling() or under_transform() or torch.is_inference_mode_enabled()  # without versions
+    if not (plain or site in _in_vain.get(module, ()) or (site[1] and torch.is_grad_enabled())):
         total = _sum_in_one_launch(module, site, _parts(left, right), modulation)
         if total is not None:
             return total
@@ -59,8 +59,7 @@ def _parts(left, right) -> tuple | None:
     if type(x) is Product:
         # A gate is smaller, or a part of a larger tensor.
         x, factor = sorted(x, key=lambda t: (t.numel(), t.is_contiguous()), reverse=True)
-    found = x, left, factor
-    return found if all(t is None or type(t) is torch.Tensor for t in found) else None
+    return (x, left, factor) if type(x) is type(left) is torch.Tensor else None
 
 
 def _sum_in_one_launch(module, site, parts, modulation) -> torch.Tensor | None:
@@ -87,16 +86,16 @@ def _sum_in_one_launch(module, site, parts, modulation) -> torch.Tensor | None:
     if made is None:
         return None
     total, y = made
-    before = _untaken.setdefault(module, {}).get(name, site)
+    before, _ = _untaken.setdefault(module, {}).get(name, (site, ()))
     if before != site:  # of two sums the norm reads the later, where a branch makes that
         _in_vain.setdefault(module, set()).add(before)
-    _untaken[module][name] = site
-    hand_over(norm, total, y, weight, bias, spec, _kept_by(scale, *shift))
+    _untaken[module][name] = site, [t.detach() for t in (scale, *shift)]  # or others could get their addresses
+    hand_over(norm, total, y, weight, bias, spec, _kept_by(total, scale, *shift))
     return total
 
 
-def _kept_by(*modulation: torch.Tensor) -> tuple:
-    return tuple((*state(t), t.shape, t.stride(), t.dtype, t.requires_grad) for t in modulation)
+def _kept_by(x: torch.Tensor, *modulation: torch.Tensor) -> tuple:
+    return x.shape, *((*state(t), t.shape, t.stride(), t.dtype, t.requires_grad) for t in modulation)
 
 
 def modulated(module: torch.nn.Module, name: str, x, scale, *shift):
@@ -108,7 +107,8 @@ def modulated(module: torch.nn.Module, name: str, x, scale, *shift):
         x, scale, shift: whatever the forward computes with; no shift where it adds nothing.
     """
     norm = module._modules.get(name)
-    plain = torch.compiler.is_compiling() or not all(type(t) is torch.Tensor for t in (x, scale, *shift))
+    plain = torch.compiler.is_compiling() or under_transform()
+    plain = plain or not all(type(t) is torch.Tensor for t in (x, scale, *shift))
     found = None if norm is None or plain else operands_ahead(norm, restricted=True)
     if found is not None:
         weight, bias, spec = found
@@ -116,9 +116,9 @@ def modulated(module: torch.nn.Module, name: str, x, scale, *shift):
             tell(module, "modulation", (name, bool(shift)), (x, scale, *shift))
         recipe = type(norm)._hf_rmsnorm_recipe
         if recipe.fits(x, weight, bias) and recipe.rows_of(x) is x:
-            y = handed_over(norm, x, weight, bias, spec, _kept_by(scale, *shift))
+            y = handed_over(norm, x, weight, bias, spec, _kept_by(x, scale, *shift))
             if y is not None:
-                _untaken[module].pop(name, None)
+                _untaken.get(module, {}).pop(name, None)
                 return y
             made = modulated_norm(x, weight, bias, spec, scale, *shift)
             if made is not None:

@@ -50,14 +50,14 @@ class QKPlan:
     sum: BoundKernel | None = None
 
 
-def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, row_major: bool) -> tuple[int, ...]:
+def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, row_major: bool, way: str = "") -> tuple[int, ...]:
     """The strides that eager's operators give a (batch, heads, length, head_dim) result."""
     with _disable_current_modes():
         memory_format = torch.contiguous_format if row_major else torch.preserve_format
         y = torch.empty_like(x, device="meta", memory_format=memory_format)
         if cos is not None:  # rotate_half ends in a concatenation, and so does a rotary embedding of fewer columns
             joined = torch.empty(x.shape, device="meta", dtype=x.dtype)
-            whole = cos.shape[-1] == x.shape[-1]
+            whole = cos.shape[-1] == x.shape[-1] and "joined" not in way
             y = y * torch.empty_like(cos, device="meta").unsqueeze(1) + joined if whole else joined
         return y.stride()
 
@@ -120,7 +120,7 @@ def forward_plan(q, k, weights, cos, spec: NormSpec, way: str = "") -> QKPlan:
         require(spec, "queries and keys")
         config, tiles, once = forward_config(q.shape[-1]), _tiles(q, k, weights), "once" in way
         warps = max(FORWARD_WARPS, max(tiles)[0] * config.block // ELEMENTS)
-        outputs = tuple(_output_strides(t, cos, spec.functional) for t in (q, k))
+        outputs = tuple(_output_strides(t, cos, spec.functional, way) for t in (q, k))
         dtype = spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
         grid = (sum(_count(t, *tile) for t, tile in zip((q, k), tiles, strict=True)), 1, 1)
         addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}

@@ -6,7 +6,7 @@ from ..formula import NormSpec
 from ..kernels.serves import of_rows, unserved
 from ..reference import reference_norm
 from .backend import resolve_backend
-from .direct import is_direct, under_transform
+from .direct import is_direct, under_transform, version
 from .gradients import differentiable
 from .loading import kernels
 from .norm import autocasts_functional
@@ -17,16 +17,23 @@ class _Modulated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, factor, *rest):
-        *operands, spec = rest
+        weight, bias, scale, shift, spec = rest
         y, rstd, mean, h = _launch(x, residual, factor, *rest, True)
-        ctx.save_for_backward(None if factor is None else x, factor, x if h is None else h, *operands, rstd, mean)
-        ctx.spec = spec
+        of_factor = x if factor is not None and ctx.needs_input_grad[2] else None
+        # A copy of the scale, as the operators keep the factor made of it: it may be written to behind them.
+        kept = weight, bias, scale.clone(), shift, rstd, mean
+        ctx.save_for_backward(of_factor, factor, x if h is None else h, *kept)
+        ctx.spec, ctx.scale = spec, (scale, version(scale))
         ctx.set_materialize_grads(False)
         return h, y
 
     @staticmethod
     def backward(ctx, dh, dy):
         x, factor, *operands, rstd, mean = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: in which the scale is itself
+            operands[3], known = ctx.scale
+            if version(operands[3]) != known:
+                raise RuntimeError("create_graph=True differentiates by a scale that was written to since the forward")
         need, need_x, need_residual, need_factor = ctx.needs_input_grad, *ctx.needs_input_grad[:3]
         of_norm = None, None, None, None, None
         if dy is not None:

@@ -29,7 +29,7 @@ class _FusedQKNorm(torch.autograd.Function):
         saved = ctx.saved_tensors
         *operands, cos, sin, rstd, mean = saved
         # The kernels take back no pairs, and round every operator where the tables have the dtype of q.
-        if "pairs" in ctx.way or (ctx.way == "once" and cos.dtype == saved[0].dtype):
+        if "pairs" in ctx.way or ("once" in ctx.way and cos.dtype == saved[0].dtype):
             dq, dk = (d if d is None else rotated(d, cos, sin, True, ctx.way) for d in (dq, dk))
             saved = *operands, None, None, rstd, mean
         grads = qk_gradients(dq, dk, saved, ctx.spec, ctx.needs_input_grad[:6])

@@ -6,17 +6,20 @@ So is the sum that such a norm reads, and the product, ``gate * x``, that nothin
 import ast
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ...fused.modulated import modulated, modulated_sum, put_off
 from ...fused.source import call, compiled_again, forward_source
-from .values import Flow, is_seen
+from .values import PAST, Flow, is_seen
 
 _MODULATED, _SUM, _PRODUCT = "_hf_rmsnorm_modulated", "_hf_rmsnorm_modulated_sum", "_hf_rmsnorm_put_off"
 # What may be computed after the norm instead of before it, as nothing that it does can be seen.
 _PURE = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
 _VIEWS = {"unsqueeze", "squeeze", "view", "expand", "to"}
+_JUMPS = ast.Break, ast.Continue, ast.Try, ast.While, ast.With, ast.Match, ast.Yield, ast.YieldFrom
+_HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
 @dataclass(frozen=True)
@@ -70,39 +73,63 @@ def _sums(definition: ast.FunctionDef, itself: str, found: list[tuple]) -> tuple
     """
     flow, totals = Flow(definition, itself), {}
     norms = [name for _, name, *_ in found]
+    hooks = any(isinstance(node, ast.Attribute) and node.attr in _HOOKING for node in ast.walk(definition))
     for _, name, rows, scale, shift in found:
         parts = [scale] if shift is None else [scale, shift]
         made = frozenset().union(*(flow.read.get(node, ()) for part in parts for node in ast.walk(part)))
-        for total in flow.read.get(rows, ()):
-            if isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add) and total not in totals:
-                seen = not made.isdisjoint(flow.written) or is_seen(definition, total, itself, norms)
-                site = map(ast.Constant, (name, seen, len(totals)))
-                nothing = ast.arguments([], [], None, [], [], None, [])
-                modulation = ast.Lambda(nothing, ast.Tuple(copy.deepcopy(parts), ast.Load()))
-                totals[total] = ast.Tuple([*site], ast.Load()), modulation
+        read = flow.read.get(rows, frozenset()) - flow.past
+        sums = [node for node in read if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
+        for total in sums if all(map(_is_of_variables, parts)) else ():
+            # While gradients are asked for, a recomputation is to do the same: nothing is learnt of what is in vain.
+            seen = hooks or len(sums) > 1 or made & flow.written.keys() or is_seen(definition, total, itself, norms)
+            site = map(ast.Constant, (name, bool(seen), len(totals)))
+            nothing = ast.arguments([], [], None, [], [], None, [])
+            modulation = ast.Lambda(nothing, ast.Tuple(copy.deepcopy(parts), ast.Load()))
+            totals.setdefault(total, (ast.Tuple([*site], ast.Load()), modulation))
     sides = [side for total in totals for side in (total.left, total.right)]
-    return totals, {side for side in sides if _is_product(side)} | _put_off(definition, flow, sides)
+    return totals, {side for side in sides if _is_product(side)} | _put_off(definition, flow, totals)
 
 
-def _put_off(definition: ast.FunctionDef, flow: Flow, sides: list[ast.expr]) -> set[ast.BinOp]:
-    """The products that are assigned to a variable which, as long as it holds them, only these summands read."""
-    assignments = (node for node in ast.walk(definition) if isinstance(node, ast.Assign) and len(node.targets) == 1)
+def _put_off(definition: ast.FunctionDef, flow: Flow, totals: Iterable[ast.BinOp]) -> set[ast.BinOp]:
+    """The products that are assigned to a variable which, as long as it holds them, only a sum right behind reads."""
+    if any(isinstance(node, _JUMPS) for node in ast.walk(definition)):
+        return set()
     inner = (n for n in ast.walk(definition) if isinstance(n, (ast.FunctionDef, ast.Lambda)) and n is not definition)
     later = {n.id for function in inner for n in ast.walk(function) if isinstance(n, ast.Name)}  # perhaps read
-    assigned = (n.value for n in assignments if isinstance(n.targets[0], ast.Name) and n.targets[0].id not in later)
     given = (values for *_, each in flow.calls for _, values in each)
     elsewhere = frozenset().union(flow.shown, flow.written, flow.past, *given)
-    return {
-        product
-        for product in assigned
-        if _is_product(product) and product not in elsewhere
-        and (readers := [node for node, values in flow.read.items() if product in values])
-        and all(reader in sides for reader in readers)
-    }  # fmt: skip
+    found = set()
+    for block in (b for n in ast.walk(definition) for _, b in ast.iter_fields(n) if isinstance(b, list)):
+        for before, statement in itertools.pairwise(block):
+            match statement:
+                case ast.Assign([ast.Name()], ast.BinOp(ast.Name(), ast.Add(), ast.Name()) as total) if total in totals:
+                    found |= {
+                        product
+                        for name, product in _made_last(before)
+                        if name not in later and product not in elsewhere
+                        and all(n in (total.left, total.right) for n, values in flow.read.items() if product in values)
+                    }  # fmt: skip
+    return found
+
+
+def _made_last(statement: ast.stmt) -> Iterator[tuple[str, ast.BinOp]]:
+    """(variable, product) of each that a statement may end with assigning."""
+    match statement:
+        case ast.Assign([ast.Name(name)], product) if _is_product(product):
+            yield name, product
+        case ast.If(_, body, orelse):
+            for block in filter(None, (body, orelse)):
+                yield from _made_last(block[-1])
 
 
 def _is_product(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+
+
+def _is_of_variables(node: ast.expr) -> bool:
+    """Whether a pure expression asks no object for anything but views, so that it may be asked twice."""
+    called = {id(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+    return not any(isinstance(n, ast.Attribute) and id(n) not in called for n in ast.walk(node))
 
 
 def _modulations(definition: ast.FunctionDef, itself: str, norms: set[str]) -> Iterator[tuple]:
@@ -138,7 +165,7 @@ def _merge(body: list, at: int, new: ast.expr) -> None:
 def _norm(node: ast.expr, itself: str, norms: set[str]) -> tuple[str, ast.expr] | None:
     match node:
         case ast.Call(ast.Attribute(ast.Name(owner), name), [rows], []) if owner == itself and name in norms:
-            return name, rows
+            return None if isinstance(rows, ast.Starred) else (name, rows)
     return None
 
 
@@ -155,7 +182,7 @@ def _parts(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr | None] | None:
         case _:
             return None
     for y, factor in ((product.left, product.right), (product.right, product.left)):
-        if (scale := _scale(factor)) is not None and _is_pure(scale):
+        if (scale := _scale(factor)) is not None and _is_pure(scale) and (_is_first(y, node) or _is_pure_norm(y)):
             return y, scale, shift
     return None
 
@@ -168,10 +195,21 @@ def _scale(factor: ast.expr) -> ast.expr | None:
         case ast.Subscript(inner, index) if (scale := _scale(inner)) is not None:
             return ast.copy_location(ast.Subscript(scale, index, ast.Load()), factor)
         case ast.Call(ast.Attribute(inner, name), arguments, []) if (
-            name in _VIEWS - {"to"} and (scale := _scale(inner)) is not None
+            name in _VIEWS - {"to", "view"} and (scale := _scale(inner)) is not None
         ):
             return ast.copy_location(ast.Call(ast.Attribute(scale, name, ast.Load()), arguments, []), factor)
     return None
+
+
+def _is_first(part: ast.expr, node: ast.expr) -> bool:
+    """Whether a part of sums and products is what Python evaluates first of them."""
+    while isinstance(node, ast.BinOp):
+        node = node.left
+    return part is node
+
+
+def _is_pure_norm(y: ast.expr) -> bool:
+    return isinstance(y, ast.Name) or (isinstance(y, ast.Call) and all(map(_is_pure, y.args)))
 
 
 def _is_pure(node: ast.expr) -> bool:
@@ -182,4 +220,5 @@ def _is_pure(node: ast.expr) -> bool:
             and not node.keywords
             and all(map(_is_pure, (node.func.value, *node.args)))
         )
-    return isinstance(node, _PURE) and all(map(_is_pure, ast.iter_child_nodes(node)))
+    known = isinstance(node, _PURE) and getattr(node, "attr", "") not in PAST
+    return known and all(map(_is_pure, ast.iter_child_nodes(node)))

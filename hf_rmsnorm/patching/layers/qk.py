@@ -21,7 +21,7 @@ _TURN = "_hf_rmsnorm_norm_and_turn"
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
 _HARMLESS = {bool, enumerate, float, int, isinstance, len, list, max, min, range, slice, tuple, zip}
 _NONE: Mapping = types.MappingProxyType({})
-WAYS = "", "once", "pairs", "once pairs"
+WAYS = "", "once", "pairs", "once pairs", "joined", "once joined", "pairs joined", "once pairs joined"
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -181,19 +181,21 @@ def prove_rotary(function: Callable | None, pair: Callable | None = None) -> boo
 
     pair: what calls it for q and for k, where it takes one of them.
     """
-    pair, alike, mixed = pair or function, [(d, d) for d in _DTYPES], list(itertools.permutations(_DTYPES, 2))
     if not isinstance(function, types.FunctionType):
         return False
-    way = next((way for way in WAYS if _rotates(pair, alike, 8, way)), None)
-    if way is None:
+    alike, mixed = [(d, d) for d in _DTYPES], list(itertools.permutations(_DTYPES, 2))
+
+    def way(*how) -> str | None:
+        return next((each for each in WAYS if _rotates(pair or function, *how, each)), None)
+
+    whole, in_part = ((way(alike, part), way(mixed, part)) for part in (1, 0.5))
+    if whole[0] is in_part[0] is None:
         return False
     functions, named = _named(function)
-    if any(f.__closure__ for f in functions) or not all(isinstance(value, _FIXED) for *_, value in named):
+    held = [value for f in functions for value in f.__defaults__ or ()] + [value for *_, value in named]
+    if any(f.__closure__ or f.__kwdefaults__ for f in functions) or not all(isinstance(v, _FIXED) for v in held):
         return False  # what they hold may change while they stay what they are
-    in_part = _rotates(pair, alike, 4, way)  # others rotate whole heads only
-    sizes = (8, 4) if in_part else (8,)
-    other = next((other for other in WAYS if all(_rotates(pair, mixed, n, other) for n in sizes)), None)
-    proven_rotary[pair] = [(f, f.__code__) for f in functions], named, (way, other), in_part
+    proven_rotary[pair or function] = [(f, f.__code__, f.__defaults__) for f in functions], named, (whole, in_part)
     return True
 
 
@@ -212,28 +214,39 @@ def _named(function: types.FunctionType) -> tuple[list[types.FunctionType], list
     return functions, found
 
 
-@torch.no_grad()
-def _rotates(
-    function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], columns: int, way: str
-) -> bool:
-    """Whether it does with q and k, of 8 columns, by tables of so many; of the first and second dtype of each pair.
+def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], part: float, way: str) -> bool:
+    """Whether it does with q and k, by tables of that part of their columns; of both dtypes of each pair.
 
-    way: as in `reference.rotated`.
+    Heads of two sizes are tried, with gradients and without. way: as in `reference.rotated`.
     """
     generator = torch.Generator().manual_seed(0)
-    for pair in dtypes:
-        shapes = (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, columns), (2, 5, columns)
+    for pair, (length, head_dim), graded in itertools.product(dtypes, ((5, 8), (7, 64)), (False, True)):
+        shapes = (2, length, 3, head_dim), (2, length, 2, head_dim), *[(2, length, int(part * head_dim))] * 2
         q, k, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
         (q, k), (cos, sin) = ([t.to(dtype) for t in two] for two, dtype in zip(((q, k), (cos, sin)), pair, strict=True))
-        try:
-            given = function(q, k, cos, sin)
-        except Exception:  # a function of other arguments, which any error can say
-            return False
+        q, k = (t.transpose(1, 2).requires_grad_(graded) for t in (q, k))
+        with torch.set_grad_enabled(graded):
+            try:
+                given = function(q, k, cos, sin)
+            except Exception:  # a function of other arguments, which any error can say
+                return False
+            expected = [rotated(x, cos, sin, way=way) for x in (q, k)]
         two = isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, torch.Tensor) for each in given)
-        expected = [rotated(x, cos, sin, way=way) for x in (q, k)]
-        if not two or any(y.dtype != e.dtype or not torch.equal(y, e) for y, e in zip(given, expected, strict=True)):
+        if not two or not all(_same(y, e, x) for y, e, x in zip(given, expected, (q, k), strict=True)):
             return False
     return True
+
+
+def _same(y: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether two functions of x are equal, in bits and strides, and have the same gradient but for the last bits."""
+    if y.dtype != expected.dtype or y.requires_grad != expected.requires_grad or not torch.equal(y, expected):
+        return False
+    if y.stride() != expected.stride():
+        return False
+    if not y.requires_grad:
+        return True
+    ours, theirs = (torch.autograd.grad(t, x, torch.ones_like(t), allow_unused=True)[0] for t in (y, expected))
+    return ours is not None and bool((ours - theirs).abs().max() <= 0.05 * theirs.abs().max())
 
 
 def _turns(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[tuple[list, int, tuple[str, str, int]]]:

@@ -18,15 +18,18 @@ from ..swap import unfused
 
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel"}  # asked without getting hold of the tensor
 _VIEWS = {"chunk", "flatten", "movedim", "permute", "reshape", "select", "split", "squeeze", "transpose", "unbind"}
-_PAST = {"data", "numpy", "__array__", "__dlpack__", "untyped_storage"}  # what writes go by without moving a version
+PAST = {"data", "numpy", "__array__", "__dlpack__", "untyped_storage"}  # what writes go by without moving a version
 _Values = frozenset  # of what an expression may be: the nodes that made it, and parameters by name
 
 
 def is_seen(definition: ast.FunctionDef, total: ast.BinOp, itself: str, norms: Iterable[str]) -> bool:
     """Whether anything but operators and these norms may be given what a ``+`` of a forward returns, or write to it.
 
-    `total` is the ``+``, a node of `definition`; `itself` the forward's name for its module.
+    `total` is the ``+``, a node of `definition`; `itself` the forward's name for its module. Where a forward jumps,
+    which `Flow` does not follow, anything may.
     """
+    if any(isinstance(node, (ast.Break, ast.Continue, ast.Try, ast.While)) for node in ast.walk(definition)):
+        return True
     flow = Flow(definition, itself)
     read = (values for name, _, given in flow.calls if name not in norms or len(given) > 1 for _, values in given)
     return total in flow.shown or total in flow.written or any(total in values for values in read)
@@ -198,7 +201,7 @@ class Flow:
                 return self.values(value, bound)
             case ast.Attribute(value, name):
                 values = self.values(value, bound)
-                self.past |= values if name in _PAST else set()
+                self.past |= values if name in PAST else set()
                 return frozenset([node]) if name in _FACTS else values | {node}
             case ast.Call(function, arguments, keywords):
                 return self.call(node, function, arguments, keywords, bound)

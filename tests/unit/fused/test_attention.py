@@ -31,8 +31,8 @@ def rotate(q, k, cos, sin):
 def proven(monkeypatch):
     """`rotate` counts as proven as long as its code and what it names are as they are."""
     named = [(globals(), "apply_rotary_pos_emb", apply_rotary_pos_emb)]
-    functions = [(rotate, rotate.__code__), (apply_rotary_pos_emb, apply_rotary_pos_emb.__code__)]
-    monkeypatch.setitem(attention.proven_rotary, rotate, (functions, named, ("", ""), True))
+    functions = [(f, f.__code__, f.__defaults__) for f in (rotate, apply_rotary_pos_emb)]
+    monkeypatch.setitem(attention.proven_rotary, rotate, (functions, named, (("", ""), ("", ""))))
 
 
 def made(*norms):
