@@ -14,7 +14,8 @@ from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.fused.attention import is_rotary
 from hf_rmsnorm.fused.layer import observing
 from hf_rmsnorm.fused.source import CannotRewrite
-from hf_rmsnorm.patching.layers.qk import QKFusion, find_qk, prove_rotary
+from hf_rmsnorm.patching.layers.qk import QKFusion, find_qk
+from hf_rmsnorm.patching.layers.rotary import prove_rotary
 
 
 def test_what_is_a_rotary_embedding_is_found_by_running_it():
