@@ -221,7 +221,8 @@ def rotated(y, cos, sin, back: bool = False, way: str = ""):
         parts = rotated(y[..., :columns], cos, sin, back, way.replace("joined", "")), y[..., columns:]
         return torch.cat(parts, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    x = y.to(torch.promote_types(y.dtype, torch.float32)) if "once" in way else y
+    alike = "once" in way and cos.dtype == y.dtype  # else the products are promoted
+    x = y.to(torch.promote_types(y.dtype, torch.float32)) if alike else y
     rotate = _rotate_pairs if "pairs" in way else _rotate_half
     turned = x * cos - rotate(x * sin) if back else x * cos + rotate(x) * sin  # transposed it is its negative
     return turned.to(y.dtype) if "once" in way else turned

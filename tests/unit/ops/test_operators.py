@@ -93,7 +93,7 @@ def calls_of_heads():
         yield qk_norm_backward_op, (*grads, q, k, *weights, None, None, *tables, rstd, mean, *spec_args(spec), need)
     yield qk_norm_forward_op, (q, k, *weights, None, None, *whole, "", *spec_args(layer), False)
     wide = [t.float() for t in whole]
-    yield qk_norm_forward_op, (q, k, *weights, None, None, *wide, True, *spec_args(LLAMA), True)
+    yield qk_norm_forward_op, (q, k, *weights, None, None, *wide, "once", *spec_args(LLAMA), True)
     biased = NormSpec(True, 1e-5, has_bias=True)
     biases = [random(16, seed=seed).bfloat16() for seed in (5, 6)]
     args = (q, k, *weights, *biases, None, None)
