@@ -15,7 +15,7 @@ import torch
 from ..formula import NormSpec
 from ..kernels.serves import of_rows, unserved
 from ..ops import fused_norm, fused_qk_norm, qk_norm_backend, resolve_backend
-from ..ops.direct import under_transform, version
+from ..ops.direct import is_direct, under_transform, version
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
 from ..reference import as_normed, by_heads
@@ -208,14 +208,15 @@ def norms_of_heads(module: torch.nn.Module, row: str, x):
     if observers:
         tell(module, "heads", (row,), (x,))
     weights, biases, (spec, *others) = zip(*found, strict=True)
-    if any(other != spec for other in others) or any(type(n)._hf_rmsnorm_recipe.memory_efficient for n in norms):
-        return None
-    first = weights[0], biases[0]
-    if spec.functional and torch.is_autocast_enabled(x.device.type):
-        return None
-    if not all(type(n)._hf_rmsnorm_recipe.fits(x, *of_n[:2]) for n, of_n in zip(norms, found, strict=True)):
-        return None
-    if resolve_backend(x, *first, spec) != "triton" or unserved(spec, *of_rows(spec, x.shape[-1], True)):
+    recipes = [type(norm)._hf_rmsnorm_recipe for norm in norms]
+    served = (
+        is_direct(x, *weights, *biases)
+        and not any(other != spec for other in others)
+        and not (spec.functional and torch.is_autocast_enabled(x.device.type))
+        and unserved(spec, *of_rows(spec, x.shape[-1], True)) is None
+        and all(r.fits(x, *of_n[:2]) and not r.memory_efficient for r, of_n in zip(recipes, found, strict=True))
+    )
+    if not served or resolve_backend(x, weights[0], biases[0], spec) != "triton":
         return None
     weight, bias = (None if each[0] is None else torch.stack(each) for each in (weights, biases))
     y = fused_norm(x.transpose(1, 2), weight, bias, replace(spec, functional=False))

@@ -18,9 +18,7 @@ from .plan_qk import (
 __all__ = ["KERNELS", "forward_plan", "qk_norm_backward", "qk_norm_forward"]
 
 
-def qk_norm_forward(
-    q, k, parameters, cos, sin, spec: NormSpec, stats: bool, way: str = "", plan: QKPlan | None = None
-):
+def qk_norm_forward(q, k, parameters, cos, sin, spec: NormSpec, stats: bool, way: str = "", plan: QKPlan | None = None):
     """Launch the norms of q and k, and their rotary embedding; see `hf_rmsnorm.ops` for the public function.
 
     Args:

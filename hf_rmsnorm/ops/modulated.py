@@ -90,7 +90,10 @@ def modulated_norm(
         return None
     if resolve_backend(x, weight, bias, spec) != "triton" or (weight is not None and weight.dim() != 1):
         return None
-    if residual is not None and not _makes_sum(x, residual, spec):
+    summands = [] if residual is None else [x, residual]
+    if any(t.shape != x.shape or t.device != x.device or not t.is_contiguous() for t in summands):
+        return None
+    if summands and unserved(spec, "residual sum"):
         return None
     try:
         strides = {t.expand(x.shape).stride() for t in modulation}
@@ -104,8 +107,3 @@ def modulated_norm(
         return _Modulated.apply(x, *rest)
     y, _, _, h = _launch(x, *rest, False)
     return h, y
-
-
-def _makes_sum(x, residual, spec) -> bool:
-    alike = residual.shape == x.shape and residual.device == x.device
-    return alike and x.is_contiguous() and residual.is_contiguous() and unserved(spec, "residual sum") is None

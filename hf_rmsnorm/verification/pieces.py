@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..fused.attention import norm_and_rotate, norm_later, norms_of_heads
+from ..fused.attention import norm_and_rotate, norm_later
 from ..fused.layer import add_unrounded, observing, reader_of
 from ..fused.modulated import Product, modulated, modulated_sum
 from ..fused.norm import fused_part, recipe_of
@@ -250,17 +250,15 @@ def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple
     def run(x, *modulation):
         modulation, others = modulation[: 1 + shifts], modulation[1 + shifts :]
         if others:
-            residual, *factor = others
-            x = Product(x, *factor) if factor else x
-            x = modulated_sum(module, x, residual, (name, *seen, -1), lambda: modulation)
+            x = Product(x, others[1]) if len(others) > 1 else x
+            x = modulated_sum(module, x, others[0], (name, *seen, -1), lambda: modulation)
         y = modulated(module, name, x, *modulation)
         return (x, y) if others else (y,)
 
     def original(x, *modulation, norms=(norm,)):
         (scale, *shift), others = modulation[: 1 + shifts], modulation[1 + shifts :]
         if others:
-            residual, *factor = others
-            x = residual + (x * factor[0] if factor else x)
+            x = others[0] + (x * others[1] if len(others) > 1 else x)
         y = _own_forward(norms[0], x) * (1 + scale)
         y = y + shift[0] if shift else y
         return (x, y) if others else (y,)
@@ -278,13 +276,12 @@ def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple
 
 
 def _heads_piece(path: str, module: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
-    (row,) = which
-    norms = tuple(module._modules[row])
+    norms = tuple(module._modules[which[0]])
     if not all(map(_is_comparable, norms)):
         return None
 
     def run(x):
-        return (norms_of_heads(module, row, x),)
+        return (type(module).forward(module, x),)
 
     def original(x, norms=norms):
         return (torch.cat([_own_forward(norm, x[:, at : at + 1]) for at, norm in enumerate(norms)], 1),)
@@ -293,8 +290,8 @@ def _heads_piece(path: str, module: nn.Module, which: tuple, operands: tuple, ro
         return [Expected(y, _coarsest(operands), y.double().abs().amax(-1, keepdim=True), torch.ones(1))]
 
     operands = (_copied(operands[0][:, :, : max(1, rows // len(norms))]),)
-    kept = norms, ((2,), (2,))
-    return Piece(f"{path}: all {row}", type(module).__name__, operands, run, original, None, expects, *kept)
+    what, along = f"{path}: all {which[0]}", ((2,), (2,))
+    return Piece(what, type(module).__name__, operands, run, original, None, expects, norms, along)
 
 
 def _first(t: torch.Tensor, shape: torch.Size, lead: tuple[int, ...]) -> torch.Tensor:

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from ...fused.modulated import modulated, modulated_sum, put_off
 from ...fused.source import call, compiled_again, forward_source
-from .values import PAST, Flow, is_seen
+from .values import JUMPS, PAST, Flow, hangs_hooks, is_seen
 
 _MODULATED, _SUM, _PRODUCT = "_hf_rmsnorm_modulated", "_hf_rmsnorm_modulated_sum", "_hf_rmsnorm_put_off"
 # What may be computed after the norm instead of before it, as nothing that it does can be seen.
 _PURE = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
 _VIEWS = {"unsqueeze", "squeeze", "view", "expand", "to"}
-_JUMPS = ast.Break, ast.Continue, ast.Try, ast.While, ast.With, ast.Match, ast.Yield, ast.YieldFrom
-_HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+_JUMPS = *JUMPS, ast.With, ast.Match, ast.Yield, ast.YieldFrom
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,11 @@ def find_modulations(cls: type, norms: set[str]) -> ModulationFusion | None:
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
     found = list(_modulations(definition, itself, norms))
+    if not found:
+        return None
     names = tuple(dict.fromkeys(name for _, name, *_ in found))
     sums = {site.elts[0].value for site, _ in _sums(definition, itself, found)[0].values()}
-    return ModulationFusion(names, tuple(name for name in names if name in sums)) if names else None
+    return ModulationFusion(names, tuple(name for name in names if name in sums))
 
 
 def _sums(definition: ast.FunctionDef, itself: str, found: list[tuple]) -> tuple[dict, set]:
@@ -73,7 +74,7 @@ def _sums(definition: ast.FunctionDef, itself: str, found: list[tuple]) -> tuple
     """
     flow, totals = Flow(definition, itself), {}
     norms = [name for _, name, *_ in found]
-    hooks = any(isinstance(node, ast.Attribute) and node.attr in _HOOKING for node in ast.walk(definition))
+    hooks = hangs_hooks(definition)
     for _, name, rows, scale, shift in found:
         parts = [scale] if shift is None else [scale, shift]
         made = frozenset().union(*(flow.read.get(node, ()) for part in parts for node in ast.walk(part)))
@@ -182,7 +183,8 @@ def _parts(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr | None] | None:
         case _:
             return None
     for y, factor in ((product.left, product.right), (product.right, product.left)):
-        if (scale := _scale(factor)) is not None and _is_pure(scale) and (_is_first(y, node) or _is_pure_norm(y)):
+        in_order = _is_first(y, node) or all(map(_is_pure, getattr(y, "args", ())))
+        if in_order and (scale := _scale(factor)) is not None and _is_pure(scale):
             return y, scale, shift
     return None
 
@@ -206,10 +208,6 @@ def _is_first(part: ast.expr, node: ast.expr) -> bool:
     while isinstance(node, ast.BinOp):
         node = node.left
     return part is node
-
-
-def _is_pure_norm(y: ast.expr) -> bool:
-    return isinstance(y, ast.Name) or (isinstance(y, ast.Call) and all(map(_is_pure, y.args)))
 
 
 def _is_pure(node: ast.expr) -> bool:

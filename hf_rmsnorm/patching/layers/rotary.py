@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...fused.attention import proven_rotary
+from ...fused.attention import is_rotary, proven_rotary
 from ...reference import rotated
 
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
@@ -21,6 +21,8 @@ def prove_rotary(function: Callable | None, pair: Callable | None = None) -> boo
     """
     if not isinstance(function, types.FunctionType):
         return False
+    if any(is_rotary(pair or function, False, in_part) is not None for in_part in (False, True)):
+        return True  # of another layer
     alike, mixed = [(d, d) for d in _DTYPES], list(itertools.permutations(_DTYPES, 2))
 
     def way(*how) -> str | None:
@@ -77,9 +79,8 @@ def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype
 
 def _same(y: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether two functions of x are equal, in bits and strides, and have the same gradient but for the last bits."""
-    if y.dtype != expected.dtype or y.requires_grad != expected.requires_grad or not torch.equal(y, expected):
-        return False
-    if y.stride() != expected.stride():
+    alike = y.dtype == expected.dtype and y.requires_grad == expected.requires_grad and y.stride() == expected.stride()
+    if not (alike and torch.equal(y, expected)):
         return False
     if not y.requires_grad:
         return True

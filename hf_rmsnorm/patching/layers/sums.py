@@ -22,14 +22,13 @@ from ...fused.recipe import operands
 from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
 from ..formula.probe import is_plain
 from ..swap import restore, unfused
-from .values import is_seen, past_versions
+from .values import hangs_hooks, is_seen, past_versions
 
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
 NO_SUM, ADDS_NOTHING = "no norm reads a sum of its forward as it is", "its forward adds nothing"
 _cache: dict[tuple, "LayerFlow | str"] = {}
 _NUMBER = re.compile("training|idx|index|layer_id")
-_HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def _learn(layer: nn.Module, inside: bool) -> LayerFlow | str:
     positions = range(len(sums(definition, function)))
     if changes_itself(definition):
         return "its forward changes what the layer holds"
-    if any(isinstance(node, ast.Attribute) and node.attr in _HOOKING for node in ast.walk(definition)):
+    if hangs_hooks(definition):
         return "its forward hangs hooks on tensors"
     norms = norms_of(layer)
     size, dtype = _row(norms)

@@ -19,20 +19,26 @@ from ..swap import unfused
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel"}  # asked without getting hold of the tensor
 _VIEWS = {"chunk", "flatten", "movedim", "permute", "reshape", "select", "split", "squeeze", "transpose", "unbind"}
 PAST = {"data", "numpy", "__array__", "__dlpack__", "untyped_storage"}  # what writes go by without moving a version
+JUMPS = ast.Break, ast.Continue, ast.Try, ast.While  # which `Flow` does not follow
+_HOOKING = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 _Values = frozenset  # of what an expression may be: the nodes that made it, and parameters by name
 
 
 def is_seen(definition: ast.FunctionDef, total: ast.BinOp, itself: str, norms: Iterable[str]) -> bool:
     """Whether anything but operators and these norms may be given what a ``+`` of a forward returns, or write to it.
 
-    `total` is the ``+``, a node of `definition`; `itself` the forward's name for its module. Where a forward jumps,
-    which `Flow` does not follow, anything may.
+    `total` is the ``+``, a node of `definition`; `itself` the forward's name for its module. If it jumps, they may.
     """
-    if any(isinstance(node, (ast.Break, ast.Continue, ast.Try, ast.While)) for node in ast.walk(definition)):
+    if any(isinstance(node, JUMPS) for node in ast.walk(definition)):
         return True
     flow = Flow(definition, itself)
     read = (values for name, _, given in flow.calls if name not in norms or len(given) > 1 for _, values in given)
     return total in flow.shown or total in flow.written or any(total in values for values in read)
+
+
+def hangs_hooks(definition: ast.FunctionDef) -> bool:
+    """Whether a forward hangs hooks on tensors, or asks them to keep their gradients."""
+    return any(isinstance(node, ast.Attribute) and node.attr in _HOOKING for node in ast.walk(definition))
 
 
 def past_versions(definition: ast.FunctionDef, itself: str) -> set:

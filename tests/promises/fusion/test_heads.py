@@ -47,6 +47,11 @@ def test_verification_judges_all_heads_together(model):
     assert len(found) == 2 * model.config.num_hidden_layers
 
 
+def test_verification_of_plain_torch_runs_the_norms_one_by_one(model):
+    inputs = {"input_ids": tiny_models.token_ids(2, 9)}
+    assert verify_equivalence(model, inputs=inputs, max_new_tokens=0, backend="reference").passed
+
+
 def heads(dtype, bias=False):
     torch.manual_seed(0)
     module = StableLmLayerNormPerHead(32, 4, bias=bias).to(dtype)
