@@ -69,9 +69,14 @@ def runs_on(device: torch.device | str) -> dict[str, str]:
     return dict(zip(("device", "backend", "reason"), (str(device), *describe_backend(device)), strict=True))
 
 
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:  # asked of Dynamo itself, before torch 2.13, it is True in whatever is compiled
+    return torch.compiler.is_exporting()
+
+
 def _is_exported() -> bool:
     """Whether a graph is made that runs elsewhere, perhaps without this package."""
-    return torch.compiler.is_exporting() if _is_compiling() else _is_tracing()
+    return _is_exporting() if _is_compiling() else _is_tracing()
 
 
 def refusal(
