@@ -24,11 +24,10 @@ class _HandedOver(NamedTuple):
 
 
 class _Slot(threading.local):
-    def __init__(self):  # by thread: another one in the same model has its own
-        self.held: list[_HandedOver | None] = [None]
+    held: _HandedOver | None = None  # by thread: another one in the same model has its own
 
 
-_slot = _Slot()
+slot = _Slot()
 # Norms that were given a sum in another dtype than it has, as Mamba's of a stream in float32: computed ahead in vain.
 given_otherwise: weakref.WeakSet = weakref.WeakSet()
 
@@ -55,13 +54,14 @@ def holds_rows_of(x: torch.Tensor, total: torch.Tensor) -> bool:
 
 def hand_over(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, spec, backend: str) -> None:
     """Keep what `norm` computes of `total`; what nobody took before is dropped, and this when `total` dies."""
-    place = _slot.held
+    place = slot.__dict__  # of this thread
 
     def drop(reference: weakref.ref) -> None:  # perhaps in another thread than this one
-        if place[0] is not None and place[0].total is reference:
-            place[0] = None
+        held = place.get("held")
+        if held is not None and held.total is reference:
+            place["held"] = None
 
-    place[0] = _HandedOver(
+    slot.held = _HandedOver(
         weakref.ref(norm), weakref.ref(total, drop), _reference(weight), _reference(bias),
         _operands(total, weight, bias, spec, backend), output,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def hand_over(norm: torch.nn.Module, total: torch.Tensor, output, weight, bias, 
 
 def handed_over(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, backend: str):
     """What was kept for this call of `norm`, once; None where any of all this was another, or has changed since."""
-    held = _slot.held[0]
+    held = slot.held
     if held is None or held.norm() is not norm:
         return None
     total = held.total()
@@ -78,7 +78,7 @@ def handed_over(norm: torch.nn.Module, x: torch.Tensor, weight, bias, spec, back
         if total is not None and total.dtype != x.dtype:
             given_otherwise.add(norm)
         return None
-    _slot.held[0] = None
+    slot.held = None
     if held.weight is not _reference(weight) or held.bias is not _reference(bias):
         return None
     output = held.output

@@ -21,9 +21,11 @@ from .summands import keep_summands
 _is_compiling = torch.compiler.is_compiling
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _NO_LINK = (lambda: None), "", ()
-# Of a sum without gradients. Below it the host is what everything waits for, and handing a norm over takes it twice the
-# time of an add and a norm; a graph that is captured needs the host no more.
+# Of a sum. Below it the host is what everything waits for, and handing a norm over takes it twice the time of an add
+# and a norm, and a fifth more with their backwards; a graph that is captured needs the host no more.
 LEAST_ELEMENTS = 2**20
+# Sums of fewer that were fused all the same, once: a graph that is captured after such a step can load no kernel.
+_ran_fused: set[tuple] = set()
 # observer(module, kind, which, operands): `module` adds or attends, `which` names the place in its forward.
 observers: list[Callable[[torch.nn.Module, str, tuple, tuple], None]] = []
 
@@ -98,10 +100,12 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     """
     if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
-    graded = torch.is_grad_enabled()
-    if not (graded or observers) and left.numel() < LEAST_ELEMENTS and not capturing(left):
-        return left + right
-    reader, seen = site
+    graded, (reader, seen) = torch.is_grad_enabled(), site
+    if not observers and left.numel() < LEAST_ELEMENTS:
+        key = type(layer), reader, left.numel(), left.get_device(), graded
+        if (key in _ran_fused) is not capturing(left):
+            return left + right
+        _ran_fused.add(key)
     if seen and torch.is_inference_mode_enabled():
         return left + right
     if observers:

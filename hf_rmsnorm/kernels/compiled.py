@@ -137,7 +137,11 @@ class Kernel:
             options = {"grid": bound.grid, "num_warps": bound.num_warps, "enable_fp_fusion": fused}
             kernel = self._variants[aligned].warmup(*args, **options)
             active = triton.runtime.driver.active
-            described = kernel.run, active.get_current_stream, kernel.function, kernel.packed_metadata
+            try:
+                described = kernel.run, active.get_current_stream, kernel.function, kernel.packed_metadata
+            except Exception:  # as in a CUDA graph that is captured; Triton would take the kernel for loaded
+                kernel._run = None
+                raise
             compiled = self._compiled[code] = kernel, *described, active.get_current_device()
         if not launch:
             return
@@ -148,7 +152,7 @@ class Kernel:
 
 
 def _ready(grid: tuple, current: Callable[[], int], kernel, run, stream_of, function, metadata, index) -> Callable:
-    start, here = _starter(grid, run, function, metadata), current()
+    (x, y, z), here, (start, given) = grid, current(), _launcher(run, metadata)
 
     def ready(args: tuple) -> bool:
         if current() != here:
@@ -157,25 +161,23 @@ def _ready(grid: tuple, current: Callable[[], int], kernel, run, stream_of, func
         if getattr(before, "calls", before) or getattr(after, "calls", after):
             kernel[grid](*args)
         else:
-            start(stream_of(index), args)
+            start(x, y, z, stream_of(index), function, *given, args)
         return True
 
     return ready
 
 
-def _starter(grid: tuple, run, function, metadata) -> Callable[[int, tuple], None]:
-    """What starts a kernel on a stream, where nobody hooks launches.
+def _launcher(run, metadata) -> tuple[Callable, tuple]:
+    """What starts a kernel where nobody hooks launches, and what it is given between the function and its arguments.
 
     Quicker than kernel[grid](*args), which makes a closure, finds out the device and builds what Triton's launch hooks
     are told, each time; and, of the launchers whose code is known, than `run`, which asks for no scratch memory twice.
     """
-    x, y, z = grid
     known = KNOWN_LAUNCHERS and type(run).__name__ == "CudaLauncher" and not getattr(run, "gsan_enabled", False)
     if known and run.global_scratch_size == run.profile_scratch_size == 0:
         given = run.launch_cooperative_grid, run.launch_pdl, metadata, *(None,) * 5
-        given += run.arg_annotations, run.kernel_signature
-        return lambda stream, args, start=run.launch: start(x, y, z, stream, function, *given, args)
-    return lambda stream, args: run(x, y, z, stream, function, metadata, None, None, None, *args)
+        return run.launch, (*given, run.arg_annotations, run.kernel_signature)
+    return (lambda *given: run(*given[:-1], *given[-1])), (metadata, None, None, None)
 
 
 def _code_of(*key) -> int:

@@ -52,24 +52,23 @@ def norm_forward(
 
 
 def _forward(plan: ForwardPlan, stats: bool) -> Callable:
-    bound, kernel, order, rows = plan.launch, NORM_FORWARD_LOOP if plan.loop else NORM_FORWARD, plan.order, plan.rows
+    bound, kernel, order, alone = plan.launch, NORM_FORWARD_LOOP if plan.loop else NORM_FORWARD, plan.order, plan.alone
     pack, values, vectorised, ready = bound.pack, bound.values, bound.vectorised, bound.ready
     codes, counters = [each[stats] for each in bound.codes], counting.active
-    centered, in_place = plan.centered, plan.in_place
-    strides, sum_dtype, like_input = plan.sum_strides, plan.sum_dtype, plan.output_like_input
+    rows, centered, in_place, keeps_sum = plan.rows, plan.centered, plan.in_place, plan.keeps_sum
+    sum_like_input, like_input = plan.sum_like_input, plan.output_like_input
     dtype, memory_format, flat_output, flat_sum = plan.output_dtype, plan.memory_format, plan.flat_output, plan.flat_sum
-    keeps_sum = plan.keeps_sum
-    empty_like, empty, float32 = torch.empty_like, torch.empty, torch.float32
+    empty_like, blank = torch.empty_like, plan.blank
 
     def serve(x, weight, bias, gate, residual, eps, shift=None, factor=None):
-        device, like, h, rstd, mean = x.device, x, None, None, None
+        like, h, rstd, mean = x, None, None, None
         if residual is not None:
-            like = h = torch.empty_strided(x.shape, strides, dtype=sum_dtype, device=device)
+            like = h = empty_like(x) if sum_like_input else _empty_sum(plan, x)
         # Without options, which take as long again as a dictionary look-up.
         y = empty_like(like) if like_input else empty_like(like, dtype=dtype, memory_format=memory_format)
         if stats:
-            rstd = empty(rows, dtype=float32, device=device)
-            mean = empty_like(rstd) if centered else None
+            rstd = empty_like(blank)
+            mean = empty_like(blank) if centered else None
         if rows == 0:
             return y, rstd, mean, h
         out, out_h = y, h
@@ -84,11 +83,11 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
         if not keeps_sum:
             h = out_h = None  # it lent the output its strides
         pointers = x.data_ptr() if weight is None else x.data_ptr() | weight.data_ptr()  # mostly these are all
-        aligned = vectorised and not pointers & 15 and aligned_pointers(bias, gate, residual, shift, factor)
+        aligned = vectorised and not pointers & 15 and (alone or aligned_pointers(bias, gate, residual, shift, factor))
         args = pack(values[aligned], x, weight, bias, gate, shift, factor, residual, out_h, out, rstd, mean, eps)
         start = ready.get(codes[aligned])
         if start is None or counters or not start(args):
-            kernel(device, bound, args, aligned, stats)
+            kernel(x.device, bound, args, aligned, stats)
         if out is not y:
             _in_order(y, order).copy_(out)
         if out_h is not h:
@@ -97,6 +96,10 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
 
     plan.serve[stats] = serve
     return serve
+
+
+def _empty_sum(plan: ForwardPlan, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, plan.sum_strides, dtype=plan.sum_dtype, device=x.device)
 
 
 def norm_backward(
@@ -148,13 +151,16 @@ def _backward_key(dy, need, from_output, dh) -> tuple:
 
 def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
     need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
-    order, memory_format, reads_bias, shape = plan.order, plan.memory_format, plan.reads_bias, plan.partials
-    empty_like, empty, float32 = torch.empty_like, torch.empty, torch.float32
+    order, memory_format, reads_bias, partials = plan.order, plan.memory_format, plan.reads_bias, plan.partials
+    like_input, empty_like, counters = memory_format == torch.preserve_format, torch.empty_like, counting.active
+    launches = [(kernel, bound, bound.pack, bound.values, bound.vectorised) for kernel, bound in plan.launches]
 
     def serve(dy, x, weight, bias, rstd, mean, gate, dh, eps, launch=True):
-        device = x.device
-        dx = empty_like(x, memory_format=memory_format) if need_dx else None
-        dg = empty_like(x, dtype=gate.dtype, memory_format=memory_format) if need_dg else None
+        dx = dw = db = dg = None
+        if need_dx:
+            dx = empty_like(x) if like_input else empty_like(x, memory_format=memory_format)
+        if need_dg:
+            dg = empty_like(x, dtype=gate.dtype, memory_format=memory_format)
         if plan.rows == 0:
             return dx, torch.zeros_like(weight) if need_dw else None, torch.zeros_like(bias) if need_db else None, dg
         out, out_gate = dx, dg
@@ -167,14 +173,16 @@ def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
                 out, out_gate = (t if t is None else _flat_like(t, order) for t in (dx, dg))
         shift = bias if reads_bias else None
         pointers = aligned_pointers(x, dy, weight, shift, gate, dh)
-        dw = empty(shape, dtype=float32, device=device) if need_dw else None
-        db = empty(shape, dtype=float32, device=device) if need_db else None
-        for kernel, bound in plan.launches:
-            aligned = bound.vectorised and pointers
-            args = bound.pack(
-                bound.values[aligned], dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, eps
-            )
-            kernel(device, bound, args, aligned, launch=launch)
+        if need_dw:
+            dw = empty_like(partials)
+        if need_db:
+            db = empty_like(partials)
+        for kernel, bound, pack, values, vectorised in launches:
+            aligned = vectorised and pointers
+            args = pack(values[aligned], dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, eps)
+            start = bound.ready.get(bound.codes[aligned][0])
+            if start is None or counters or not launch or not start(args):
+                kernel(x.device, bound, args, aligned, launch=launch)
         if not launch:
             return dx, dw, db, dg
         if out is not dx:
@@ -191,10 +199,12 @@ def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
     return serve
 
 
-def _summed(launch: BoundKernel, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    total, aligned = torch.empty_like(parameter), launch.vectorised
-    args = launch.pack(launch.values[aligned], PARTIALS=partials, OUT=total)
-    REDUCE_PARTIALS(parameter.device, launch, args, aligned)
+def _summed(bound: BoundKernel, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    total, aligned = torch.empty_like(parameter), bound.vectorised
+    args = bound.pack(bound.values[aligned], partials, total)
+    start = bound.ready.get(bound.codes[aligned][0])
+    if start is None or counting.active or not start(args):
+        REDUCE_PARTIALS(parameter.device, bound, args, aligned)
     return total
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,11 +36,12 @@ forget = _plans.clear
 class ForwardPlan:
     """One forward launch, without statistics or with.
 
-    `other` is the second operand of x's shape, a gate, or else a residual; `sum_dtype` and `sum_strides` are those of
-    residual + x, and `keeps_sum` says that it is rounded and returned. `in_place` says that nothing is copied, neither
-    operands nor outputs. `backward` holds the plans of backwards of such calls, and `serve` what launches it, without
-    statistics and with. `last` is what was asked of the last backward, what tells that operands are like those, and
-    what launches it for them.
+    `other` is the second operand of x's shape, a gate, or else a residual; `alone` says that x and the weight are all
+    that is read. `sum_dtype` and `sum_strides` are those of residual + x, and `keeps_sum` says that it is rounded and
+    returned. `blank` has the shape and dtype of a statistic. `in_place` says that nothing is copied, neither operands
+    nor outputs. `backward` holds the plans of backwards of such calls, and `serve` what launches it, without statistics
+    and with. `last` is what was asked of the last backward, what tells that operands are like those, and what launches
+    it for them.
     """
 
     launch: BoundKernel
@@ -49,6 +51,8 @@ class ForwardPlan:
     order: tuple[int, ...] | None
     x: RowAddress
     other: RowAddress
+    alone: bool
+    blank: torch.Tensor
     output_dtype: torch.dtype
     memory_format: torch.memory_format
     output_like_input: bool
@@ -56,6 +60,7 @@ class ForwardPlan:
     sum_dtype: torch.dtype
     keeps_sum: bool
     sum_strides: tuple[int, ...] | None
+    sum_like_input: bool
     flat_sum: bool
     in_place: bool
     backward: dict
@@ -67,9 +72,9 @@ class ForwardPlan:
 class BackwardPlan:
     """One backward: `launches` with their kernels, for dx and parameters or, where the row loops, for each.
 
-    `other` is the gate, or the gradient that is added to dx. `reads_bias` says that the bias is read. `partials` is the
-    shape of the parameters' partial sums, and `sums` what adds them up, of the weight and of the bias. `serve` is what
-    launches it all, by what is needed.
+    `other` is the gate, or the gradient that is added to dx. `reads_bias` says that the bias is read. `partials` has
+    the shape of the parameters' partial sums, and `sums` what adds them up, of the weight and of the bias. `serve` is
+    what launches it all, by what is needed.
     """
 
     launches: tuple[tuple[Kernel, BoundKernel], ...]
@@ -82,7 +87,7 @@ class BackwardPlan:
     flat_output: bool
     in_place: bool
     reads_bias: bool
-    partials: tuple[int, int]
+    partials: torch.Tensor
     sums: tuple[BoundKernel, BoundKernel]
     serve: dict
 
@@ -103,13 +108,29 @@ def _layout(x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, heads:
     if spec.functional:
         return None, torch.contiguous_format, True
     order = row_order(x, spec, heads)
-    with _disable_current_modes():  # what eager's strides would be is our question, not an operator of the caller's
-        output = torch.empty_like(x, device="meta")
+    output = _empty_like(x)
+    with _disable_current_modes():
         if heads > 1 and weight is not None:  # such a weight has a say in the order of their product
             product = torch.empty_like(weight, device="meta") * output
             if product.is_contiguous():
                 return order, torch.contiguous_format, True
     return order, torch.preserve_format, flat_strides(tuple(x.shape), output.stride(), order)
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes():  # what eager's strides would be is our question, not an operator of the caller's
+        return torch.empty_like(x, device="meta")
+
+
+@cache
+def _element(device: torch.device) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+def _blank(device: torch.device, *shape: int) -> torch.Tensor:
+    """A tensor of float32 in the memory of one element: ``empty_like`` it is the quickest way to one of this shape."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return _element(device).expand(shape)
 
 
 def _sum_of(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -167,10 +188,13 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)
         return ForwardPlan(
             launch=kernel.bind(grid, config.num_warps, named, *keys), loop=config.loop, rows=rows,
-            centered=spec.centered, order=order, x=x_rows, other=other_rows, output_dtype=output_dtype,
+            centered=spec.centered, order=order, x=x_rows, other=other_rows,
+            alone=all(t is None for t in (bias, gate, residual, shift, factor)), blank=_blank(x.device, rows),
+            output_dtype=output_dtype,
             memory_format=memory_format, flat_output=flat_output, sum_dtype=total.dtype, flat_sum=flat_sum,
             output_like_input=output_dtype == total.dtype and memory_format == torch.preserve_format,
             keeps_sum=keep_sum, sum_strides=None if residual is None else total.stride(),
+            sum_like_input=total.dtype == x.dtype and total.stride() == _empty_like(x).stride(),
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
             backward={}, serve=[None, None], last=[(None, None, None)],
         )  # fmt: skip
@@ -238,7 +262,7 @@ def backward_plan(
             rows=rows, order=order, x=x_rows, dy=dy_rows, other=other_rows,
             memory_format=memory_format, flat_output=flat_output,
             in_place=flat_output and not any(operand.copy for operand in operands),
-            reads_bias=shift is not None, partials=(parts, heads * hidden_size),
+            reads_bias=shift is not None, partials=_blank(x.device, parts, heads * hidden_size),
             sums=tuple(_sum_of_partials(x.device, _dtype(t), parts, heads * hidden_size) for t in (weight, bias)),
             serve={},
         )  # fmt: skip

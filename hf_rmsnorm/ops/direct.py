@@ -72,6 +72,7 @@ class LaunchCache(dict):
     Attributes:
         last: by the shape of x, what tells whether operands are like those of the last call that was found here, and
             its key and plan.
+        recent: the same of the very last call, whatever its shape.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
@@ -79,8 +80,10 @@ class LaunchCache(dict):
     def __init__(self):
         self._alike: dict[tuple, Callable] = {}
         self.last: dict[torch.Size, tuple] = {}
+        self.recent = NOTHING
 
     def clear(self):
+        self.recent = NOTHING
         for each in (super(), self._alike, self.last):
             each.clear()
 
@@ -95,40 +98,36 @@ class LaunchCache(dict):
 
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
         """(key, plan) of a call that nobody compiles: plan is None where none is kept, key too where none can be."""
-        if (
-            type(x) not in DIRECT_TYPES
-            or chosen.backend == "reference"
-            or (functional and torch.is_autocast_enabled(x.device.type))
-        ):
+        if type(x) not in DIRECT_TYPES or (functional and torch.is_autocast_enabled(x.device.type)):
             return None, None
         try:
-            alike, key, plan = self.last.get(x.shape, _NOTHING)
+            found = alike, key, plan = self.last.get(x.shape, NOTHING)
         except TypeError:  # symbolic sizes, of a tensor that functorch has wrapped
             return None, None
-        like = alike(x, weight) if bias is None else alike(x, weight, bias)
-        if like and not is_watched():
+        if (alike(x, weight) if bias is None else alike(x, weight, bias)) and not is_watched():
+            self.recent = found
             return key, plan
         key = launch_key(x, weight, bias, functional)
         plan = None if key is None else self.get(key)
         if plan is not None:
-            before, known = self.last.get(x.shape, _NOTHING)[1], self._alike.get(key)
+            before, known = found[1], self._alike.get(key)
             if known is None or before == key:  # or made under other modes, autocast or gradients say
                 check = alike_to([t for t in (x, weight, bias) if t is not None])
                 known = self._alike[key] = check if weight is not None else lambda x, _, *bias: check(x, *bias)
-            self.last[x.shape] = known, key, plan
+            self.recent = self.last[x.shape] = known, key, plan
         return key, plan
 
 
 def is_watched() -> bool:
-    """Whether something may see or change operators of which `alike_to` cannot tell."""
-    return bool(_count_modes()) or _is_tracing() or forward_ad._current_level >= 0
+    """Whether the kernels are not wanted, or something may see or change operators; `alike_to` cannot tell of this."""
+    return bool(_count_modes()) or chosen.backend == "reference" or _is_tracing() or forward_ad._current_level >= 0
 
 
 def _unlike(*_) -> bool:
     return False
 
 
-_NOTHING = _unlike, None, None
+NOTHING = _unlike, None, None
 
 
 def alike_to(tensors: list[torch.Tensor]) -> Callable[..., bool]:

@@ -1,6 +1,7 @@
 """The gradients of the fused norms, whoever asks for them: eager autograd, `create_graph`, functorch or a compiler."""
 
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 
@@ -36,8 +37,11 @@ def differentiable(formula: Callable, inputs: tuple, gradients: tuple, need) -> 
     return [next(found) if needed else None for needed in need]
 
 
-def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    return [t for t in tensors if t is not None]
+def _check_of(*operands: torch.Tensor | None) -> Callable[[tuple], bool]:
+    """What tells whether such operands of a backward, in a tuple, are like these, of which the same are given."""
+    given = [i for i, t in enumerate(operands) if t is not None]
+    check, pick = alike_to([operands[i] for i in given]), itemgetter(*given)
+    return lambda others: check(*pick(others))
 
 
 def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, plan, strides, need, dh=None):
@@ -53,14 +57,14 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
     asked = need, from_output, dh is None
     if plan is not None and not (compiling or torch.is_grad_enabled() or is_watched()):
         like, alike, serve = plan.last[0]
-        if like == asked and alike(*_given(dy, x, weight, bias, gate, rstd, mean, dh)):
+        if like == asked and alike((dy, x, weight, bias, gate, rstd, mean, dh)):
             return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps)
     x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
     seen_through = not compiling and _seen_through(dy, dh)
     if not (compiling or seen_through) and is_direct(dy, x, weight, bias, gate, dh):
         grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output, plan)
         if plan is not None:
-            alike = alike_to(_given(dy, x, weight, bias, gate, rstd, mean, dh))
+            alike = _check_of(dy, x, weight, bias, gate, rstd, mean, dh)
             plan.last[0] = asked, alike, kernels().backward_like(plan, dy, need, from_output, dh)
         return grads
     if from_output:

@@ -43,7 +43,8 @@ class NormCheck:
     differing: int = 0  # how many of them are not equal
     off: int = 0  # how many are off, as defined above
     allowed: int = 0  # how many may be
-    worst_ulp: float = 0.0  # the largest difference, in ulp of half precision of the element or of float32 as above
+    worst_ulp: float = 0.0  # the largest difference, in ulp of half precision of the element, or of the products that a
+    # rotation adds up to it, or of float32 as above
     passed: bool = True
     reason: str = ""  # why it failed, or why nothing was compared
 
@@ -125,7 +126,8 @@ def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
         unequal = (y != theirs) & ~(y.isnan() & theirs.isnan())
         difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
         fine = expected.largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        coarse = torch.maximum(ulp(theirs, dtype), fine) if half else fine
+        sized = theirs if expected.rounded_terms is None else expected.rounded_terms.double().maximum(theirs.abs())
+        coarse = torch.maximum(ulp(sized, dtype), fine) if half else fine
         worst = max(worst, (difference / coarse.clamp_min(1e-300)).max().item())
         # half-precision output is rounded last; any other may be multiplied by the weight after what was rounded
         off += (unequal if rounds_last else difference > MAX_ULP * fine).sum().item()

@@ -33,6 +33,7 @@ class Expected:
     dtype: torch.dtype  # of the input
     largest_term: torch.Tensor  # per row, the size of what y's elements are sums of
     amplification: torch.Tensor  # per row, by how much rounding errors of the input grow: 1 + |mean|/std if centred
+    rounded_terms: torch.Tensor | None = None  # per element, the size of the rounded terms that it is a sum of
 
 
 @dataclass
@@ -223,14 +224,22 @@ def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, 
         made = norm_and_rotate(attention, held, names, rotate, *pair, *given[2:])
         return made if spans else tuple(map(by_heads, made, given, weights))
 
-    def original(q, k, *tables, norms=norms):
+    def normed(q, k, norms):
         sides = zip(norms, (q, k), weights, strict=True)
-        q, k = (by_heads(_own_forward(norm, as_normed(x, w)), x, w) for norm, x, w in sides)
-        return (q, k) if rotate is None else rotate(q, k, *tables)
+        return tuple(by_heads(_own_forward(norm, as_normed(x, w)), x, w) for norm, x, w in sides)
+
+    def original(q, k, *tables, norms=norms):
+        return normed(q, k, norms) if rotate is None else rotate(*normed(q, k, norms), *tables)
 
     def expects(*outputs):
         largest = (y.double().abs().amax(-1, keepdim=True) for y in outputs)  # two products of a row's elements
-        return [Expected(y, _coarsest(operands), size, torch.ones(1)) for y, size in zip(outputs, largest, strict=True)]
+        terms = (None, None)
+        if rotate is not None:  # |x cos| + |x' sin|, which may cancel: one of the two signs of sin adds them up
+            q, k, cos, sin = (t.abs() for t in (*normed(*operands[:2], norms), *operands[2:]))
+            signs = rotate(q, k, cos, sin), rotate(q, k, cos, -sin)
+            terms = [torch.maximum(a.abs(), b.abs()) for a, b in zip(*signs, strict=True)]
+        found = zip(outputs, largest, terms, strict=True)
+        return [Expected(y, _coarsest(operands), size, torch.ones(1), each) for y, size, each in found]
 
     keep = max(1, rows // max(1, operands[0].shape[1]))
     operands = tuple(_copied(t[:, :, :keep] if t.dim() == 4 else t[:, :keep]) for t in operands)

@@ -11,11 +11,13 @@ from hf_rmsnorm.fused import layer
 
 DEFAULT = layer.LEAST_ELEMENTS
 NORMS, SUMS = 7, 6  # of a LLaMA of three layers; each norm but the first reads a sum
+FIRST = 2  # of these, one inside of a layer and one behind it, are fused the first time all the same
 
 
 @pytest.fixture(autouse=True)
 def of_this_size(small_sums_are_fused_too, monkeypatch):
     monkeypatch.setattr(layer, "LEAST_ELEMENTS", DEFAULT)
+    monkeypatch.setattr(layer, "_ran_fused", set())
 
 
 @pytest.fixture
@@ -35,8 +37,9 @@ def patched():
 def test_generation_adds_and_normalises_in_two_launches_with_the_same_bits(fused, monkeypatch):
     model = patched()
     with torch.no_grad(), count_launches() as launches:
-        logits = model(IDS).logits
-    assert not fused and launches["norm_forward"] == NORMS
+        assert torch.equal(model(IDS).logits, logits := model(IDS).logits)
+    assert len(fused) == FIRST and launches["norm_forward"] == 2 * NORMS
+    fused.clear()
     monkeypatch.setattr(layer, "LEAST_ELEMENTS", 0)
     with torch.no_grad(), count_launches() as launches:
         assert torch.equal(model(IDS).logits, logits)
@@ -50,19 +53,37 @@ def test_sums_of_many_elements_are_fused(fused, monkeypatch):
         model(IDS)
         assert len(fused) == (SUMS if model.config.hidden_size >= 64 else 0)
         model(IDS[:, :-1])
-    assert len(fused) == (SUMS if model.config.hidden_size >= 64 else 0)
+        fused.clear()
+        model(IDS[:, :-1])
+    assert not fused
 
 
-def test_training_fuses_sums_of_any_size(fused):
-    patched().train()(IDS).logits.sum().backward()
+def test_training_fuses_sums_of_many_elements(fused, monkeypatch):
+    model = patched().train()
+    for times in (FIRST, 0):
+        model(IDS).logits.sum().backward()
+        assert len(fused) == times
+        fused.clear()
+    monkeypatch.setattr(layer, "LEAST_ELEMENTS", IDS.numel() * model.config.hidden_size)
+    model(IDS).logits.sum().backward()
     assert len(fused) == SUMS
 
 
-def test_a_captured_graph_fuses_the_sums_inside_of_layers(fused, monkeypatch):
-    monkeypatch.setattr(layer, "capturing", lambda tensor: True)
-    with torch.no_grad():
-        patched()(IDS)
-    assert len(fused) == SUMS // 2
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_captured_graph_fuses_the_sums_inside_of_layers_for_which_a_step_before_it_loaded_the_kernels(
+    fused, monkeypatch, grad
+):
+    model = patched()
+
+    def step(captured):
+        monkeypatch.setattr(layer, "capturing", lambda tensor: captured)
+        fused.clear()
+        with torch.set_grad_enabled(grad):
+            model(IDS)
+        return len(fused)
+
+    # What no step has loaded is not fused; a step loads it, and those behind it wait for no fused sum.
+    assert [step(captured) for captured in (True, False, False, True)] == [0, FIRST, 0, SUMS // 2]
 
 
 def test_verification_runs_the_fused_sums_whatever_their_size():

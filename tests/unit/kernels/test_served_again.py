@@ -168,11 +168,13 @@ def test_the_launcher_of_triton_is_given_what_it_gives_itself(monkeypatch):
         global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
     )  # fmt: skip
     launcher(1, 2, 3, "stream", "function", "metadata", None, None, None, "x", 7)
-    compiled._starter((1, 2, 3), launcher, "function", "metadata")("stream", ("x", 7))
+    start, between = compiled._launcher(launcher, "metadata")
+    start(1, 2, 3, "stream", "function", *between, ("x", 7))
     assert given[0] == given[1] and len(given) == 2
     called = []
     other = object.__new__(type("CudaLauncher", (), {"__call__": lambda self, *args: called.append(args)}))
     vars(other).update(vars(launcher), global_scratch_size=64)  # one that asks for memory is called as it is
     for run in (other, lambda *args: called.append(args)):
-        compiled._starter((1, 2, 3), run, "function", "metadata")("stream", ("x", 7))
+        start, between = compiled._launcher(run, "metadata")
+        start(1, 2, 3, "stream", "function", *between, ("x", 7))
     assert called == [(1, 2, 3, "stream", "function", "metadata", None, None, None, "x", 7)] * 2 and len(given) == 2

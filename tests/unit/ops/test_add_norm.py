@@ -219,7 +219,8 @@ def test_addressable_operands_are_read_in_place(layout):
     with torch.no_grad(), use_backend("triton"), Record(), count_launches() as launches:
         fused_add_norm(x, residual, weight, None, SPECS["llama"])
     assert launches == {"norm_forward": 1}
-    assert [op for op in dispatched if "permute" not in op] == ["aten.empty_strided.default", "aten.empty_like.default"]
+    made = [op for op in dispatched if "permute" not in op]
+    assert len(made) == 2 and all(op.startswith("aten.empty") for op in made)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 70000)])
