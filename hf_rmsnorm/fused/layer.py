@@ -24,7 +24,7 @@ _NO_LINK = (lambda: None), "", ()
 # Of a sum. Below it the host is what everything waits for, and handing a norm over takes it twice the time of an add
 # and a norm, and a fifth more with their backwards; a graph that is captured needs the host no more.
 LEAST_ELEMENTS = 2**20
-# Sums of fewer that were fused all the same, once: a graph that is captured after such a step can load no kernel.
+# Sums of fewer that were fused all the same, once: a captured graph fuses what it finds loaded, as it can load nothing.
 _ran_fused: set[tuple] = set()
 # observer(module, kind, which, operands): `module` adds or attends, `which` names the place in its forward.
 observers: list[Callable[[torch.nn.Module, str, tuple, tuple], None]] = []
@@ -101,9 +101,9 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
     graded, (reader, seen) = torch.is_grad_enabled(), site
-    if not observers and left.numel() < LEAST_ELEMENTS:
-        key = type(layer), reader, left.numel(), left.get_device(), graded
-        if (key in _ran_fused) is not capturing(left):
+    if not observers and left.numel() < LEAST_ELEMENTS and not capturing(left):
+        key = type(layer), reader, left.shape, left.dtype, left.get_device(), graded
+        if key in _ran_fused:
             return left + right
         _ran_fused.add(key)
     if seen and torch.is_inference_mode_enabled():
@@ -124,6 +124,8 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     plans = type(norm)._hf_rmsnorm_plans
     plan, backend = None if key is None else plans.get(key), "triton"
     if plan is None:
+        if capturing(left):
+            return left + right
         wider = left if left.element_size() >= right.element_size() else right
         backend = add_norm_backend(right, left, weight, bias, spec)
         if backend == "original" or not recipe.fits(wider, weight, bias):
@@ -133,6 +135,8 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
         seen = True  # a node of both would have the sum ask for gradients where the norm's weight does
     if not seen or backend != "triton":
         if seen and graded:
+            return left + right
+        if graded and not (plan and plan.backward) and capturing(left):  # nor has its backward run
             return left + right
         keep_output = recipe.keeps_output(norm, weight, bias, spec)
         total, output = fused_add_norm(right, left, weight, bias, spec, backend, keep_output, plan)

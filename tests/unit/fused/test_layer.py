@@ -270,7 +270,7 @@ def test_while_compiling_sums_are_torchs(made, monkeypatch):
     [
         (False, 2**20, OWN, [True, False, False]), (True, 2**20, OWN, [False, False, False]),
         (False, 2 * D, OWN, [True, True, True]), (False, 2 * D + 1, OWN, [True, False, False]),
-        (False, 2 * D + 1, LAST, [True, False, False]), (True, 2 * D, OWN, [True, True, True]),
+        (False, 2 * D + 1, LAST, [True, False, False]), (True, 2 * D, OWN, [False, False, False]),
         (True, 2 * D, LAST, [False, False, False]),
     ],
 )  # fmt: skip
@@ -278,6 +278,7 @@ def test_small_sums_are_fused_once_where_the_host_is_waited_for(
     made, monkeypatch, grad, capturing, least, site, fuses
 ):
     monkeypatch.setattr(layer, "_ran_fused", set())
+    type(made.norm)._hf_rmsnorm_plans.clear()
     monkeypatch.setattr(layer, "LEAST_ELEMENTS", least)
     monkeypatch.setattr(layer, "capturing", lambda t: capturing)
     with torch.set_grad_enabled(grad):

@@ -61,6 +61,35 @@ def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
         assert compiled.device_limits.__wrapped__("cpu", None) == limits
 
 
+@pytest.mark.skipif(compiled.INTERPRETED, reason="the interpreter loads nothing")
+def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(monkeypatch):
+    """As in a CUDA graph that is captured, where Triton takes it for loaded ever after."""
+    kernel, told = KERNELS["reduce_partials"], []
+
+    class Loaded:
+        _run, function, packed_metadata = None, "function", "metadata"
+
+        @property
+        def run(self):
+            if self._run is None:
+                self._run = lambda *args: told.append(args)
+                if capturing:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+            return self._run
+
+    made = Loaded()
+    bound, _, _ = bound_by_number(kernel)
+    monkeypatch.setattr(kernel, "_compiled", {})
+    monkeypatch.setattr(kernel, "_variants", {True: SimpleNamespace(warmup=lambda *args, **options: made)})
+    capturing = True
+    with pytest.raises(RuntimeError, match="capturing"):
+        kernel(torch.device("cpu"), bound, (1, 2), True)
+    assert made._run is None and not kernel._compiled and not told
+    capturing = False
+    kernel(torch.device("cpu"), bound, (1, 2), True)
+    assert [args[-2:] for args in told] == [(1, 2)]
+
+
 def test_both_variants_and_every_way_have_a_code_of_their_own():
     kernel = KERNELS["reduce_partials"]
     _, fixed, _ = bound_by_number(kernel)

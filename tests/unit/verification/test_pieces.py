@@ -96,6 +96,24 @@ def test_a_fault_in_what_is_computed_together_is_named(fault, monkeypatch):
     assert failed[0] in str(report)
 
 
+def test_an_element_that_the_norm_rounds_the_other_way_may_be_many_ulp_of_what_a_rotation_leaves_of_it(monkeypatch):
+    """The two products of a rotation may cancel: they are large where their sum, and its ulp, are small."""
+    moved = []
+
+    def rounded_the_other_way(q, k, q_weight, k_weight, spec, cos, sin, **rest):
+        normed, k = reference_norm(q, q_weight, None, spec), reference_norm(k, k_weight, None, spec)
+        before = rotated(normed, cos, sin)
+        where = tuple(i.item() for i in torch.unravel_index(before.abs().argmin(), before.shape))
+        normed[where] *= 1 + 2**-10
+        after = rotated(normed, cos, sin)
+        moved.append(((after - before)[where] / (before[where].abs().float() * 2**-10)).abs().item())
+        return after, rotated(k, cos, sin)
+
+    monkeypatch.setattr(attention, "fused_qk_norm", rounded_the_other_way)
+    report = verify(dtype=torch.float16)
+    assert max(moved) > 4 and all(check.passed for check in report.fused), str(report)
+
+
 class _Projectionless(torch.autograd.Function):
     """The norm with the gradient that a kernel without the projection has: dy * weight * rstd."""
 
