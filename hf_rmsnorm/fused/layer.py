@@ -21,10 +21,10 @@ from .summands import keep_summands
 _is_compiling = torch.compiler.is_compiling
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _NO_LINK = (lambda: None), "", ()
-# Of a sum. Below it the host is what everything waits for, and handing a norm over takes it twice the time of an add
-# and a norm, and a fifth more with their backwards; a graph that is captured needs the host no more.
+# Of what a layer is given. Below it the host is what everything waits for, and handing a norm over takes it twice the
+# time of an add and a norm, and a fifth more with their backwards; a graph that is captured needs the host no more.
 LEAST_ELEMENTS = 2**20
-# Sums of fewer that were fused all the same, once: a captured graph fuses what it finds loaded, as it can load nothing.
+# Layers and inputs of fewer, which ran fused once all the same: a captured graph fuses the sums that it finds loaded.
 _ran_fused: set[tuple] = set()
 # observer(module, kind, which, operands): `module` adds or attends, `which` names the place in its forward.
 observers: list[Callable[[torch.nn.Module, str, tuple, tuple], None]] = []
@@ -101,11 +101,6 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
     if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return left + right
     graded, (reader, seen) = torch.is_grad_enabled(), site
-    if not observers and left.numel() < LEAST_ELEMENTS and not capturing(left):
-        key = type(layer), reader, left.shape, left.dtype, left.get_device(), graded
-        if key in _ran_fused:
-            return left + right
-        _ran_fused.add(key)
     if seen and torch.is_inference_mode_enabled():
         return left + right
     if observers:
@@ -146,6 +141,17 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
         return left + right
     hand_over(norm, total, output, weight, bias, spec, backend)
     return total
+
+
+def waits_for_host(layer: torch.nn.Module, x) -> bool:
+    """Whether a layer is to add and normalise x in two launches, as the host is quicker so than in one."""
+    if type(x) is not torch.Tensor or x.numel() >= LEAST_ELEMENTS or capturing(x) or not x.is_floating_point():
+        return False
+    key = type(layer), x.shape, x.dtype, x.get_device(), torch.is_grad_enabled()
+    if key in _ran_fused or _is_compiling():
+        return True
+    _ran_fused.add(key)
+    return False
 
 
 def add_unrounded(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
@@ -250,7 +256,8 @@ def fused_layer_class(base: type, fusion) -> type:
         if key not in _classes:
             marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
             always = observers if not getattr(fusion, "unrounded", False) else (True,)
-            cls = derive(base, guarded(fusion.rewrite(base), base, always), marks, fused_layer_class, fusion)
+            aside = waits_for_host if isinstance(fusion, Fusion) else None
+            cls = derive(base, guarded(fusion.rewrite(base), base, always, aside), marks, fused_layer_class, fusion)
             if not wrapped_alike(cls.forward, base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")
             _classes[key] = cls

@@ -86,9 +86,9 @@ def _gist(code) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def guarded(forward: Callable, base: type, observers: list | tuple = ()) -> Callable:
-    """A forward that steps aside where somebody gives the class it was made from another, and where no kernel serves
-    its first input and nobody observes it.
+def guarded(forward: Callable, base: type, observers: list | tuple = (), aside: Callable | None = None) -> Callable:
+    """A forward that steps aside where somebody gives the class it was made from another; and unless it is observed,
+    where no kernel serves its first input, or ``aside(module, first input)`` says so.
     """
     original = base.forward
     inner = inspect.unwrap(original)
@@ -100,6 +100,8 @@ def guarded(forward: Callable, base: type, observers: list | tuple = ()) -> Call
         if getattr(x, "is_cpu", False) and not observers and left_alone(x):
             return base.forward(self, *args, **kwargs)
         if base.forward is not original or inner.__code__ is not code:  # autoreload exchanges the code alone
+            return base.forward(self, *args, **kwargs)
+        if aside is not None and not observers and aside(self, x):
             return base.forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 

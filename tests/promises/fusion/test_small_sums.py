@@ -12,7 +12,7 @@ from hf_rmsnorm.kernels.plan import forget
 
 DEFAULT = layer.LEAST_ELEMENTS
 NORMS, SUMS = 7, 6  # of a LLaMA of three layers; each norm but the first reads a sum
-FIRST = 2  # of these, one inside of a layer and one behind it, are fused the first time all the same
+FIRST = SUMS // 3  # those of one layer, as its class has to run fused once
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +96,16 @@ def test_verification_runs_the_fused_sums_whatever_their_size():
     """What a short text does not fuse a long one will."""
     report = verify_equivalence(copy.deepcopy(build("llama")), inputs=IDS[:, :4], max_new_tokens=1)
     assert report.passed and sum("+" in check.path for check in report.fused) == SUMS
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_train_from_the_first_step_on(fused, reentrant):
+    model = patched().train()
+    expected = torch.autograd.grad(model(IDS).logits.sum(), [*model.parameters()])
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    layer._ran_fused.clear()
+    for _ in range(2):
+        model.zero_grad()
+        model(IDS).logits.sum().backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)

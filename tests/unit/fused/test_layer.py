@@ -8,6 +8,7 @@ from torch.nn.utils import parametrize
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused import handover, layer
 from hf_rmsnorm.fused.layer import add, link
+from hf_rmsnorm.kernels.plan import forget
 
 D = 16
 
@@ -264,25 +265,36 @@ def test_while_compiling_sums_are_torchs(made, monkeypatch):
     assert not fused(made, OWN)
 
 
+X = torch.randn(2, D)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
-    "capturing, least, site, fuses",
+    "x, capturing, least, waits",
     [
-        (False, 2**20, OWN, [True, False, False]), (True, 2**20, OWN, [False, False, False]),
-        (False, 2 * D, OWN, [True, True, True]), (False, 2 * D + 1, OWN, [True, False, False]),
-        (False, 2 * D + 1, LAST, [True, False, False]), (True, 2 * D, OWN, [False, False, False]),
-        (True, 2 * D, LAST, [False, False, False]),
+        (X, False, 2 * D + 1, [False, True, True]), (X, False, 2 * D, [False] * 3), (X, True, 2 * D + 1, [False] * 3),
+        (nn.Parameter(X), False, 2**20, [False] * 3), (X.long(), False, 2**20, [False] * 3),
+        ((X,), False, 2**20, [False] * 3),
     ],
 )  # fmt: skip
-def test_small_sums_are_fused_once_where_the_host_is_waited_for(
-    made, monkeypatch, grad, capturing, least, site, fuses
-):
+def test_a_layer_runs_fused_once_where_the_host_is_waited_for(made, monkeypatch, grad, x, capturing, least, waits):
     monkeypatch.setattr(layer, "_ran_fused", set())
-    type(made.norm)._hf_rmsnorm_plans.clear()
     monkeypatch.setattr(layer, "LEAST_ELEMENTS", least)
     monkeypatch.setattr(layer, "capturing", lambda t: capturing)
     with torch.set_grad_enabled(grad):
-        assert [fused(made, site) for _ in range(3)] == fuses
+        assert [layer.waits_for_host(made, x) for _ in range(3)] == waits
+
+
+@pytest.mark.parametrize("site", [OWN, LAST])
+def test_a_captured_graph_fuses_the_sums_that_ran_fused_before(made, monkeypatch, site):
+    type(made.norm)._hf_rmsnorm_plans.clear()
+    forget()
+    found = []
+    for capturing in (True, False, True):
+        monkeypatch.setattr(layer, "capturing", lambda t, answer=capturing: answer)
+        with torch.no_grad():
+            found.append(fused(made, site))
+    assert found == [False, True, site == OWN]
 
 
 def test_other_code_in_the_modules_own_forward_keeps_its_norm_apart(made, monkeypatch):
