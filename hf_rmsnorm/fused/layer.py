@@ -145,12 +145,13 @@ def add(layer: torch.nn.Module, left, right, site: tuple[str, bool]):
 
 def waits_for_host(layer: torch.nn.Module, x) -> bool:
     """Whether a layer is to add and normalise x in two launches, as the host is quicker so than in one."""
-    if type(x) is not torch.Tensor or x.numel() >= LEAST_ELEMENTS or capturing(x) or not x.is_floating_point():
+    if _is_compiling() or type(x) is not torch.Tensor or x.numel() >= LEAST_ELEMENTS or capturing(x):
         return False
     key = type(layer), x.shape, x.dtype, x.get_device(), torch.is_grad_enabled()
-    if key in _ran_fused or _is_compiling():
+    if key in _ran_fused:
         return True
-    _ran_fused.add(key)
+    if x.is_floating_point():  # not the ids that a whole model is given
+        _ran_fused.add(key)
     return False
 
 

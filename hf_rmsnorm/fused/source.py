@@ -90,9 +90,11 @@ def guarded(forward: Callable, base: type, observers: list | tuple = (), aside: 
     """A forward that steps aside where somebody gives the class it was made from another; and unless it is observed,
     where no kernel serves its first input, or ``aside(module, first input)`` says so.
     """
-    original = base.forward
+    original = own = base.forward
     inner = inspect.unwrap(original)
     code = inner.__code__
+    while len(_wrappers(own)) > len(_wrappers(forward)):  # by what wraps each subclass anew, ours as well
+        own = own.__wrapped__
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
@@ -102,7 +104,7 @@ def guarded(forward: Callable, base: type, observers: list | tuple = (), aside: 
         if base.forward is not original or inner.__code__ is not code:  # autoreload exchanges the code alone
             return base.forward(self, *args, **kwargs)
         if aside is not None and not observers and aside(self, x):
-            return base.forward(self, *args, **kwargs)
+            return own(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
     return stepping_aside
