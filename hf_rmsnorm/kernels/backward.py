@@ -27,6 +27,15 @@ def eps_outside_factor(square, eps):
 
 
 @triton.jit
+def sums(g, along, axis: tl.constexpr, CENTERED: tl.constexpr):
+    """(sum of g, where that is asked for; sum of along): warps exchange the two at once."""
+    if CENTERED:
+        return tl.split(tl.sum(tl.join(g, along), axis))
+    else:
+        return 0.0, tl.sum(along, axis)
+
+
+@triton.jit
 def norm_backward(
     DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
@@ -50,10 +59,11 @@ def norm_backward(
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
         RELOAD_W: wide rows: read the weight in every step instead of holding it, so that nothing spills.
         FLAT: as in `row_offsets`.
-        GAPS: columns behind the row are known to add nothing, see `known`.
+        GAPS: columns behind which registers hold nothing in every thread, and are known to add nothing; or 0.
     """
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
+    filled = (cols < GAPS)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after" or GATE == "modulate_after"
     # Of wide rows dh, if it was prefetched, is added before the sum: after it, it would be one row more in registers.
@@ -68,6 +78,8 @@ def norm_backward(
             W += head * N
         if B is not None:
             B += head * N
+    # From the tile's first element, not as x's are: those are at hand stages earlier, in registers till then.
+    dx_at = tl.arange(0, ROWS)[:, None] * (HEADS * N) + cols[None, :]
     if W is not None and not RELOAD_W:
         w = load(W + tile_cols, col_mask, BLOCK == N)
     if DW is not None:
@@ -79,10 +91,10 @@ def norm_backward(
         if HEADS != 1:
             rows = rows * HEADS + head
         row_mask = rows < rows_total
-        mask = row_mask[:, None] & col_mask
+        mask = col_mask if ROWS == 1 else row_mask[:, None] & col_mask
         x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None] + cols[None, :]
         dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT, FLAT)[:, None] + cols[None, :]
-        dx_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
+        first = (tl.cast(tile, tl.int64) * (ROWS * HEADS) + head) * N
         x = load(X + x_at, mask, DENSE)
         dy = load(DY + dy_at, mask, DENSE)
         if G is not None:
@@ -111,7 +123,7 @@ def norm_backward(
         else:
             if CENTERED:
                 x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
-                if BLOCK != N:
+                if BLOCK != N and EPS_OUTSIDE:
                     x = tl.where(col_mask, x, 0.0)
             xhat = x if SCALED else x * rstd[:, None]
         g = dy.to(tl.float32)
@@ -124,14 +136,14 @@ def norm_backward(
                     y = y * scale_of(w, W, OFFSET, ROUND_OFFSET)
                 if B is not None:
                     y = y + load(B + tile_cols, col_mask, BLOCK == N).to(tl.float32)
-                store(DG + dx_at, g * y * slope, mask, DENSE)
+                store(DG + first + dx_at, g * y * slope, mask, DENSE)
             g = g * factor
         if DB is not None:
-            db = known(db + g, col_mask, GAPS)
+            db = known(db + g, filled, GAPS)
         if SCALED:
             g = g * rstd[:, None]
         if DW is not None and not WEIGHT_FIRST:
-            dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), col_mask, GAPS)
+            dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), filled, GAPS)
         if DX is not None or WEIGHT_FIRST or (DG is not None and not AFTER):
             if W is not None and not WEIGHT_FIRST:
                 if RELOAD_W:
@@ -141,18 +153,19 @@ def norm_backward(
                 other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
             if EARLY_DH:
                 early = g * rstd[:, None] + load(DH + other_at, mask, DENSE).to(tl.float32)
-            along = tl.sum(known(g * xhat, col_mask, GAPS), axis=1) * (1.0 / N)
+            total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), 1, CENTERED)
+            along = along * (1.0 / N)
             if EPS_OUTSIDE:
-                along = along * eps_outside_factor(tl.sum(known(x * x, col_mask, GAPS), axis=1) * (1.0 / N), eps)
+                along = along * eps_outside_factor(tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps)
+            if CENTERED:
+                g = g - (total * (1.0 / N))[:, None]
             # By way of x fewer values are live across the sum.
             if SCALED:
-                dx = tl.fma(x, tl.broadcast_to((-along * rstd * rstd)[:, None], x.shape), g)
+                dx = g - x * (along * rstd * rstd)[:, None]
             elif (RELOAD_W or CENTERED) and not FROM_OUTPUT:
                 dx = g - x * (along * rstd)[:, None]
             else:
                 dx = g - xhat * along[:, None]
-            if CENTERED:
-                dx = dx - (tl.sum(g, axis=1) * (1.0 / N))[:, None]
             if not SCALED:
                 dx = dx * rstd[:, None]
             if EARLY_DH:
@@ -162,16 +175,16 @@ def norm_backward(
                     dx = early - x * (along * rstd * rstd)[:, None]
             if WEIGHT_FIRST:
                 if DW is not None:
-                    dw = known(dw + dx * unscaled, col_mask, GAPS)
+                    dw = known(dw + dx * unscaled, filled, GAPS)
                 dx = dx * scale
             if GATE == "silu_before":
                 if DG is not None:
-                    store(DG + dx_at, dx * slope, mask, DENSE)
+                    store(DG + first + dx_at, dx * slope, mask, DENSE)
                 dx = dx * factor
             if DH is not None and not EARLY_DH:
                 dx = dx + load(DH + other_at, mask, DENSE).to(tl.float32)
             if DX is not None:
-                store(DX + dx_at, dx, mask, DENSE)
+                store(DX + first + dx_at, dx, mask, DENSE)
     partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N + cols
     if DW is not None:
         store(DW + partial, tl.sum(dw, axis=0), cols < N, BLOCK == N)

@@ -3,27 +3,25 @@
 import triton
 import triton.language as tl
 
-from .backward import eps_outside_factor
-from .device import hat_of_output, load, round_hat, row_offsets, scale_of, store
+from .backward import eps_outside_factor, sums
+from .device import hat_of_output, load, round_hat, row_offsets, scale_of, store, wide
 
 
 @triton.jit
 def hat_and_gradient(
-    x_row, dy_row, W, B, mean, rstd, cols, col_mask, DENSE: tl.constexpr,
+    x_row, dy_row, W, B, mean, cols, col_mask, DENSE: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    """(xhat, g) of some columns of one row; g is zero in masked lanes."""
-    x = load(x_row + cols, col_mask, DENSE).to(tl.float32)
-    g = load(dy_row + cols, col_mask, DENSE).to(tl.float32)
+    """(x - mean, or xhat FROM_OUTPUT; g) of some columns of one row; g is zero in masked lanes."""
+    x = wide(load(x_row + cols, col_mask, DENSE))
+    g = wide(load(dy_row + cols, col_mask, DENSE))
     scale = None
     if W is not None:
-        scale = scale_of(load(W + cols, col_mask, DENSE), W, OFFSET, ROUND_OFFSET)
+        scale = scale_of(wide(load(W + cols, col_mask, DENSE)), W, OFFSET, ROUND_OFFSET)
         g = g * scale
-    if FROM_OUTPUT:  # noqa: SIM108
-        xhat = hat_of_output(x, scale, B, cols, col_mask, DENSE, False)
-    else:
-        xhat = (x - mean) * rstd
-    return xhat, g
+    if FROM_OUTPUT:
+        return hat_of_output(x, scale, B, cols, col_mask, DENSE, False), g
+    return x - mean, g
 
 
 @triton.jit
@@ -60,28 +58,26 @@ def norm_backward_loop(
             if W is not None:
                 g = g * scale
         else:
-            xhat, g = hat_and_gradient(
-                x_row, dy_row, W, B, mean, rstd, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, FROM_OUTPUT
-            )
-            along += g * xhat
+            x, g = hat_and_gradient(x_row, dy_row, W, B, mean, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, FROM_OUTPUT)
+            along += g * x
         if EPS_OUTSIDE:
-            squares += xhat * xhat
+            squares += x * x
         if CENTERED:
             total += g
-    mean_along = tl.sum(along, axis=0) * (1.0 / N)
-    mean_g = tl.sum(total, axis=0) * (1.0 / N)
+    total, along = sums(total, along, 0, CENTERED)
+    # rstd multiplies these sums, not what is added up.
+    along = along * (1.0 / N) * (rstd if FROM_OUTPUT else rstd * rstd * rstd)
+    total = total * (1.0 / N) * rstd
     if EPS_OUTSIDE:
-        mean_along = mean_along * eps_outside_factor(tl.sum(squares, axis=0) * (1.0 / N) / (rstd * rstd), eps)
+        along = along * eps_outside_factor(tl.sum(squares, axis=0) * (1.0 / N), eps)
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
-        xhat, g = hat_and_gradient(
-            x_row, dy_row, W, B, mean, rstd, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, FROM_OUTPUT
-        )
-        dx = g - xhat * mean_along
+        x, g = hat_and_gradient(x_row, dy_row, W, B, mean, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, FROM_OUTPUT)
+        dx = g * rstd
         if CENTERED:
-            dx = dx - mean_g
-        dx = dx * rstd
+            dx = dx - total
+        dx = dx - x * along
         if DH is not None:
             other_at = row_offsets(row, other_len, other_outer, other_inner, UNIT)
             dx = dx + load(DH + other_at + cols, col_mask, DENSE).to(tl.float32)

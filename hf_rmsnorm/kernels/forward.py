@@ -61,9 +61,9 @@ def mean_of(x, N: tl.constexpr, X, ROUNDING: tl.constexpr):
 def norm_forward(
     X, W, B, G, SHIFT, FACTOR, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
+    HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One program normalises ROWS whole rows of N elements held in registers.
 
@@ -79,9 +79,11 @@ def norm_forward(
         H: (rows_total, N), contiguous, in the dtype of that sum; or None.
         Y: (rows_total, N), contiguous.
         RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also where not CENTERED).
+        FLAT: as in `row_offsets`.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
+    head = 0
     if HEADS != 1:
         head = tl.program_id(1)
         rows = rows * HEADS + head
@@ -91,26 +93,27 @@ def norm_forward(
             B += head * N
     col_mask = cols < N
     row_mask = rows < rows_total
-    # A one-row tile never hangs over the last row: the grid is exact.
+    # A one-row tile never hangs over the last row: the grid is exact. Columns alone tell which registers hold nothing.
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
-    mask = row_mask[:, None] & col_mask[None, :]
-    x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT)[:, None] + cols[None, :]
-    y_at = tl.cast(rows, tl.int64)[:, None] * N + cols[None, :]
+    mask = col_mask[None, :] if ROWS == 1 else row_mask[:, None] & col_mask[None, :]
+    x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None] + cols[None, :]
+    # From the tile's first element, not as x's are, which would be held in registers until Y is stored.
+    y_at = tl.arange(0, ROWS)[:, None] * (HEADS * N) + cols[None, :]
+    first = (tl.cast(tl.program_id(0), tl.int64) * (ROWS * HEADS) + head) * N
     x = load(X + x_at, mask, DENSE)
     # A sum of two is computed in their dtype, two in one instruction; single elements would take registers.
     x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
     if RES is not None:
-        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
         if FACTOR is not None:
             x = (x * load(FACTOR + other_at, mask, DENSE).to(tl.float32)).to(X.dtype.element_ty).to(tl.float32)
-        h = plus_residual(x, RES, other_at if G is None else y_at, mask, H, DENSE)
+        h = plus_residual(x, RES, other_at if G is None else first + y_at, mask, H, DENSE)
         if H is not None:
-            # An address of its own, not `y_at`: that would be held in registers until Y is stored.
-            store(H + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :], h, mask, DENSE)
+            store(H + first + y_at, h, mask, DENSE)
             X = H  # from here on it stands for the dtype of what is normalised
         x = h.to(tl.float32)
     if G is not None:
-        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT)[:, None] + cols[None, :]
+        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
         factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), G, GATE)
         if GATE == "silu_before":
             x = x * factor
@@ -154,7 +157,7 @@ def norm_forward(
                 y = y + load(SHIFT + other_at, mask, DENSE).to(tl.float32)
         else:
             y = y * factor
-    store(Y + y_at, y, mask, DENSE)
+    store(Y + first + y_at, y, mask, DENSE)
 
 
 @triton.jit
@@ -181,23 +184,25 @@ def norm_forward_loop(
     squares = tl.zeros((BLOCK,), tl.float32)
     if CENTERED:
         lane_mean = tl.zeros((BLOCK,), tl.float32)
-        lane_count = tl.zeros((BLOCK,), tl.float32)
+        steps = 0.0
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
-        x = load(x_row + cols, col_mask, DENSE).to(tl.float32)
+        x = load(x_row + cols, col_mask, DENSE)
+        x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
         if RES is not None:
             x = plus_residual(x, RES, other_at + cols, col_mask, H, DENSE).to(tl.float32)
         if CENTERED:
-            lane_count += col_mask.to(tl.float32)
-            delta = tl.where(col_mask, x - lane_mean, 0.0)
-            lane_mean += delta / tl.maximum(lane_count, 1.0)
+            delta = x - lane_mean if DENSE else tl.where(col_mask, x - lane_mean, 0.0)
+            steps += 1.0
+            lane_mean += delta * (1.0 / steps)
             squares += delta * (x - lane_mean)
         else:
             squares += step(x * x, X, ROUNDING)
     if CENTERED:
         # Summed as differences from one lane's mean: a large mean then costs no accuracy, a constant row none at all.
-        lane = tl.max(tl.where(lane_count > 0, lane_mean, -float("inf")), axis=0)
+        lane_count = tl.where(tl.arange(0, BLOCK) < N % BLOCK, N // BLOCK + 1.0, N // BLOCK * 1.0)
+        lane = tl.max(lane_mean, axis=0)
         mean = lane + tl.sum((lane_mean - lane) * lane_count, axis=0) * (1.0 / N)
         delta = lane_mean - mean
         squares += lane_count * delta * delta
@@ -210,7 +215,8 @@ def norm_forward_loop(
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         col_mask = cols < N
-        xhat = load(x_row + cols, col_mask, DENSE).to(tl.float32)
+        xhat = load(x_row + cols, col_mask, DENSE)
+        xhat = wide(xhat) if RES is None and UNIT != 1 else xhat.to(tl.float32)
         if RES is not None:
             h = plus_residual(xhat, RES, other_at + cols, col_mask, H, DENSE)
             if H is not None:

@@ -182,7 +182,11 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=
             **x_rows.arguments("x"), **other_rows.arguments("other"), "rows_total": rows,
         }  # fmt: skip
         if not config.loop:
-            named |= {"ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate)}
+            flat = x_rows.flat(rows, hidden_size) and other_rows.flat(rows, hidden_size)
+            named |= {
+                "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate),
+                "FLAT": hidden_size if flat else 0,
+            }  # fmt: skip
         kernel, grid = NORM_FORWARD_LOOP if config.loop else NORM_FORWARD, (-(-rows // (config.rows * heads)), heads, 1)
         keys = ((*dtypes, output_dtype, keep_sum, stats) for stats in (False, True))
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)

@@ -40,21 +40,29 @@ class BackwardConfig(TileConfig):
 
     stages: int = 1
     reload_weight: bool = False
-    gaps: bool = False
-    flat: bool = False
+    gaps: int = 0
+    flat: bool = True
     programs_per_sm: int = 1
 
 
 COLUMNS = TileConfig(block=256, rows=16, num_warps=8)  # dweight and dbias of wide rows
 
 
+def loop_shape(hidden_size: int, most: int, elements: int) -> tuple[int, int, int]:
+    """Columns of a step, rows and warps of a loop over one row: steps that fill it, if it has such a factor."""
+    block = min(most, max(2_048, hidden_size & -hidden_size))
+    return block, 1, block // elements
+
+
 @cache
 def forward_config(hidden_size: int) -> TileConfig:
     block = next_power_of_2(hidden_size)
     if hidden_size > TILE_MAX:
-        return TileConfig(8_192, 1, 16, loop=True)
+        return TileConfig(*loop_shape(hidden_size, 8_192, WARP_ELEMENTS), loop=True)
     # Rows that lie within a warp exchange no sums through shared memory: short ones do so in any of several.
     num_warps = 4 if block <= 256 else max(1, block // WARP_ELEMENTS)
+    if block > WARP_ELEMENTS and 8 * hidden_size <= 5 * block:
+        num_warps //= 2  # 40 elements a thread: of twice the warps each would hold 24, most of them behind the row
     return TileConfig(block, max(1, TILE_ELEMENTS // block), num_warps)
 
 
@@ -88,32 +96,35 @@ def backward_config(
     """
     block = next_power_of_2(hidden_size)
     if backward_loops(hidden_size, centered, gated or heads > 1):
-        return BackwardConfig(8_192, 1, 16, loop=True)
+        return BackwardConfig(*loop_shape(hidden_size, 4_096, 512), loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
-    # Up to three quarters of a tile run as half of it, 24 elements a thread: what lies behind the row is not computed.
-    # More sums, or float32, would not fit into registers, and twice the programs not into the memory of small chips.
-    gaps = block >= 2_048 and 4 * hidden_size <= 3 * block and not (gated or centered or from_output or itemsize > 2)
-    gaps = gaps and (2 + added + reads_bias) * 65_536 <= shared_limit
-    held = block // 2 if gaps else block
-    # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides.
-    num_warps = min(16, max(4 if gated else 2, rows * held // 512))
+    # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides. What lies
+    # behind the row is not computed, where so fewer warps do: 24 elements a thread, or 40 where there are two sums.
+    # More operands, or float32, would not fit into registers, and as many programs not into a small chip's memory.
+    eighths, elements = 8, 16
+    gaps = block >= 2_048 and not (gated or from_output or itemsize > 2)
+    if gaps and (2 + added + reads_bias) * 65_536 <= shared_limit:
+        if centered and 8 * hidden_size <= 5 * block:
+            eighths, elements = 5, 40
+        elif 8 * hidden_size <= 6 * block:
+            eighths, elements = 6, 24
+    num_warps = min(16, max(4 * gated, rows * block * eighths // (8 * 32 * elements)))
     reload_weight = block > (4_096 if gated else 8_192)
     # Every stage but the first has a buffer in shared memory for x, dy, the bias and a reloaded weight; rstd, mean and
     # the sums take less than 1 KB. Unlike dtypes change layout there too, in less than the narrow ones leave over.
     # Three stages load the next row while this one is computed; a wide row in two only saves registers.
     buffer = (2 + reload_weight + reads_bias + gated + added) * rows * block * itemsize
     stages = min(3, 1 + (shared_limit - 1_024) // buffer)
+    columns = 4_096 if gated else 8_192 if eighths == 8 else 12_288 if centered and eighths == 6 else 16_384
     return BackwardConfig(
         block=block,
         rows=rows,
         num_warps=num_warps,
         stages=stages,
         reload_weight=reload_weight,
-        gaps=gaps,
-        # Elsewhere such code takes registers, by which fewer programs fit.
-        flat=not (gated or from_output)
-        and (rows == 1 if centered else rows > 1 and hidden_size == block and itemsize == 2),
+        gaps=block * eighths // 8 if eighths < 8 else 0,
+        flat=stages > 1,  # else the one address of all operands would be held along with them
         # As many as fit: one more would run alone, afterwards. A third operand takes registers, a gate most.
-        programs_per_sm=min(4 if gated or added or from_output else 6, max(1, (4_096 if gated else 8_192) // held)),
+        programs_per_sm=min(4 if gated or added or from_output else 6, max(1, columns // block)),
     )
