@@ -92,14 +92,14 @@ def norm_backward(
             rows = rows * HEADS + head
         row_mask = rows < rows_total
         mask = col_mask if ROWS == 1 else row_mask[:, None] & col_mask
-        x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None] + cols[None, :]
-        dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT, FLAT)[:, None] + cols[None, :]
+        x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None]
+        dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT, FLAT)[:, None]
         first = (tl.cast(tile, tl.int64) * (ROWS * HEADS) + head) * N
-        x = load(X + x_at, mask, DENSE)
-        dy = load(DY + dy_at, mask, DENSE)
+        x = load(X + x_at + cols[None, :], mask, DENSE)
+        dy = load(DY + dy_at + cols[None, :], mask, DENSE)
         if G is not None:
-            other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
-            gate = load(G + other_at, mask, DENSE)
+            other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
+            gate = load(G + other_at + cols[None, :], mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
         x = x.to(tl.float32)
         if G is not None:
@@ -150,9 +150,9 @@ def norm_backward(
                     w = load(W + tile_cols, col_mask, BLOCK == N)
                 g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
             if DH is not None:
-                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
+                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
             if EARLY_DH:
-                early = g * rstd[:, None] + load(DH + other_at, mask, DENSE).to(tl.float32)
+                early = g * rstd[:, None] + load(DH + other_at + cols[None, :], mask, DENSE).to(tl.float32)
             total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), 1, CENTERED)
             along = along * (1.0 / N)
             if EPS_OUTSIDE:
@@ -182,14 +182,14 @@ def norm_backward(
                     store(DG + first + dx_at, dx * slope, mask, DENSE)
                 dx = dx * factor
             if DH is not None and not EARLY_DH:
-                dx = dx + load(DH + other_at, mask, DENSE).to(tl.float32)
+                dx = dx + load(DH + other_at + cols[None, :], mask, DENSE).to(tl.float32)
             if DX is not None:
                 store(DX + first + dx_at, dx, mask, DENSE)
-    partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N + cols
+    partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N
     if DW is not None:
-        store(DW + partial, tl.sum(dw, axis=0), cols < N, BLOCK == N)
+        store(DW + partial + cols, tl.sum(dw, axis=0), cols < N, BLOCK == N)
     if DB is not None:
-        store(DB + partial, tl.sum(db, axis=0), cols < N, BLOCK == N)
+        store(DB + partial + cols, tl.sum(db, axis=0), cols < N, BLOCK == N)
 
 
 @triton.jit

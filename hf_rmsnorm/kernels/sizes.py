@@ -116,7 +116,7 @@ def backward_config(
     # Three stages load the next row while this one is computed; a wide row in two only saves registers.
     buffer = (2 + reload_weight + reads_bias + gated + added) * rows * block * itemsize
     stages = min(3, 1 + (shared_limit - 1_024) // buffer)
-    columns = 4_096 if gated else 8_192 if eighths == 8 else 12_288 if centered and eighths == 6 else 16_384
+    columns = 4_096 if gated else 8_192 if eighths == 8 or (centered and eighths == 6) else 16_384
     return BackwardConfig(
         block=block,
         rows=rows,
@@ -124,7 +124,8 @@ def backward_config(
         stages=stages,
         reload_weight=reload_weight,
         gaps=block * eighths // 8 if eighths < 8 else 0,
-        flat=stages > 1,  # else the one address of all operands would be held along with them
+        # Elsewhere such code takes registers: without a prefetch the one address of all operands is held with them.
+        flat=stages > 1 and not (gated or from_output) and (rows == 1 or hidden_size == block),
         # As many as fit: one more would run alone, afterwards. A third operand takes registers, a gate most.
         programs_per_sm=min(4 if gated or added or from_output else 6, max(1, columns // block)),
     )

@@ -71,8 +71,10 @@ def _norms():
     from hf_rmsnorm.ops import fused_add_norm, fused_norm
 
     rms, layer = NormSpec(False, 1e-6, rounding="before_weight"), NormSpec(True, 1e-5, has_bias=True)
+    between = (1152, 1536, 2304, 2560, 2880, 3072, 3584, 5120, 6144, 7168, 12288, 14336, 18432)  # powers of two
     for kind, spec, sizes in (
-        ("RMSNorm", rms, (128, 1024, 4096, 5120, 8192, 16384)), ("LayerNorm", layer, (128, 1024, 4096, 8192)),
+        ("RMSNorm", rms, (128, 896, 1024, 4096, 8192, 16384, *between)),
+        ("LayerNorm", layer, (128, 896, 1024, 4096, 8192, *between)),
         ("sum and RMSNorm", rms, (1024, 4096)),
     ):  # fmt: skip
         for size in sizes:

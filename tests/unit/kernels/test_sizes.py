@@ -136,8 +136,8 @@ def test_what_lies_behind_a_row_of_two_bytes_an_element_is_not_computed(hidden_s
 @pytest.mark.parametrize(
     "hidden_size, eighths, warps, programs",
     [
-        (1_024, 0, 2, 6), (1_025, 5, 1, 6), (1_280, 5, 1, 6), (1_281, 6, 2, 6), (1_537, 0, 4, 4), (2_049, 5, 2, 4),
-        (2_561, 6, 4, 3), (3_073, 0, 8, 2), (5_120, 5, 4, 2), (5_121, 6, 8, 1), (6_145, 0, 16, 1),
+        (1_024, 0, 2, 6), (1_025, 5, 1, 6), (1_280, 5, 1, 6), (1_281, 6, 2, 4), (1_537, 0, 4, 4), (2_049, 5, 2, 4),
+        (2_561, 6, 4, 2), (3_073, 0, 8, 2), (5_120, 5, 4, 2), (5_121, 6, 8, 1), (6_145, 0, 16, 1),
     ],
 )  # fmt: skip
 def test_two_sums_of_a_row_take_fewer_warps_or_fewer_programs(hidden_size, eighths, warps, programs):
