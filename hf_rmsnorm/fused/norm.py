@@ -170,6 +170,8 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
 
     def like_the_last(self, *args, **kwargs):
         """`forward`, and the shortest way to it for a call like the last one, as layer after layer makes it."""
+        if not replaces and args and getattr(args[0], "is_cpu", False) and left_alone(args[0]):
+            return base.forward(self, *args, **kwargs)
         alike, _, plan = NOTHING if _is_compiling() else plans.recent  # Dynamo would guard on it
         if (
             plan is not None
