@@ -7,9 +7,9 @@ from contextlib import contextmanager
 def faithful_interpreter():
     """Make Triton's interpreter round to bfloat16 and add rows as GPUs do, for the length of one launch.
 
-    It truncates where hardware rounds to nearest even. It adds the rows of a tile one after another, where threads add
-    in pairs, which loses bits of a sum of many. It also replaces the functions of triton.language again for
-    every call of a helper, which took a third of its time: here once for each module that helpers name them by.
+    It truncates where hardware rounds to nearest even. It adds along all but the last dimension one after another,
+    where threads add in pairs, which loses bits of a sum of many. It also replaces the functions of triton.language
+    again for every call of a helper, which took a third of its time: here once for each module they are named by.
     """
     import numpy as np
     import triton.language as tl
@@ -32,8 +32,9 @@ def faithful_interpreter():
 
     def add_in_pairs(reduction, tile):
         data = tile.handle.data
-        if reduction.axis != 0 or data.ndim != 2 or reduction.keep_dims:
+        if reduction.axis in (None, data.ndim - 1) or reduction.keep_dims:
             return add(reduction, tile)
+        data = np.moveaxis(data, reduction.axis, 0)
         while len(data) > 1:  # a power of two
             data = data[::2] + data[1::2]
         return reduction.to_tensor(data[0], tile.dtype)
