@@ -147,11 +147,15 @@ def waits_for_host(layer: torch.nn.Module, x) -> bool:
     """Whether a layer is to add and normalise x in two launches, as the host is quicker so than in one."""
     if _is_compiling() or type(x) is not torch.Tensor or x.numel() >= LEAST_ELEMENTS or capturing(x):
         return False
-    key = type(layer), x.shape, x.dtype, x.get_device(), torch.is_grad_enabled()
+    if not x.is_floating_point():  # the ids that a whole model is given
+        return False
+    # A checkpoint runs a forward twice, and both alike; transforms have shapes that do not hash.
+    if torch.is_grad_enabled() or under_transform() or torch._C._len_torch_dispatch_stack():
+        return True
+    key = type(layer), x.shape, x.dtype, x.get_device()
     if key in _ran_fused:
         return True
-    if x.is_floating_point():  # not the ids that a whole model is given
-        _ran_fused.add(key)
+    _ran_fused.add(key)
     return False
 
 

@@ -282,7 +282,7 @@ def test_a_layer_runs_fused_once_where_the_host_is_waited_for(made, monkeypatch,
     monkeypatch.setattr(layer, "LEAST_ELEMENTS", least)
     monkeypatch.setattr(layer, "capturing", lambda t: capturing)
     with torch.set_grad_enabled(grad):
-        assert [layer.waits_for_host(made, x) for _ in range(3)] == waits
+        assert [layer.waits_for_host(made, x) for _ in range(3)] == ([waits[-1]] * 3 if grad else waits)
 
 
 @pytest.mark.parametrize("site", [OWN, LAST])
