@@ -10,7 +10,7 @@ import torch
 
 from ..formula import HALF_DTYPES
 from ..ops import add_norm_backend, fused_add_norm, sum_ahead_of_norm
-from ..ops.direct import capturing, launch_key, under_transform
+from ..ops.direct import LaunchCache, capturing, launch_key, under_transform
 from ..ops.norm import plan_of
 from .handover import given_otherwise, hand_over
 from .recipe import operands
@@ -155,6 +155,8 @@ def waits_for_host(layer: torch.nn.Module, x) -> bool:
     key = type(layer), x.shape, x.dtype, x.get_device()
     if key in _ran_fused:
         return True
+    if len(_ran_fused) >= LaunchCache.MOST:
+        _ran_fused.clear()
     _ran_fused.add(key)
     return False
 

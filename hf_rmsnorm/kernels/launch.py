@@ -126,7 +126,7 @@ def norm_backward(
     """
     device, plan = x.device, None
     if forward is not None:  # the rest is as it was there
-        key = _backward_key(dy, need, from_output, dh)
+        key = _backward_key(dy, x, need, from_output, dh)
         plan = forward.backward.get(key)
     if plan is None:
         limits = device_limits(device.type, device.index)
@@ -140,13 +140,13 @@ def norm_backward(
     return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps, launch)
 
 
-def backward_like(forward: ForwardPlan, dy, need: tuple[bool, ...], from_output: bool, dh) -> Callable:
+def backward_like(forward: ForwardPlan, dy, x, need: tuple[bool, ...], from_output: bool, dh) -> Callable:
     """What serves backwards like one that was launched: (dy, x, weight, bias, rstd, mean, gate, dh, eps)."""
-    return forward.backward[_backward_key(dy, need, from_output, dh)].serve[need]
+    return forward.backward[_backward_key(dy, x, need, from_output, dh)].serve[need]
 
 
-def _backward_key(dy, need, from_output, dh) -> tuple:
-    return dy.stride(), dy.dtype, need, from_output, None if dh is None else (dh.stride(), dh.dtype)
+def _backward_key(dy, x, need, from_output, dh) -> tuple:  # x may be the output, which lies otherwise
+    return dy.stride(), dy.dtype, x.stride(), need, from_output, None if dh is None else (dh.stride(), dh.dtype)
 
 
 def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:

@@ -65,7 +65,7 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
         grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output, plan)
         if plan is not None:
             alike = _check_of(dy, x, weight, bias, gate, rstd, mean, dh)
-            plan.last[0] = asked, alike, kernels().backward_like(plan, dy, need, from_output, dh)
+            plan.last[0] = asked, alike, kernels().backward_like(plan, dy, x, need, from_output, dh)
         return grads
     if from_output:
         return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)

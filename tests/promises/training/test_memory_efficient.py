@@ -600,3 +600,20 @@ def test_weights_on_meta_are_looked_at_when_they_arrive():
     with torch.no_grad():
         module.weight.fill_(1.0)
     assert kept(module, operands(dtype=torch.float32)[0]) == "output"
+
+
+def test_a_norm_that_keeps_a_strided_input_after_one_alike_that_kept_its_output():
+    """Their plans are one; what the two keep lies otherwise in memory."""
+    norms = torch.nn.ModuleList(torch.nn.LayerNorm(72) for _ in range(2))
+    with torch.no_grad():
+        norms[1].weight[3] = 0.0  # it keeps its input
+    x = torch.randn(2, 72, 5, requires_grad=True)
+
+    def gradients(norm):
+        y = norm(x.transpose(1, 2))
+        return torch.autograd.grad(y, [x, norm.weight], torch.linspace(-1.0, 1.0, y.numel()).view(y.shape))
+
+    expected = [gradients(norm) for norm in norms]
+    patch_model(norms, memory_efficient=True)
+    for norm, each in zip(norms, expected, strict=True):
+        torch.testing.assert_close(gradients(norm), each)
