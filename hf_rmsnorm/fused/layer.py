@@ -24,7 +24,7 @@ _NO_LINK = (lambda: None), "", ()
 # Of what a layer is given. Below it the host is what everything waits for, and handing a norm over takes it twice the
 # time of an add and a norm, and a fifth more with their backwards; a graph that is captured needs the host no more.
 LEAST_ELEMENTS = 2**20
-# Layers and inputs of fewer, which ran fused once all the same: a captured graph fuses the sums that it finds loaded.
+# Layers and inputs of fewer that ran fused once, without gradients: a captured graph fuses the sums it finds loaded.
 _ran_fused: set[tuple] = set()
 # observer(module, kind, which, operands): `module` adds or attends, `which` names the place in its forward.
 observers: list[Callable[[torch.nn.Module, str, tuple, tuple], None]] = []

@@ -1,10 +1,12 @@
 """Sums of few elements: fused where a GPU gains by it, and left alone where the host would lose."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from fusion_models import IDS, build
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hf_rmsnorm import count_launches, patch_model, verify_equivalence
 from hf_rmsnorm.fused import layer
@@ -63,10 +65,9 @@ def test_sums_of_many_elements_are_fused(fused, monkeypatch):
 
 def test_training_fuses_sums_of_many_elements(fused, monkeypatch):
     model = patched().train()
-    for times in (0, 0):
+    for _ in range(2):
         model(IDS).logits.sum().backward()
-        assert len(fused) == times
-        fused.clear()
+        assert not fused
     monkeypatch.setattr(layer, "LEAST_ELEMENTS", IDS.numel() * model.config.hidden_size)
     model(IDS).logits.sum().backward()
     assert len(fused) == SUMS
@@ -98,11 +99,19 @@ def test_verification_runs_the_fused_sums_whatever_their_size():
     assert report.passed and sum("+" in check.path for check in report.fused) == SUMS
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_train_from_the_first_step_on(fused, reentrant):
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.add.Tensor])  # sums are kept
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True}, "not reentrant": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": SELECTIVE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpointed_layers_train_from_the_first_step_on(fused, kind):
+    """Both runs of a layer are alike: a checkpoint gives the second what the first has kept, in order."""
     model = patched().train()
     expected = torch.autograd.grad(model(IDS).logits.sum(), [*model.parameters()])
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable(CHECKPOINTS[kind])
     layer._ran_fused.clear()
     for _ in range(2):
         model.zero_grad()
