@@ -38,7 +38,7 @@ def load_again(pointers, mask, DENSE: tl.constexpr, HERE: tl.constexpr, holds):
     holds: true of every step, as the compiler finds out once it has made the stages.
     """
     if HERE:
-        if holds:
+        if holds:  # noqa: SIM108, Triton would compute both sides
             values = load(pointers, mask, DENSE)
         else:
             values = tl.zeros(pointers.shape, pointers.dtype.element_ty)

@@ -247,10 +247,10 @@ def test_fifty_shapes_compile_nothing_new():
         packed = random(batch, length, (heads + 2) * 128)
         for x in (random(batch * length, 128), packed[..., : heads * 128].unflatten(-1, (heads, 128))):
             run(fused, x, random(*x.shape, seed=1))
+            with torch.no_grad():
+                fused(x)
             if x.dim() == 4:
                 run(fused, x, random(batch, heads, length, 128, seed=1).transpose(1, 2))
-                with torch.no_grad():
-                    fused(x)
 
     forward_and_backward(2, 5, 4)
     previous = triton.knobs.runtime.jit_post_compile_hook
