@@ -16,7 +16,7 @@ gate, a weight before the norm, or an eps outside the root.
 import triton
 import triton.language as tl
 
-from .device import activation, hat_of_output, known, load, load_again, round_hat, row_offsets, scale_of, store
+from .device import activation, hat_of_output, known, load, round_hat, row_offsets, scale_of, store
 
 
 @triton.jit
@@ -70,7 +70,6 @@ def norm_backward(
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1 and not WEIGHT_FIRST
     # Where xhat is not rounded, rstd multiplies dy, once, and not all that dy is multiplied with.
     SCALED: tl.constexpr = CENTERED and ROUNDING == "once" and ROWS == 1 and not (AFTER or FROM_OUTPUT or RELOAD_W)
-    HERE: tl.constexpr = STAGES > 1 and UNIT != 1 and GATE is None and W is not None and W.dtype == X.dtype
     tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
     head = 0
     if HEADS != 1:
@@ -87,8 +86,7 @@ def norm_backward(
         dw = tl.zeros((ROWS, BLOCK), tl.float32)
     if DB is not None:
         db = tl.zeros((ROWS, BLOCK), tl.float32)
-    tiles = tl.cdiv(rows_total, ROWS * HEADS)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows_total, ROWS * HEADS), tl.num_programs(0), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
         if HEADS != 1:
             rows = rows * HEADS + head
@@ -111,7 +109,7 @@ def norm_backward(
                 x = x * factor
         if WEIGHT_FIRST:
             if RELOAD_W:
-                w = load_again(W + tile_cols, col_mask, BLOCK == N, HERE, tile < tiles)
+                w = load(W + tile_cols, col_mask, BLOCK == N)
             scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
             unscaled = x
             x = (x * scale).to(X.dtype.element_ty).to(tl.float32)
@@ -119,7 +117,7 @@ def norm_backward(
             scale = None
             if W is not None:
                 if RELOAD_W:
-                    w = load_again(W + tile_cols, col_mask, BLOCK == N, HERE, tile < tiles)
+                    w = load(W + tile_cols, col_mask, BLOCK == N)
                 scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
             xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N, CENTERED)
         else:
@@ -134,7 +132,7 @@ def norm_backward(
                 y = round_hat(xhat, X, W, ROUNDING)
                 if W is not None:
                     if RELOAD_W:
-                        w = load_again(W + tile_cols, col_mask, BLOCK == N, HERE, tile < tiles)
+                        w = load(W + tile_cols, col_mask, BLOCK == N)
                     y = y * scale_of(w, W, OFFSET, ROUND_OFFSET)
                 if B is not None:
                     y = y + load(B + tile_cols, col_mask, BLOCK == N).to(tl.float32)
@@ -149,7 +147,7 @@ def norm_backward(
         if DX is not None or WEIGHT_FIRST or (DG is not None and not AFTER):
             if W is not None and not WEIGHT_FIRST:
                 if RELOAD_W:
-                    w = load_again(W + tile_cols, col_mask, BLOCK == N, HERE, tile < tiles)
+                    w = load(W + tile_cols, col_mask, BLOCK == N)
                 g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
             if DH is not None:
                 other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]

@@ -32,22 +32,6 @@ def load(pointers, mask, DENSE: tl.constexpr):
 
 
 @triton.jit
-def load_again(pointers, mask, DENSE: tl.constexpr, HERE: tl.constexpr, holds):
-    """`load` in each step of a loop. HERE: not ahead into shared memory, where stages put what no branch holds.
-
-    holds: true of every step, as the compiler finds out once it has made the stages.
-    """
-    if HERE:
-        if holds:  # noqa: SIM108, Triton would compute both sides
-            values = load(pointers, mask, DENSE)
-        else:
-            values = tl.zeros(pointers.shape, pointers.dtype.element_ty)
-        return values
-    else:
-        return load(pointers, mask, DENSE)
-
-
-@triton.jit
 def wide(x):
     """x in float32. A bfloat16 is its upper half: said so, the assembler takes one instruction for it, not two."""
     if x.dtype == tl.bfloat16:

@@ -35,7 +35,7 @@ def unserved(spec: NormSpec, *families: str) -> str | None:
 def of_rows(spec: NormSpec, hidden_size: int, of_heads: bool = False) -> tuple[str, str]:
     """The families that compute rows of this size, forward and backward; `of_heads`: with a weight for each head."""
     forward = "forward loop" if hidden_size > TILE_MAX else "forward"
-    loops = backward_loops(hidden_size, spec.has_bias, spec.gate is not None or of_heads)
+    loops = backward_loops(hidden_size, spec.centered, spec.gate is not None or of_heads)
     return forward, "wide backward" if loops else "backward"
 
 

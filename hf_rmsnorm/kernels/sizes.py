@@ -7,7 +7,7 @@ MAX_HIDDEN_SIZE = 262_144
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 MAX_TOKEN = 8_192  # columns of all heads of a token in one tile, where one norm spans them: more would spill
 TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
-BIASED_BACKWARD_TILE_MAX = 8_192  # above it dweight and dbias are held of few elements a thread, or spill
+CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
 TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often
 WARP_ELEMENTS = 1_024  # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
 
@@ -16,9 +16,9 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def backward_loops(hidden_size: int, has_bias: bool, single_pass: bool) -> bool:
+def backward_loops(hidden_size: int, centered: bool, single_pass: bool) -> bool:
     """Whether rows are too wide for one tile; the loop knows neither gates nor heads, whose rows stay, and spill."""
-    return hidden_size > (BIASED_BACKWARD_TILE_MAX if has_bias and not single_pass else TILE_MAX)
+    return hidden_size > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,6 @@ def backward_config(
     added: bool = False,
     reads_bias: bool = False,
     from_output: bool = False,
-    has_bias: bool = False,
-    mixed: bool = False,
 ) -> BackwardConfig:
     """The shape for rows whose widest operand has `itemsize` bytes an element.
 
@@ -95,31 +93,28 @@ def backward_config(
         added: whether the gradient of a residual stream is added to dx.
         reads_bias: whether the bias is read, with each row.
         from_output: whether it is the norm's output that is read.
-        has_bias: whether there is a bias, and so a gradient of it.
-        mixed: whether the weight has another dtype than x.
     """
     block = next_power_of_2(hidden_size)
+    if backward_loops(hidden_size, centered, gated or heads > 1):
+        return BackwardConfig(*loop_shape(hidden_size, 4_096, 512), loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
     # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides. What lies
     # behind the row is not computed, where so fewer warps do: 24 elements a thread, or 40 where there are two sums.
-    # More operands, or float32, would not fit into registers, and as many programs not into a small chip's memory. Wide
-    # rows have 24: of 40, as many warps as fit would wait for one another.
+    # More operands, or float32, would not fit into registers, and as many programs not into a small chip's memory.
     eighths, elements = 8, 16
     gaps = block >= 2_048 and not (gated or from_output or itemsize > 2)
     if gaps and (2 + added + reads_bias) * 65_536 <= shared_limit:
-        if centered and block <= 8_192 and 8 * hidden_size <= 5 * block:
+        if centered and 8 * hidden_size <= 5 * block:
             eighths, elements = 5, 40
         elif 8 * hidden_size <= 6 * block:
             eighths, elements = 6, 24
-    if backward_loops(hidden_size, has_bias and eighths == 8, gated or heads > 1):
-        return BackwardConfig(*loop_shape(hidden_size, 4_096, 512), loop=True)
     num_warps = min(16, max(4 * gated, rows * block * eighths // (8 * 32 * elements)))
     reload_weight = block > (4_096 if gated else 8_192)
-    # Every stage but the first has a buffer in shared memory for x, dy, the bias and a weight that is copied with them;
-    # rstd, mean and the sums take less than 1 KB. Unlike dtypes change layout there too, in less than the narrow ones
-    # leave over. Three stages load the next row while this one is computed; a wide row in two only saves registers.
-    buffer = (2 + (reload_weight and (gated or mixed)) + reads_bias + gated + added) * rows * block * itemsize
+    # Every stage but the first has a buffer in shared memory for x, dy, the bias and a reloaded weight; rstd, mean and
+    # the sums take less than 1 KB. Unlike dtypes change layout there too, in less than the narrow ones leave over.
+    # Three stages load the next row while this one is computed; a wide row in two only saves registers.
+    buffer = (2 + reload_weight + reads_bias + gated + added) * rows * block * itemsize
     stages = min(3, 1 + (shared_limit - 1_024) // buffer)
     columns = 4_096 if gated else 8_192 if eighths == 8 or (centered and eighths == 6) else 16_384
     return BackwardConfig(

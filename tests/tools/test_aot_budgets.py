@@ -76,7 +76,7 @@ def a_few():
 @budgeted
 def test_a_few_kernels_keep_to_the_table(a_few):
     assert [kernel["kernel"] for kernel in a_few] == ["norm_forward", "norm_backward", "reduce_partials"]
-    test_no_register_is_spilled_but_where_the_table_says_so(a_few)
+    test_no_register_is_spilled(a_few)
     test_rows_move_by_16_bytes(a_few)
     test_registers_and_programs_per_multiprocessor_keep_to_the_table(a_few)
 
@@ -102,21 +102,39 @@ def budget_of(kernel):
 
 
 def spill_allowed(kernel):
-    """Bytes: what the table says, or none."""
-    return budget_of(kernel)[2] if len(budget_of(kernel) or ()) == 3 else 0
-
-
-def may_spill(kernel):
-    """Whether nobody looks: rows that are not aligned, and gated ones that no model has so wide or of other chips."""
-    gated = kernel["kernel"] == "norm_backward" and kernel["variant"] in GATED
-    return kernel["variant"].endswith("unaligned") or (
-        gated and (kernel["hidden_size"] > 8_192 or kernel["target"] != "sm_90")
-    )
+    """Bytes: what the table says, or else, of the backward for the gradient it adds, two registers, and more of float32
+    rows too wide for any prefetch on the smallest chip.
+    """
+    if len(budget_of(kernel) or ()) == 3:
+        return budget_of(kernel)[2]
+    if not kernel["variant"].startswith("add_") or kernel["kernel"] != "norm_backward":
+        return 0
+    return 112 if kernel["target"] == "sm_86" and kernel["hidden_size"] > 8_192 else 8
 
 
 @budgeted
-def test_no_register_is_spilled_but_where_the_table_says_so(kernels):
-    spilled = {name_of(k): k["spilled"] for k in kernels if k["spilled"] > spill_allowed(k) and not may_spill(k)}
+def test_no_register_is_spilled(kernels):
+    spilled = {
+        name_of(k): k["spilled"] for k in kernels
+        if k["spilled"] > spill_allowed(k) and k["target"] == "sm_90" and not k["variant"].endswith("unaligned")
+        and not (k["kernel"] == "norm_backward" and k["variant"] in GATED and k["hidden_size"] > 8_192)
+    }  # fmt: skip
+    assert not spilled, "bytes of local memory per thread"
+
+
+@budgeted
+def test_other_chips_spill_next_to_nothing(kernels):
+    """Wide float32 rows may: they are held in registers where a chip has too little shared memory to prefetch them."""
+
+    def allowed(k):
+        wide = k["variant"].endswith("fp32") and k["hidden_size"] >= 16_384
+        return max(spill_allowed(k), 32 if wide else 0)
+
+    spilled = {
+        name_of(k): k["spilled"] for k in kernels
+        if k["target"] != "sm_90" and not k["variant"].endswith("unaligned") and k["variant"] not in GATED
+        and k["spilled"] > allowed(k)
+    }  # fmt: skip
     assert not spilled, "bytes of local memory per thread"
 
 
