@@ -59,7 +59,7 @@ def _put_off(norm: torch.nn.Module, x) -> tuple | None:
     weight, bias, spec = found
     casts = spec.functional or spec.rounding == "every_step"  # as `qk_norm_backend` asks
     plans = type(norm)._hf_rmsnorm_plans
-    key, plan = plans.find(x, weight, bias, casts, by_itself=False)
+    key, plan = plans.find(x, weight, bias, casts)
     if not plan:
         backend = resolve_backend(x, weight, bias, spec)
         if backend == "original" or not type(norm)._hf_rmsnorm_recipe.fits(x, weight, bias):

@@ -136,6 +136,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
                 y = norm_of_summands(x, *summands, weight, bias, spec)
                 return y.contiguous() if row_major else y
             key, plan = plans.find(x, weight, bias, functional)
+            plans.recent = NOTHING if plan is None else plans.last.get(x.shape, NOTHING)
         if plan is None:
             if not replaces and left_alone(x):  # on an old GPU, or one of another kind
                 return base.forward(self, *args, **kwargs)

@@ -1,8 +1,7 @@
 """Forward kernels: one tile of whole rows per program, and a two-pass loop for rows too wide for registers.
 
-Every size, rounding and presence of an operand (a None pointer) is a compile-time constant, and whether rows lie one
-behind the other (FLAT). Row counts, the inner length and strides are not: a new batch or sequence length compiles
-nothing, but the first whose rows lie otherwise.
+Every size, rounding, presence of an operand (a None pointer) and FLAT is a compile-time constant; row counts, the inner
+length and strides are not: a new batch or sequence length compiles nothing where rows lie as they did.
 """
 
 import triton

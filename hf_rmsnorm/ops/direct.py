@@ -72,7 +72,7 @@ class LaunchCache(dict):
     Attributes:
         last: by the shape of x, what tells whether operands are like those of the last call that was found here, and
             its key and plan.
-        recent: the same of the very last call of a norm by itself, whatever its shape.
+        recent: the same of the last call of a module, whatever its shape; for its forward to keep.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
@@ -96,11 +96,8 @@ class LaunchCache(dict):
         plan = self[key] = make(*operands)
         return plan
 
-    def find(self, x: torch.Tensor, weight, bias, functional: bool, by_itself: bool = True) -> tuple:
-        """(key, plan) of a call that nobody compiles: plan is None where none is kept, key too where none can be.
-
-        by_itself: not of a norm of heads, which run with others in one launch, between those of whole rows.
-        """
+    def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
+        """(key, plan) of a call that nobody compiles: plan is None where none is kept, key too where none can be."""
         if type(x) not in DIRECT_TYPES or (functional and torch.is_autocast_enabled(x.device.type)):
             return None, None
         try:
@@ -108,8 +105,6 @@ class LaunchCache(dict):
         except TypeError:  # symbolic sizes, of a tensor that functorch has wrapped
             return None, None
         if (alike(x, weight) if bias is None else alike(x, weight, bias)) and not is_watched():
-            if by_itself:
-                self.recent = found
             return key, plan
         key = launch_key(x, weight, bias, functional)
         plan = None if key is None else self.get(key)
@@ -119,8 +114,6 @@ class LaunchCache(dict):
                 check = alike_to([t for t in (x, weight, bias) if t is not None])
                 known = self._alike[key] = check if weight is not None else lambda x, _, *bias: check(x, *bias)
             self.last[x.shape] = known, key, plan
-            if by_itself:
-                self.recent = known, key, plan
         return key, plan
 
 

@@ -99,6 +99,15 @@ def test_plans_are_kept_for_calls_that_kernels_serve(monkeypatch):
     run(attention, *given)
 
 
+def test_norms_of_heads_leave_the_short_way_to_the_norms_of_rows_around_them(monkeypatch):
+    attention, rows, given = made(), torch.randn(2, 3, D), operands()
+    before = [attention.q_norm(rows) for _ in range(3)][-1]
+    for _ in range(2):
+        run(attention, *given)
+    monkeypatch.setattr(type(type(attention.q_norm)._hf_rmsnorm_plans), "find", None)  # what is not called
+    assert torch.equal(attention.q_norm(rows), before)
+
+
 def test_norms_of_two_formulas_are_computed_apart():
     check(made(LlamaRMSNorm(D, eps=0.5)), *operands(), launches=TWO)
     attention = made()

@@ -161,16 +161,6 @@ def test_a_call_is_found_by_its_operands_and_no_other():
         assert plans.find(*one) == (key, None)
 
 
-def test_norms_of_heads_between_those_of_rows_leave_the_short_way_to_them():
-    plans, heads = LaunchCache(), torch.ones(2, 3, 4, X.shape[-1])
-    plans[launch_key(X, W, None, False)], plans[launch_key(heads, W, None, False)] = "rows", "heads"
-    assert plans.find(X, W, None, False)[1] == plans.find(X, W, None, False)[1] == "rows"
-    for _ in range(2):
-        assert plans.find(heads, W, None, False, by_itself=False)[1] == "heads"
-        assert plans.recent[2] == "rows"
-    assert plans.find(heads, W, None, False)[1] == plans.recent[2] == "heads"
-
-
 def test_a_call_is_found_without_what_torch_keeps_to_itself(monkeypatch):
     monkeypatch.setattr(direct, "TensorGuards", None)
     plans = LaunchCache()
