@@ -102,7 +102,7 @@ def check(spec, x, weight, bias, dy, gate=None):
 @pytest.mark.parametrize("name", SPECS)
 def test_every_formula_in_every_dtype(name, dtype):
     weight, bias = parameters(SPECS[name], 96, dtype)
-    check(SPECS[name], rows(3, 5, 96, dtype=dtype), weight, bias, rows(3, 5, 96, dtype=dtype, seed=7, mean=0))
+    check(SPECS[name], rows(3, 5, 96, dtype=dtype), weight, bias, rows(3, 5, 96, dtype=dtype, seed=7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +115,7 @@ def test_every_head_has_a_weight_of_its_own(name, shape, dtype):
         for p in parameters(spec, shape[-2] * shape[-1], dtype)
     )
     packed = rows(*shape[:-2], 2, *shape[-2:], dtype=dtype)
-    check(spec, packed.select(-3, 1), weight, bias, rows(*shape, dtype=dtype, seed=7, mean=0))
+    check(spec, packed.select(-3, 1), weight, bias, rows(*shape, dtype=dtype, seed=7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,7 +124,7 @@ def test_the_gate_is_read_where_it_lies(name, dtype):
     """x and gate are slices of one projection, and the gate may lie in another order than x."""
     spec = SPECS[name]
     weight, bias = parameters(spec, 96, dtype)
-    dy = rows(2, 5, 96, dtype=dtype, seed=7, mean=0)
+    dy = rows(2, 5, 96, dtype=dtype, seed=7)
     projected = rows(2, 5, 96 + 8 + 96, dtype=dtype)
     check(spec, projected[..., :96], weight, bias, dy, projected[..., 104:])
     check(spec, projected[..., :96], weight, bias, dy, rows(5, 2, 96, dtype=torch.float32).transpose(0, 1))
@@ -136,7 +136,7 @@ def test_the_gate_is_read_where_it_lies(name, dtype):
 def test_every_width_of_a_gated_row(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x = rows(3, hidden_size, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+    check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7))
 
 
 @pytest.mark.full
@@ -144,7 +144,7 @@ def test_every_width_of_a_gated_row(name, hidden_size):
 def test_other_formulas_in_rows_too_wide_for_registers(name):
     weight, bias = parameters(SPECS[name], 20000, torch.bfloat16)
     x = rows(2, 20000, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(2, 20000, dtype=torch.bfloat16, seed=7, mean=0))
+    check(SPECS[name], x, weight, bias, rows(2, 20000, dtype=torch.bfloat16, seed=7))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,9 @@ def test_other_formulas_in_rows_too_wide_for_registers(name):
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_every_tile_width(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
-    x = rows(3, hidden_size, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+    shape = (3 if hidden_size > 1 else 64, hidden_size)  # what a row of one leaves of dx is noise, here or eager's
+    x, dy = (rows(*shape, dtype=torch.bfloat16, seed=seed) for seed in (0, 7))
+    check(SPECS[name], x, weight, bias, dy)
 
 
 @pytest.mark.full
@@ -166,7 +167,7 @@ def test_rows_much_shorter_than_their_tile(name, hidden_size):
     """What lies behind them is not computed; there are more rows than programs."""
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x = rows(40, hidden_size, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(40, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+    check(SPECS[name], x, weight, bias, rows(40, hidden_size, dtype=torch.bfloat16, seed=7))
 
 
 @pytest.mark.full
@@ -185,7 +186,7 @@ def test_rows_too_wide_for_registers(name, hidden_size):
     assert forward_config(hidden_size).loop
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x = rows(2, hidden_size, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(2, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+    check(SPECS[name], x, weight, bias, rows(2, hidden_size, dtype=torch.bfloat16, seed=7))
 
 
 @pytest.mark.parametrize("name", ["llama", "fp32_weight", "gemma", "t5", "rms_bias", "layer_norm_no_bias"])
@@ -200,7 +201,7 @@ def test_rows_too_wide_for_registers(name, hidden_size):
 )
 def test_mixed_dtypes(name, x_dtype, weight_dtype):
     weight, bias = parameters(SPECS[name], 64, weight_dtype)
-    check(SPECS[name], rows(4, 64, dtype=x_dtype), weight, bias, rows(4, 64, dtype=x_dtype, seed=7, mean=0))
+    check(SPECS[name], rows(4, 64, dtype=x_dtype), weight, bias, rows(4, 64, dtype=x_dtype, seed=7))
 
 
 def packed(shape, dtype, seed):
@@ -264,7 +265,7 @@ def test_offsets_beyond_32_bits():
     x = storage.as_strided((2, hidden_size), (stride, 1))
     x.copy_(rows(2, hidden_size, dtype=torch.bfloat16))
     weight, bias = parameters(SPECS["llama"], hidden_size, torch.bfloat16)
-    check(SPECS["llama"], x, weight, bias, rows(2, hidden_size, dtype=torch.bfloat16, seed=7, mean=0))
+    check(SPECS["llama"], x, weight, bias, rows(2, hidden_size, dtype=torch.bfloat16, seed=7))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 70000)])
@@ -347,7 +348,7 @@ def test_any_shape_stride_dtype_and_formula(
     weight, bias = parameters(spec, hidden_size, weight_dtype, seed)
     shape = (2, outer, inner, hidden_size)
     x = rows(*shape, dtype=x_dtype, seed=seed) if layout == "contiguous" else globals()[layout](shape, x_dtype, seed)
-    check(spec, x, weight, bias, rows(*shape, dtype=x_dtype, seed=seed + 7, mean=0))
+    check(spec, x, weight, bias, rows(*shape, dtype=x_dtype, seed=seed + 7))
 
 
 @pytest.mark.parametrize("hidden_size", [96, 1000, 20000])
@@ -362,5 +363,5 @@ def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size, value):
 def test_layer_norm_of_rows_far_from_zero(hidden_size):
     """A mean 10,000 times the deviation: its own rounding must not reach the result."""
     x = (100 + 0.01 * rows(3, hidden_size, dtype=torch.float32, mean=0)).contiguous()
-    dy = rows(3, hidden_size, dtype=torch.float32, seed=7, mean=0)
+    dy = rows(3, hidden_size, dtype=torch.float32, seed=7)
     check(SPECS["layer_norm_no_affine"], x, None, None, dy)

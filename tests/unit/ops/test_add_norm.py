@@ -84,7 +84,7 @@ def check(spec, x, residual, weight, bias, dh, dy):
 
 def operands(shape, dtype):
     """x, residual, dh, dy."""
-    return [rows(*shape, dtype=dtype, seed=seed, mean=mean) for seed, mean in ((0, 0.25), (3, 0.25), (5, 0), (7, 0))]
+    return [rows(*shape, dtype=dtype, seed=seed) for seed in (0, 3, 5, 7)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

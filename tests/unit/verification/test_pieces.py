@@ -16,10 +16,10 @@ IDS = tiny_models.token_ids()
 MID, BEHIND, PAIR = "+ post_attention_layernorm", "+ the norm behind it", "q_norm and k_norm"
 
 
-def verify(family="qwen3", dtype=torch.bfloat16, **how):
-    model = tiny_models.build(family, dtype).eval()
+def verify(family="qwen3", dtype=torch.bfloat16, new_tokens=2, **config):
+    model = tiny_models.build(family, dtype, **config).eval()
     with use_backend("triton"):
-        return verify_equivalence(model, inputs=IDS, max_new_tokens=2, backward=True, **how)
+        return verify_equivalence(model, inputs=IDS, max_new_tokens=new_tokens, backward=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -115,34 +115,43 @@ def test_an_element_that_the_norm_rounds_the_other_way_may_be_many_ulp_of_what_a
     assert moved[0] > 8 and all(check.passed for check in report.fused), str(report)
 
 
-class _Projectionless(torch.autograd.Function):
-    """The norm with the gradient that a kernel without the projection has: dy * weight * rstd."""
+class _Losing(torch.autograd.Function):
+    """The norm with the gradient that a kernel without the means of dy * weight, or of it times xhat, has."""
 
     @staticmethod
-    def forward(ctx, x, y, weight, eps):
+    def forward(ctx, x, y, weight, bias, spec, lost):
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.spec, ctx.lost = spec, lost
         return y.detach().clone()
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
-        dweight = (dy.float() * x.float() * rstd).flatten(0, -2).sum(0)
-        return (dy.float() * weight.float() * rstd).to(x.dtype), None, dweight.to(weight.dtype), None
+        x, weight = (t.float() for t in ctx.saved_tensors)
+        x, dy = x - x.mean(-1, keepdim=True) * ctx.spec.centered, dy.float()
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.spec.eps)
+        g, xhat = dy * weight, x * rstd
+        mean, projection = g.mean(-1, keepdim=True) * ctx.spec.centered, xhat * (g * xhat).mean(-1, keepdim=True)
+        dx = rstd * (g - mean * (ctx.lost != "mean") - projection * (ctx.lost != "projection"))
+        dtype, sums = ctx.saved_tensors[1].dtype, [t.flatten(0, -2).sum(0) for t in (dy * xhat, dy)]
+        return dx.to(dtype), None, sums[0].to(dtype), sums[1].to(dtype) if ctx.spec.has_bias else None, None, None
 
 
-def test_a_gradient_without_its_projection_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    "family, lost",
+    [("qwen3", "projection"), ("starcoder2", "projection"), ("starcoder2", "mean"), ("starcoder2", None)],
+)
+@pytest.mark.parametrize("dtype, hidden_size", [(torch.float32, 64), (torch.bfloat16, 1024)], ids=str)
+def test_a_gradient_that_loses_a_mean_is_named(family, lost, dtype, hidden_size, monkeypatch):
     real = layer.fused_add_norm
 
     def wrong(x, residual, weight, bias, spec, *rest):
         total, y = real(x, residual, weight, bias, spec, *rest)
-        return total, _Projectionless.apply(total, y, weight, spec.eps)
+        return total, _Losing.apply(total, y, weight, bias, spec, lost)
 
     monkeypatch.setattr(layer, "fused_add_norm", wrong)
-    report = verify(dtype=torch.float32)
+    report = verify(family, dtype, new_tokens=0, hidden_size=hidden_size, num_hidden_layers=1)
     failed = {(check.path.split(": ")[-1], check.gradient) for check in report.gradients if not check.passed}
-    assert failed == {(MID, "operand 0"), (MID, "operand 1")} and not report.passed
+    assert failed == ({(MID, "operand 0"), (MID, "operand 1")} if lost else set())
     assert all(check.passed for check in report.fused), "the forward is right"
 
 
