@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -24,7 +24,7 @@ from hf_rmsnorm.kernels.serves import of_rows, unserved
 from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
 
 KERNELS = (*launch.KERNELS, *launch_qk.KERNELS)
-SIZES = (64, 96, 128, 896, 2048, 2560, 4096, 5120, 8192, 14336, 16384, 65536)
+SIZES = (64, 96, 128, 896, 2048, 2560, 4096, 5120, 8192, 12288, 14336, 16384, 65536)
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ VARIANTS = {
     "llama-bf16-strided": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, strided=True),
     "llama-fp16": Variant(_LLAMA, torch.float16, torch.float16),
     "llama-fp32": Variant(_LLAMA, torch.float32, torch.float32),
+    "llama-fp32-unaligned": Variant(_LLAMA, torch.float32, torch.float32, aligned=False),
     "llama-mixed": Variant(_LLAMA, torch.bfloat16, torch.float32),
     "gemma-bf16": Variant(NormSpec(centered=False, eps=1e-6, weight_offset=1.0), torch.bfloat16, torch.bfloat16),
     "t5-mixed": Variant(NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"), torch.float32, torch.bfloat16),
@@ -101,6 +102,8 @@ VARIANTS = {
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
     "layernorm-bf16-strided": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, strided=True),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
+    "cohere-bf16": Variant(_COHERE, torch.bfloat16, torch.bfloat16),
+    "gated_layernorm-bf16": Variant(replace(_LAYER_NORM, gate="silu_after"), torch.bfloat16, torch.bfloat16),
     "llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, output=True),
     "layernorm-bf16-output": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, output=True),
     "add_llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True, output=True),
@@ -108,6 +111,7 @@ VARIANTS = {
     "add_llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True),
     "add_llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True),
     "add_llama-fp32": Variant(_LLAMA, torch.float32, torch.float32, added=True),
+    "add_llama-fp32-unaligned": Variant(_LLAMA, torch.float32, torch.float32, aligned=False, added=True),
     "modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, modulated=True),
     "add_modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, added=True, modulated=True),
     "add_layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, added=True),

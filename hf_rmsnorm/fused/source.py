@@ -45,7 +45,7 @@ def _definition(code: types.CodeType) -> ast.FunctionDef:
     try:
         with _syntax_trees:
             tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-        same = _is_source_of(code)
+        now = _compiled("".join(linecache.getlines(code.co_filename))).get((code.co_name, code.co_firstlineno))
     except (OSError, TypeError, SyntaxError) as error:
         raise CannotRewrite("the source of its forward is not there") from error
     definition = tree.body[0] if len(tree.body) == 1 else None
@@ -57,15 +57,9 @@ def _definition(code: types.CodeType) -> ast.FunctionDef:
             raise CannotRewrite(f"its forward uses the private name {used}")
         if isinstance(node, ast.Name) and used in ("locals", "vars", "eval", "exec"):
             raise CannotRewrite(f"its forward calls {used}, which may see that it is another")
-    if not same:
+    if now is None or _gist(now) != _gist(code):
         raise CannotRewrite("the source of its forward has changed since it was imported")
     return definition
-
-
-def _is_source_of(code: types.CodeType) -> bool:
-    """Whether the file that a function came from still says what the function runs."""
-    found = _compiled("".join(linecache.getlines(code.co_filename))).get((code.co_name, code.co_firstlineno))
-    return found is not None and _gist(found) == _gist(code)
 
 
 @functools.lru_cache(maxsize=8)

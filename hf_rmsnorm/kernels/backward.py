@@ -86,7 +86,10 @@ def norm_backward(
         dw = tl.zeros((ROWS, BLOCK), tl.float32)
     if DB is not None:
         db = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows_total, ROWS * HEADS), tl.num_programs(0), num_stages=STAGES):
+    tiles = tl.cdiv(rows_total, ROWS * HEADS)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        # A weight that is read in each step is read there: ahead, it would take as much shared memory as x.
+        always = tile < tiles if STAGES > 1 and GATE is None and W is not None and W.dtype == X.dtype else True
         rows = tile * ROWS + tl.arange(0, ROWS)
         if HEADS != 1:
             rows = rows * HEADS + head
@@ -109,7 +112,7 @@ def norm_backward(
                 x = x * factor
         if WEIGHT_FIRST:
             if RELOAD_W:
-                w = load(W + tile_cols, col_mask, BLOCK == N)
+                w = load(W + tile_cols, col_mask, BLOCK == N, always)
             scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
             unscaled = x
             x = (x * scale).to(X.dtype.element_ty).to(tl.float32)
@@ -117,7 +120,7 @@ def norm_backward(
             scale = None
             if W is not None:
                 if RELOAD_W:
-                    w = load(W + tile_cols, col_mask, BLOCK == N)
+                    w = load(W + tile_cols, col_mask, BLOCK == N, always)
                 scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
             xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N, CENTERED)
         else:
@@ -147,7 +150,7 @@ def norm_backward(
         if DX is not None or WEIGHT_FIRST or (DG is not None and not AFTER):
             if W is not None and not WEIGHT_FIRST:
                 if RELOAD_W:
-                    w = load(W + tile_cols, col_mask, BLOCK == N)
+                    w = load(W + tile_cols, col_mask, BLOCK == N, always)
                 g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
             if DH is not None:
                 other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
@@ -157,6 +160,8 @@ def norm_backward(
             along = along * (1.0 / N)
             if EPS_OUTSIDE:
                 along = along * eps_outside_factor(tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps)
+            if EARLY_DH:  # which rstd has multiplied
+                g, total, along = early, total * rstd, along * rstd
             if CENTERED:
                 g = g - (total * (1.0 / N))[:, None]
             # By way of x fewer values are live across the sum.
@@ -166,13 +171,8 @@ def norm_backward(
                 dx = g - x * (along * rstd)[:, None]
             else:
                 dx = g - xhat * along[:, None]
-            if not SCALED:
+            if not (SCALED or EARLY_DH):
                 dx = dx * rstd[:, None]
-            if EARLY_DH:
-                if FROM_OUTPUT:
-                    dx = early - xhat * (along * rstd)[:, None]
-                else:
-                    dx = early - x * (along * rstd * rstd)[:, None]
             if WEIGHT_FIRST:
                 if DW is not None:
                     dw = known(dw + dx * unscaled, filled, GAPS)

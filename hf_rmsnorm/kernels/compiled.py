@@ -102,7 +102,7 @@ class Kernel:
             each = named | {name: named[name] // unit for name in self._strides} | {"UNIT": unit}
             constants = tuple(each[name] for name in self._constants)
             values.append(tuple(tuple(each[name] for name in run) for run in self._runs))
-            codes.append(tuple(_code_of(unit, key, constants) for key in keys))
+            codes.append(tuple(_codes.setdefault((unit, key, constants), next(_numbers)) for key in keys))
         vectorised = all(named[name] % VECTOR == 0 for name in ("N", *self._strides))
         return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised, {})
 
@@ -178,11 +178,6 @@ def _launcher(run, metadata) -> tuple[Callable, tuple]:
         given = run.launch_cooperative_grid, run.launch_pdl, metadata, *(None,) * 5
         return run.launch, (*given, run.arg_annotations, run.kernel_signature)
     return (lambda *given: run(*given[:-1], *given[-1])), (metadata, None, None, None)
-
-
-def _code_of(*key) -> int:
-    """A number for a key, quick to look up."""
-    return _codes.setdefault(key, next(_numbers))
 
 
 @cache

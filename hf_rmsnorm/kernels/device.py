@@ -26,9 +26,16 @@ def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr, FLA
 
 
 @triton.jit
-def load(pointers, mask, DENSE: tl.constexpr):
-    """Load, without a mask where the tile covers only valid elements; masked lanes read as zero."""
-    return tl.load(pointers) if DENSE else tl.load(pointers, mask=mask, other=0.0)
+def load(pointers, mask, DENSE: tl.constexpr, always=True):
+    """Load, without a mask where the tile covers only valid elements; masked lanes read as zero.
+
+    always: what holds in each step of a loop, where the compiler is not to see it: such a load is not made ahead.
+    """
+    if always:
+        values = tl.load(pointers) if DENSE else tl.load(pointers, mask=mask, other=0.0)
+    else:
+        values = tl.zeros(pointers.shape, pointers.dtype.element_ty)
+    return values
 
 
 @triton.jit

@@ -234,7 +234,7 @@ def backward_plan(
         itemsize = max(t.element_size() for t in (x, dy, weight, shift, other) if t is not None)
         config = backward_config(
             hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None,
-            from_output,
+            from_output, weight is not None and weight.dtype != x.dtype,
         )  # fmt: skip
         flat = config.flat and all(operand.flat(rows, hidden_size) for operand in operands)
         if config.loop:

@@ -7,7 +7,7 @@ MAX_HIDDEN_SIZE = 262_144
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 MAX_TOKEN = 8_192  # columns of all heads of a token in one tile, where one norm spans them: more would spill
 TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
-CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias, and spills above this
+CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias; above, where there is a gap, or they spill
 TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often
 WARP_ELEMENTS = 1_024  # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
 
@@ -84,6 +84,7 @@ def backward_config(
     added: bool = False,
     reads_bias: bool = False,
     from_output: bool = False,
+    mixed: bool = False,
 ) -> BackwardConfig:
     """The shape for rows whose widest operand has `itemsize` bytes an element.
 
@@ -93,28 +94,29 @@ def backward_config(
         added: whether the gradient of a residual stream is added to dx.
         reads_bias: whether the bias is read, with each row.
         from_output: whether it is the norm's output that is read.
+        mixed: whether the weight has another dtype than x.
     """
     block = next_power_of_2(hidden_size)
-    if backward_loops(hidden_size, centered, gated or heads > 1):
-        return BackwardConfig(*loop_shape(hidden_size, 4_096, 512), loop=True)
     # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
     rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
     # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides. What lies
     # behind the row is not computed, where so fewer warps do: 24 elements a thread, or 40 where there are two sums.
-    # More operands, or float32, would not fit into registers, and as many programs not into a small chip's memory.
+    # More operands, or float32, would not fit into registers, nor as many programs into a small chip's memory.
     eighths, elements = 8, 16
     gaps = block >= 2_048 and not (gated or from_output or itemsize > 2)
     if gaps and (2 + added + reads_bias) * 65_536 <= shared_limit:
-        if centered and 8 * hidden_size <= 5 * block:
+        if centered and block <= 8_192 and 8 * hidden_size <= 5 * block:
             eighths, elements = 5, 40
         elif 8 * hidden_size <= 6 * block:
             eighths, elements = 6, 24
+    if backward_loops(hidden_size, centered, gated or heads > 1 or eighths < 8):
+        return BackwardConfig(*loop_shape(hidden_size, 4_096, 512), loop=True)
     num_warps = min(16, max(4 * gated, rows * block * eighths // (8 * 32 * elements)))
     reload_weight = block > (4_096 if gated else 8_192)
-    # Every stage but the first has a buffer in shared memory for x, dy, the bias and a reloaded weight; rstd, mean and
-    # the sums take less than 1 KB. Unlike dtypes change layout there too, in less than the narrow ones leave over.
-    # Three stages load the next row while this one is computed; a wide row in two only saves registers.
-    buffer = (2 + reload_weight + reads_bias + gated + added) * rows * block * itemsize
+    # Every stage but the first has a buffer in shared memory for x, dy, the bias and a weight copied with them
+    # (twice for a gate's gradient); rstd, mean and the sums take less than 1 KB. Unlike dtypes change layout there too,
+    # in less than the narrow ones leave over. Three stages load the next row ahead of its turn; two save registers.
+    buffer = (2 + reload_weight * (2 * gated or mixed) + reads_bias + gated + added) * rows * block * itemsize
     stages = min(3, 1 + (shared_limit - 1_024) // buffer)
     columns = 4_096 if gated else 8_192 if eighths == 8 or (centered and eighths == 6) else 16_384
     return BackwardConfig(

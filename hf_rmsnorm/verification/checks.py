@@ -159,7 +159,9 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         outputs = piece.original(*piece.operands)
-    cotangents = [_cotangent(y, generator) for y in outputs]
+    # With a mean, and a part along y: of neither, what a norm's backward takes off would be nothing.
+    noise = [torch.randn(y.shape, generator=generator).to(y.device) for y in outputs]
+    cotangents = [(t + 0.5 + 0.5 * y.sign()).to(y.dtype) for t, y in zip(noise, outputs, strict=True)]
     try:
         ours = _grads(piece.run, piece.norms, piece.operands, cotangents)
     except Exception as error:  # whatever a broken backward raises is the verdict on it
@@ -188,12 +190,6 @@ def _gradients(piece: Piece) -> Iterator[GradientCheck]:
         largest, rms = max(each.max for each in eager), max(each.rms for each in eager)
         dtype, step = str(grad.dtype).removeprefix("torch."), ulp(right.abs().max(), grad.dtype).item()
         yield GradientCheck(piece.path, name, dtype, error.max, error.rms, largest, rms, step)
-
-
-def _cotangent(y: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A gradient of y with a mean, and a part along y: of neither, what a norm's backward takes off would be nothing."""
-    noise = torch.randn(y.shape, generator=generator).to(y.device)
-    return (noise + 0.5 + 0.5 * y.sign()).to(y.dtype)
 
 
 def _parameters(norms: Iterable[nn.Module]) -> list[tuple[int, str, nn.Parameter]]:

@@ -161,8 +161,8 @@ def test_every_tile_width(name, hidden_size):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hidden_size", [1152, 2560, 5120])
-@pytest.mark.parametrize("name", ["llama", "rms_bias", "textbook", "weight_first"])
+@pytest.mark.parametrize("hidden_size", [1152, 2560, 5120, 9216])
+@pytest.mark.parametrize("name", ["llama", "rms_bias", "textbook", "weight_first", "layer_norm", "layer_norm_no_bias"])
 def test_rows_much_shorter_than_their_tile(name, hidden_size):
     """What lies behind them is not computed; there are more rows than programs."""
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)

@@ -99,9 +99,9 @@ def test_every_formula_in_every_dtype(name, dtype):
 @pytest.mark.parametrize(
     "hidden_size",
     [1, 7, 128, 1000, 1024, 2560, *(pytest.param(n, marks=pytest.mark.full) for n in (4096, 8192, 14336, 16384)),
-     16385, pytest.param(20000, marks=pytest.mark.full)],
+     9216, 16385, *(pytest.param(n, marks=pytest.mark.full) for n in (12288, 20000))],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+@pytest.mark.parametrize("name", ["llama", "layer_norm", "layer_norm_no_bias"])
 def test_every_width(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x, residual, dh, dy = operands((3, hidden_size), torch.bfloat16)
