@@ -93,6 +93,9 @@ VARIANTS = {
     "textbook-fp32": Variant(
         NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True), torch.float32, torch.float32
     ),
+    "every_step-bf16": Variant(
+        NormSpec(centered=False, eps=1e-6, rounding="every_step"), torch.bfloat16, torch.bfloat16
+    ),
     "qk-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="apart"),
     "qk_rotary-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="turned"),
     "qk_rotary-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads="turned"),
@@ -105,12 +108,14 @@ VARIANTS = {
     "cohere-bf16": Variant(_COHERE, torch.bfloat16, torch.bfloat16),
     "gated_layernorm-bf16": Variant(replace(_LAYER_NORM, gate="silu_after"), torch.bfloat16, torch.bfloat16),
     "llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, output=True),
+    "llama-halves-output": Variant(_LLAMA, torch.bfloat16, torch.float16, output=True),
     "layernorm-bf16-output": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, output=True),
     "add_llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True, output=True),
     "add_llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True),
     "add_llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True),
     "add_llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True),
     "add_llama-fp32": Variant(_LLAMA, torch.float32, torch.float32, added=True),
+    "add_llama-mixed": Variant(_LLAMA, torch.float32, torch.bfloat16, added=True),
     "add_llama-fp32-unaligned": Variant(_LLAMA, torch.float32, torch.float32, aligned=False, added=True),
     "modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, modulated=True),
     "add_modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, added=True, modulated=True),

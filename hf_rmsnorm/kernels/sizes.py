@@ -114,10 +114,10 @@ def backward_config(
     num_warps = min(16, max(4 * gated, rows * block * eighths // (8 * 32 * elements)))
     reload_weight = block > (4_096 if gated else 8_192)
     # Every stage but the first has a buffer in shared memory for x, dy, the bias and a weight copied with them
-    # (twice for a gate's gradient); rstd, mean and the sums take less than 1 KB. Unlike dtypes change layout there too,
-    # in less than the narrow ones leave over. Three stages load the next row ahead of its turn; two save registers.
+    # (twice for a gate's gradient); rstd, mean and the sums take less than 1 KB. A weight of another dtype changes
+    # layout there, in the buffers where it is reloaded. Three stages load the next row ahead; two save registers.
     buffer = (2 + reload_weight * (2 * gated or mixed) + reads_bias + gated + added) * rows * block * itemsize
-    stages = min(3, 1 + (shared_limit - 1_024) // buffer)
+    stages = min(3, 1 + (shared_limit - 1_024 - mixed * (not reload_weight) * rows * block * itemsize // 2) // buffer)
     columns = 4_096 if gated else 8_192 if eighths == 8 or (centered and eighths == 6) else 16_384
     return BackwardConfig(
         block=block,
