@@ -19,7 +19,6 @@ GPU = "import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.xpu.i
 def main() -> int:
     _bootstrap.answer_help(__doc__)
     python = str(_bootstrap.ensure("test"))
-    os.environ.setdefault("HF_RMSNORM_QUICK_SECONDS", "0")  # no test fails for its time on a newcomer's slow machine
     print("ruff check", flush=True)
     ruff = subprocess.run([python, "-m", "ruff", "check", "."], cwd=_bootstrap.ROOT).returncode
     # The tests keep one thread busy each; more workers than four would want more memory than they save time.

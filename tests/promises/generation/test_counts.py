@@ -136,7 +136,7 @@ def decode_step(family, layers, patch):
     model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers, **config).to(DEVICE)
     if patch:
         patch_model(model)
-    ids = tiny_models.token_ids(1, 6).to(DEVICE)
+    ids = tiny_models.token_ids(1, 2).to(DEVICE)  # each token of the prompt is interpreted, and none is counted
     with torch.no_grad(), use_backend("triton"):
         cache = model(ids, use_cache=True).past_key_values
         model(ids[:, :1], past_key_values=cache, use_cache=True)  # fuses the sums of a layer once
