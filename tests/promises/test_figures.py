@@ -195,7 +195,8 @@ def test_it_names_what_the_table_of_budgets_holds():
     alone = {"llama", "gemma", "t5", "plain", "textbook", "every_step", "mamba", "qwen3_next"}
     centered = {"layernorm", "cohere", "gated_layernorm", "modulated", "add_modulated"}
     rows = [row.split() for row in table]
-    assert {variant.split("-")[0] for _, variant, _ in rows} == alone | centered | sums | pairs
+    on_sm_90 = {variant.split("-")[0] for target, variant, _ in rows if target == "sm_90"}
+    assert on_sm_90 == alone | centered | sums | pairs
     assert {target for target, _, _ in rows} == {"sm_80", "sm_86", "sm_90", "sm_100", "gfx942"}
     for words in (
         "ahead of time for sm_80, sm_86, sm_90, sm_100 and gfx942: the RMSNorms of LLaMA, Gemma and T5",

@@ -109,7 +109,7 @@ def budget_of(kernel):
 
 def spill_allowed(kernel):
     """Bytes: what the table says, or none."""
-    return budget_of(kernel)[2] if len(budget_of(kernel) or ()) == 3 else 0
+    return (*(budget_of(kernel) or (0, 0)), 0)[2]
 
 
 @budgeted

@@ -37,13 +37,17 @@ def test_a_tile_holds_the_row_or_the_loop_takes_it(hidden_size):
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("hidden_size", SIZES)
-def test_a_backwards_tile_holds_the_row_or_the_loop_takes_it(hidden_size, limit):
-    """That its buffers fit in shared memory is for `tests/tools/test_aot_budgets.py` to say, of what was compiled."""
+def test_the_backwards_buffers_fit_in_shared_memory(hidden_size, limit):
+    """`tests/tools/test_aot_budgets.py` says the same of what was compiled."""
     for centered, gated, added, biased, mixed in itertools.product((False, True), repeat=5):
         for itemsize in (2, 4):
             config = backward_config(hidden_size, centered, itemsize, limit, gated, 1, added, biased, mixed=mixed)
             assert config.loop or config.block >= hidden_size
             assert 1 <= config.stages <= 3 and config.programs_per_sm >= 1
+            tile, reloaded = config.rows * config.block * itemsize, config.reload_weight * (2 * gated or mixed)
+            converted = tile // 2 if mixed and not config.reload_weight else 0
+            operands = 2 + reloaded + gated + added + biased
+            assert (config.stages - 1) * operands * tile + converted * (config.stages > 1) <= limit
 
 
 def test_every_side_of_a_tile_is_a_power_of_two():
