@@ -6,7 +6,6 @@ all others launch kernels on CPU tensors. Where only tests/ptx and tests/unit/ke
 the kernels is executed there; else, and with TRITON_INTERPRET=1, Triton's interpreter runs them.
 """
 
-import importlib
 import os
 import re
 from pathlib import Path
@@ -18,7 +17,6 @@ from ptx.driver import run_kernels_on_cpu
 
 torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
-QUICK_SECONDS = 5.0  # of CPU, with the processes that a test waits for: a busy machine stretches wall time, not these
 settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("all", max_examples=150, deadline=None)
 
@@ -34,10 +32,8 @@ def pytest_configure(config):
     if not for_gpu:
         if "TRITON_INTERPRET" not in os.environ:
             os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), ""))
-        if all(re.search(r"tests/(ptx|unit/kernels)\b", arg) for arg in config.args) and run_kernels_on_cpu():
-            from triton.runtime.jit import JITFunction
-
-            JITFunction._do_compile = clock.shares(JITFunction._do_compile)
+        if all(re.search(r"tests/(ptx|unit/kernels)\b", arg) for arg in config.args):
+            run_kernels_on_cpu()
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
     if not config.getoption("--model"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,40 +70,6 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path not in long)
 
 
-class Clock:
-    """CPU seconds of this process and of the children it has waited for."""
-
-    def __init__(self):
-        self.shared = 0.0  # spent in first imports, compiles and fixtures of several tests: no single test is to blame
-        self._sharing = False
-
-    def now(self):
-        return sum(os.times()[:4])
-
-    def own(self):
-        return self.now() - self.shared
-
-    def shares(self, function):
-        """`function`, whose time is shared."""
-
-        def timed(*args):
-            if self._sharing:
-                return function(*args)
-            self._sharing, start = True, self.now()
-            try:
-                return function(*args)
-            finally:
-                self._sharing = False
-                self.shared += self.now() - start
-
-        return timed
-
-
-clock = Clock()
-# Every import of what is not loaded yet passes here.
-importlib._bootstrap._find_and_load = clock.shares(importlib._bootstrap._find_and_load)
-
-
 @pytest.fixture(autouse=True)
 def the_same_random_numbers_in_any_order():
     """A test that passes by itself passes after any other."""
@@ -118,54 +80,6 @@ def the_same_random_numbers_in_any_order():
 def small_sums_are_fused_too(monkeypatch):
     """As large ones are: the models here are tiny."""
     monkeypatch.setattr("hf_rmsnorm.fused.layer.LEAST_ELEMENTS", 0)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef, request):
-    start, shared = clock.now(), clock.shared
-    try:
-        return (yield)
-    finally:
-        if fixturedef.scope != "function":
-            clock.shared = shared + clock.now() - start
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
-    item.cpu_start, item.own_start = clock.now(), clock.own()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    result = yield
-    spent = clock.own() - item.own_start
-    marked = item.get_closest_marker("full") or item.get_closest_marker("nightly")
-    limit = float(os.environ.get("HF_RMSNORM_QUICK_SECONDS", QUICK_SECONDS))
-    if tier(item.config) == "quick" and not marked and 0 < limit < spent:
-        pytest.fail(
-            f"{spent:.1f} CPU seconds, and a quick test may take {limit:g}: make it cheaper or mark it "
-            "@pytest.mark.full (HF_RMSNORM_QUICK_SECONDS sets the limit, 0 none)",
-            pytrace=False,
-        )
-    return result
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    if call.when == "teardown":
-        item.user_properties.append(("cpu_seconds", round(clock.now() - item.cpu_start, 3)))
-    return (yield)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    done = [r for reports in terminalreporter.stats.values() for r in reports if getattr(r, "when", "") == "teardown"]
-    spent = {r.nodeid: value for r in done for name, value in r.user_properties if name == "cpu_seconds"}
-    if spent:
-        terminalreporter.write_line(f"{sum(spent.values()):.0f} CPU seconds in tests and their fixtures")
-    shown = config.option.durations or 0
-    for nodeid in sorted(spent, key=spent.get, reverse=True)[:shown]:
-        terminalreporter.write_line(f"{spent[nodeid]:8.1f} {nodeid}")
 
 
 @pytest.fixture

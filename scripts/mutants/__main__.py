@@ -59,7 +59,6 @@ def start(mutant: Mutant, text: str, tests: list[str], folder: Path, timeout: in
         signal.alarm(timeout)
         arguments = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist",
                      f"--rootdir={folder}", *tests]  # fmt: skip
-        os.environ["HF_RMSNORM_QUICK_SECONDS"] = "0"
         if executed:
             del os.environ["TRITON_INTERPRET"]
             os.environ["TRITON_CACHE_DIR"] = str(folder.parent / "compiled")
