@@ -1,8 +1,8 @@
 """Sets up the project's virtual environment, ``.venv``, with the standard library alone.
 
 The versions come from ``constraints.txt``, the packages from wherever pip is configured to look. An environment is
-used again as it is while ``constraints.txt``, ``pyproject.toml`` and the checkout's place stay the same, and is made
-anew otherwise, or where an earlier run did not finish.
+used again as it is while ``constraints.txt``, ``pyproject.toml``, ``scripts/requirements`` and the checkout's place
+stay the same, and is made anew otherwise, or where an earlier run did not finish.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ STAMP = VENV / "hf-rmsnorm.json"  # its presence says that the environment is ou
 
 # setuptools builds the project.
 REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "filelock", "setuptools")
-EXTRAS = {"test": ("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "build", "peft", "torchao", "bitsandbytes",
-                   "matplotlib", "rich", "argcomplete", "onnxscript", "mkdocs-material", "mkdocstrings[python]",
-                   "kernels; python_version >= '3.11'", "trl; python_version >= '3.11'",
-                   "diffusers; python_version >= '3.11'")}  # fmt: skip
+# The tests' packages, a file for each tier: EXTRAS / "quick.txt" and so on.
+EXTRAS = Path(__file__).resolve().parent / "requirements"
 # Other patchers to meet in the tests. Without their dependencies: they ask for a triton by name, and would bring one
 # to a ROCm torch that has its own.
-BARE_EXTRAS = {"test": ("liger-kernel",)}
+BARE_EXTRAS = {"all": ("liger-kernel",)}
 # Only for a torch that brings none: the last triton that supports each Python.
 TRITON = ("triton==3.9.0; python_version >= '3.11'", "triton==3.8.0; python_version < '3.11'")
 
@@ -49,6 +47,8 @@ def python() -> Path:
 
 def ensure(*extras: str) -> Path:
     """Make `.venv` hold the project, its requirements and those of `extras`; return its interpreter.
+
+    `extras` are names of files in scripts/requirements, without ".txt".
 
     Exits with one line that says what to do where that is impossible.
     """
@@ -71,8 +71,9 @@ def ensure(*extras: str) -> Path:
 
 
 def _fingerprint() -> str:
-    parts = [str(ROOT).encode(), *(p.read_bytes() for p in (ROOT / "constraints.txt", ROOT / "pyproject.toml"))]
-    return hashlib.sha256(b"\0".join(parts + [Path(__file__).read_bytes()])).hexdigest()
+    files = [ROOT / "constraints.txt", ROOT / "pyproject.toml", Path(__file__), *sorted(EXTRAS.glob("*.txt"))]
+    contents = [path.read_bytes() for path in files]
+    return hashlib.sha256(b"\0".join([str(ROOT).encode(), *contents])).hexdigest()
 
 
 def _read_stamp() -> dict:
@@ -108,8 +109,8 @@ def _make_venv() -> None:
 
 def _install(extras: list[str]) -> None:
     print("Installing what constraints.txt pins (the first time this takes minutes, most of them torch)", flush=True)
-    names = [*REQUIREMENTS, *(name for extra in extras for name in EXTRAS[extra])]
-    _pip("-c", str(ROOT / "constraints.txt"), *names)
+    listed = [argument for extra in extras for argument in ("-r", str(EXTRAS / f"{extra}.txt"))]
+    _pip("-c", str(ROOT / "constraints.txt"), *REQUIREMENTS, *listed)
     bare = [name for extra in extras for name in BARE_EXTRAS.get(extra, ())]
     if bare:
         _pip("-c", str(ROOT / "constraints.txt"), "--no-deps", *bare)

@@ -1,36 +1,70 @@
-"""From a fresh clone to a test result: ``python3 scripts/run_tests.py [--all] [pytest arguments]``.
+"""From a fresh clone to a test result: ``python3 scripts/run_tests.py [--all | --nightly] [pytest arguments]``.
 
-Makes ``.venv`` with everything pinned, runs the linter and then pytest; exits with pytest's code, or with the
-linter's where only that one complains. Runs the quick tier, in minutes; ``--all`` adds the full tests, as CI does, and
-``--nightly`` runs the long ones. On a machine with a GPU the tests of real hardware follow, ``pytest -m gpu``. Useful
-pytest arguments: ``-k WORD``, ``tests/promises/cli``, ``--durations 20``.
+Makes ``.venv`` with everything pinned, runs the linter and then pytest. Exits with pytest's code, or with the linter's
+where only that one complains. The quick tests take minutes. ``--all`` runs what CI runs, ``--nightly`` every test. On a
+machine with a GPU the tests of real hardware follow, ``pytest -m gpu``. Useful pytest arguments: ``-k WORD``,
+``tests/promises/cli``, ``--durations 20``.
 """
 
 import os
 import subprocess
 import sys
+import time
 
 import _bootstrap
 
 EXECUTED = ("tests/ptx", "tests/unit/kernels")  # by themselves: these processes execute what is compiled of the kernels
-GPU = "import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.xpu.is_available()))"
+TIERS = ("--all", "--nightly")
+HAS_GPU = "import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.xpu.is_available()))"
+LOOP_STEPS = 10_000_000
 
 
 def main() -> int:
     _bootstrap.answer_help(__doc__)
-    python = str(_bootstrap.ensure("test"))
+    arguments = sys.argv[1:]
+    python = str(_bootstrap.ensure(*extras(arguments)))
+    print(f"This machine: {os.cpu_count()} CPUs, a loop of {LOOP_STEPS:,} additions takes {loop_seconds():.2f} s")
     print("ruff check", flush=True)
-    ruff = subprocess.run([python, "-m", "ruff", "check", "."], cwd=_bootstrap.ROOT).returncode
+    ruff = run([python, "-m", "ruff", "check", "."])
+    tests = run_tests(python, arguments)
+    return tests or ruff
+
+
+def run_tests(python: str, arguments: list[str]) -> int:
     # The tests keep one thread busy each; more workers than four would want more memory than they save time.
     # tests/conftest.py puts the longest files first, and they are to stay there.
     workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile", "--no-loadscope-reorder"]
-    given, tests = sys.argv[1:], 0
-    whole = set(given) <= {"--all"}
-    for part in ([f"--ignore={folder}" for folder in EXECUTED], EXECUTED) if whole else ([],):
-        tests |= subprocess.run([python, "-m", "pytest", *workers, *part, *given], cwd=_bootstrap.ROOT).returncode
-    if whole and not tests and subprocess.run([python, "-c", GPU]).returncode == 0:
-        tests = subprocess.run([python, "-m", "pytest", "-m", "gpu"], cwd=_bootstrap.ROOT).returncode
-    return tests or ruff
+    pytest = [python, "-m", "pytest", *workers, *arguments]
+    if not set(arguments) <= set(TIERS):
+        return run(pytest)
+    start = time.monotonic()
+    failed = 0
+    for part in ([f"--ignore={folder}" for folder in EXECUTED], EXECUTED):
+        failed |= run([*pytest, *part])
+    print(f"Tests took {time.monotonic() - start:.0f} s")
+    if not failed and run([python, "-c", HAS_GPU]) == 0:
+        failed = run([python, "-m", "pytest", "-m", "gpu"])
+    return failed
+
+
+def extras(arguments: list[str]) -> list[str]:
+    """The files of scripts/requirements that the tier of `arguments` needs."""
+    if "--nightly" in arguments:
+        return ["quick", "all", "nightly"]
+    return ["quick", "all"] if "--all" in arguments else ["quick"]
+
+
+def loop_seconds() -> float:
+    """How fast this machine is, to compare the time of a run with another machine's."""
+    start = time.perf_counter()
+    total = 0
+    for number in range(LOOP_STEPS):
+        total += number
+    return time.perf_counter() - start
+
+
+def run(command: list[str]) -> int:
+    return subprocess.run(command, cwd=_bootstrap.ROOT).returncode
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What every test shares: no network, one thread, kernels that run on the CPU, and the tiers.
 
-``pytest`` runs the quick tier, ``--all`` everything but the nightly tests, ``--nightly`` those alone. A file or a test
-that is named runs with its full tests, and ``-m`` chooses by itself. A GPU is there for ``-m gpu`` and tests/gpu alone:
-all others launch kernels on CPU tensors. Where only tests/ptx and tests/unit/kernels are asked for, what is compiled of
-the kernels is executed there; else, and with TRITON_INTERPRET=1, Triton's interpreter runs them.
+``pytest`` runs the quick tier: one case of each test. ``--all`` runs the tests marked ``full`` too and more cases,
+``--nightly`` every case of every test. A file or a test that is named runs whole, but for nightly tests, and ``-m``
+chooses by itself. A GPU is there for ``-m gpu`` and tests/gpu alone: all others launch kernels on CPU tensors. Where
+only tests/ptx and tests/unit/kernels are asked for, what is compiled of the kernels is executed there; else, and with
+TRITON_INTERPRET=1, Triton's interpreter runs them.
 """
 
 import os
@@ -14,17 +15,19 @@ import pytest
 import torch
 from hypothesis import settings
 from ptx.driver import run_kernels_on_cpu
+from sampling import CASES, choose
 
 torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
-settings.register_profile("quick", max_examples=25, deadline=None)
-settings.register_profile("all", max_examples=150, deadline=None)
+settings.register_profile("quick", max_examples=10, deadline=None)
+settings.register_profile("all", max_examples=40, deadline=None)
+settings.register_profile("nightly", max_examples=150, deadline=None)
 
 
 def pytest_addoption(parser):
     parser.addoption("--model", help="a local checkpoint or a hub id for test_logit_equivalence.py")
     parser.addoption("--all", action="store_true", help="the quick and the full tests: what CI runs")
-    parser.addoption("--nightly", action="store_true", help="the nightly tests alone")
+    parser.addoption("--nightly", action="store_true", help="every case of every test")
 
 
 def pytest_configure(config):
@@ -37,7 +40,8 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
     if not config.getoption("--model"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    settings.load_profile("quick" if tier(config) == "quick" else "all")
+    chosen = tier(config)
+    settings.load_profile(chosen if chosen in CASES else "nightly")
 
 
 def tier(config):
@@ -47,27 +51,21 @@ def tier(config):
 
 
 def pytest_report_header(config):
-    more = " (--all runs the full tests too, --nightly the long ones)" if tier(config) == "quick" else ""
+    more = " (one case of each test; --all runs more, --nightly everything)" if tier(config) == "quick" else ""
     return f"tier: {tier(config)}{more}"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    chosen = tier(config)
-    named = {Path(a.partition("::")[0]).resolve() for a in config.args if a.partition("::")[0].endswith(".py")}
-
-    def runs(item):
-        if item.get_closest_marker("nightly") is not None:
-            return chosen == "nightly"
-        full = item.get_closest_marker("full") is not None
-        return chosen == "all" or chosen == "quick" and (not full or item.path in named)
-
-    if not config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
-        items[:] = filter(runs, items)
+    if config.option.markexpr:
+        return
+    named = {Path(arg.partition("::")[0]).resolve() for arg in config.args if arg.partition("::")[0].endswith(".py")}
+    chosen = choose(tier(config), items, named)
+    left_out = set(items).difference(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     # Files with full tests first, so that no worker is left with one of them at the end.
-    long = {item.path for item in items if item.get_closest_marker("full") is not None}
-    items.sort(key=lambda item: item.path not in long)
+    long = {item.path for item in chosen if item.get_closest_marker("full") is not None}
+    items[:] = sorted(chosen, key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)

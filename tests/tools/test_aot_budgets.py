@@ -79,6 +79,7 @@ def a_few():
     return compiled(("sm_90:llama-bf16:4096",))
 
 
+@pytest.mark.full
 @budgeted
 def test_a_few_kernels_keep_to_the_table(a_few):
     assert [kernel["kernel"] for kernel in a_few] == ["norm_forward", "norm_backward", "reduce_partials"]

@@ -92,6 +92,7 @@ def rehearsed():
     return {"bench": "kernels", "device": "stub", "versions": {}, **data}
 
 
+@pytest.mark.full
 def test_kernels_on_a_cpu_are_judged_and_not_timed(capsys):
     data = bench(capsys, "kernels", "--models", "tiny", "--tokens", 3)
     assert [case["case"] for case in data["cases"]] == [
@@ -116,6 +117,7 @@ def test_kernels_of_every_model_are_there_once():
     assert len(cases) == len(rows) == 12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio(offset):
     wrong = {
@@ -136,6 +138,7 @@ def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio(offset):
     assert any("raises" in line and "FAILED: AttributeError" in line for line in lines)
 
 
+@pytest.mark.full
 def test_missing_peers_are_named(capsys):
     assert main(["kernels", "--models", "tiny", "--tokens", "1", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -186,6 +189,7 @@ def test_bandwidth_is_drawn_under_its_roof(rehearsed, tmp_path):
     assert (tmp_path / "roof.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phase, unit", [("decode", "tokens_per_s"), ("train", "ms")])
 def test_models_before_and_after(phase, unit):
     sizes = {"prompt": 4, "new_tokens": 3, "prefill": 6, "batch": 1, "length": 5, "rounds": 1}
@@ -212,6 +216,7 @@ def test_a_peer_leaves_no_class_of_its_own_behind(monkeypatch):
     assert modeling_qwen3.Qwen3RMSNorm is own
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["generate", "train"])
 def test_on_a_cpu_models_are_counted(capsys, what):
     data = bench(capsys, what, "--models", "tiny")

@@ -101,6 +101,7 @@ def test_it_prints_tables_and_prints_them_again(rehearsal, tmp_path):
     assert gpu_check(path, command="gpu-report").stdout.strip() in done.stdout
 
 
+@pytest.mark.full
 def test_sections_without_time_are_skipped_and_named(tmp_path):
     path = tmp_path / "result.json"
     done = gpu_check("--dry-run", "--budget", "0", "--only", "host,llama", "--out", path)
@@ -110,6 +111,7 @@ def test_sections_without_time_are_skipped_and_named(tmp_path):
     assert done.stdout.count("time ran out") == 2
 
 
+@pytest.mark.full
 def test_a_failed_gate_keeps_its_times_and_fails_the_section(tmp_path, monkeypatch):
     monkeypatch.setattr(tolerance, "FACTOR", -1e9)  # no error is small enough
     monkeypatch.setattr(gpu_bench, "other_libraries", lambda: ({}, {}))

@@ -6,12 +6,17 @@ import shutil
 import pytest
 from hypothesis import settings
 from places import ROOT
+from sampling import CASES
 
 pytest_plugins = "pytester"
 TESTS = """
 import pytest
 
 def test_quick():
+    pass
+
+@pytest.mark.parametrize("number", range(20))
+def test_cases(number):
     pass
 
 @pytest.mark.full
@@ -44,20 +49,27 @@ def run(pytester):
     settings.load_profile(profile)
 
 
-def test_the_quick_tests_run_alone_by_default(run, capsys):
-    assert run() == {"quick": "passed"}
+def test_one_case_of_each_quick_test_runs_by_default(run, capsys):
+    assert run() == {"quick": "passed", "cases[0]": "passed"}
     output = capsys.readouterr().out
-    assert "tier: quick (--all runs the full tests too, --nightly the long ones)" in output
-    assert "2 deselected" in output
+    assert "tier: quick (one case of each test; --all runs more, --nightly everything)" in output
+    assert "21 deselected" in output
 
 
-def test_all_runs_the_full_tests_too(run):
-    assert run("--all") == {"quick": "passed", "full": "passed"}
+def test_all_runs_the_full_tests_too_and_more_cases(run):
+    outcomes = run("--all")
+    assert {"quick", "full", "cases[0]", "cases[19]"} < outcomes.keys()
+    assert "nightly" not in outcomes
+    assert len(outcomes) == 2 + CASES["all"]
 
 
-@pytest.mark.parametrize("arguments", [["--nightly"], ["-m", "nightly"]])
-def test_nightly_tests_run_alone(run, arguments):
-    assert run(*arguments) == {"nightly": "passed"}
+def test_nightly_runs_everything(run):
+    cases = {f"cases[{number}]": "passed" for number in range(20)}
+    assert run("--nightly") == cases | {"quick": "passed", "full": "passed", "nightly": "passed"}
+
+
+def test_markers_choose_by_themselves(run):
+    assert run("-m", "nightly") == {"nightly": "passed"}
 
 
 @pytest.mark.parametrize(
@@ -76,4 +88,5 @@ def test_a_gpu_is_there_for_its_own_tests_alone(run, monkeypatch, arguments, hid
 
 def test_a_file_that_is_named_runs_with_its_full_tests(run):
     assert run("tests/test_them.py", "-k", "full or nightly") == {"full": "passed"}
+    assert len(run("tests/test_them.py", "-k", "cases")) == 20
     assert run("-k", "full or nightly") == {}

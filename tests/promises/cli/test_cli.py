@@ -212,6 +212,7 @@ def test_verify_in_one_dtype_prints_its_verdict_and_backend(capsys):
     assert re.search(r"^Backend (triton|reference) on ", out, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenizer(capsys, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(demo_path("qwen3") / name, tmp_path)
@@ -262,6 +263,7 @@ def test_verify_takes_inputs_from_a_file(capsys, tmp_path):
     assert "holds no tensors" in fails(capsys, "verify", tmp_path, "--inputs", other)
 
 
+@pytest.mark.full
 def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
     config = transformers.T5Config(vocab_size=64, num_layers=1, d_model=32, d_kv=16, num_heads=2, d_ff=32)
     config.decoder_start_token_id = 0
@@ -273,6 +275,7 @@ def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
     assert found["greedy"]["reason"] == "not asked for"
 
 
+@pytest.mark.full
 def test_verify_says_why_a_converted_model_keeps_its_layer_norms(capsys, tmp_path):
     tiny_models.build("gpt2", torch.bfloat16).save_pretrained(tmp_path / "src")
     assert run(capsys, "convert", tmp_path / "src", tmp_path / "dst", "--no-verify")[0] == 0
@@ -286,6 +289,7 @@ def test_inspect_refuses_to_set_another_model_beside_it(capsys):
     assert "pass its conversion to --after" in fails(capsys, *argv)
 
 
+@pytest.mark.full
 def test_verify_and_inspect_keep_to_a_short_context(capsys, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path("gpt2"))
     tiny_models.build("gpt2", vocab_size=len(tokenizer), n_positions=32).save_pretrained(tmp_path)

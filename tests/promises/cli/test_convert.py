@@ -181,6 +181,7 @@ def test_errors_speak_the_words_of_the_command(options, said, tmp_path, capsys):
     assert code == 2 and said in err
 
 
+@pytest.mark.full
 def test_a_conversion_converted_again_is_said_to_be_one(tmp_path, capsys):
     src, once = save(tmp_path / "src", *COHERE), tmp_path / "once"
     assert run(capsys, src, once, "--no-verify")[0] == 0
@@ -402,6 +403,7 @@ def test_a_fault_of_the_source_is_named(fault, tmp_path, capsys):
     assert len(err.splitlines()) == 1 and [*tmp_path.iterdir()] == [src]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["exact", "fit"])
 def test_post_norm_is_not_advised_where_nothing_needs_it(level, tmp_path, capsys):
     sizes = dict(d_model=32, vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=32)

@@ -103,6 +103,7 @@ def test_two_processes_bring_a_student_nearer_and_it_loads_as_rms_norm(folders, 
     assert errors[1] < errors[0]
 
 
+@pytest.mark.full
 def test_what_is_near_already_is_left_as_it_is(folders, tmp_path, capsys, main):
     teacher, student, text = folders
     out = tmp_path / "out"

@@ -95,6 +95,7 @@ def test_the_model_card_says_what_was_done(level, tmp_path, monkeypatch):
             assert json.loads(file.metadata()["hf_rmsnorm"])["source"] == "a model"
 
 
+@pytest.mark.full
 def test_a_result_that_fails_is_not_published(bert, tmp_path, monkeypatch, capsys):
     def damaged(*args, **kwargs):
         planned = plan_conversion(*args, **kwargs)

@@ -291,6 +291,7 @@ def test_verification_judges_the_sum_with_the_norm():
     assert sum(": + norm * (1 + scale) + shift" in check.path for check in report.fused) == 2
 
 
+@pytest.mark.full
 def test_layers_of_transformers():
     """`EsmFold2AtomBlock` and `DiTDecoderLayer` of Qwen2.5-Omni, as they stand but for what is between the norms."""
     from transformers.models.esmfold2 import modeling_esmfold2 as esm

@@ -39,6 +39,7 @@ def test_the_heads_of_a_model_are_one_launch(model):
         assert torch.equal(model(ids).logits, own)
 
 
+@pytest.mark.full
 def test_verification_judges_all_heads_together(model):
     ids = tiny_models.token_ids(2, 9)
     report = verify_equivalence(model, inputs={"input_ids": ids}, max_new_tokens=0, backend="triton", backward=True)

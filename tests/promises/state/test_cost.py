@@ -119,6 +119,7 @@ def test_a_70b_model_on_meta_takes_seconds_and_no_memory():
     assert elapsed < 10 and mebibytes < 200, f"{elapsed} s, {mebibytes} MiB"
 
 
+@pytest.mark.full
 def test_nothing_is_allocated_for_the_model_but_small_inputs():
     """The same in this process: what a probe allocates depends on the hidden size, not on the number of layers."""
     peaks = []

@@ -126,6 +126,7 @@ def test_gradient_checkpointing_changes_nothing_and_adapters_leave_the_model_alo
     assert any("lora_B" in name and tensor.any() for name, tensor in trained.items())
 
 
+@pytest.mark.full
 def test_dropout_draws_the_same_after_a_resume(train, tmp_path):
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_pretrained(demo_path("gpt2"), resid_pdrop=0.3, embd_pdrop=0.3).save_pretrained(folder)

@@ -317,6 +317,7 @@ class EightBitAdam:
         assert [p._version for p in self.parameters] == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [FlatBuffer, EightBitAdam])
 def test_optimizers_that_write_past_versions_train_as_without(optimizer):
     found = []

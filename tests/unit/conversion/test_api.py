@@ -68,6 +68,7 @@ def text_ids(limit):
     return tokenizer(text, return_tensors="pt").input_ids[:, :limit]
 
 
+@pytest.mark.full
 def test_it_loads_without_this_package_and_says_the_same(converted):
     folder, _ = converted
     source, result = (AutoModelForCausalLM.from_pretrained(where).eval() for where in (GPT2, folder))
@@ -121,6 +122,7 @@ def test_what_was_done_is_recorded(converted):
     assert (folder / "tokenizer.json").read_bytes() == (GPT2 / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.full
 def test_the_same_conversion_gives_the_same_bytes(converted, tmp_path):
     folder, _ = converted
     convert_checkpoint(GPT2, tmp_path / "again")

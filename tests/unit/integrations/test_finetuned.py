@@ -301,6 +301,7 @@ def verified(capsys, folder):
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.full
 def test_verify_says_which_it_found(small, tmp_path, capsys):
     assert "converted and centred: 5 of its LayerNorms run as RMSNorm" in verified(capsys, small)
     model = load(small)

@@ -110,6 +110,7 @@ def test_it_is_patched_once_and_the_report_is_logged_once(tmp_path, patches, log
     assert [line for line in logged if "norms swapped" in line[1]] == [("INFO", str(callback.report))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapter", ["LoRA and all norms", "LNTuning"])
 def test_norms_that_an_adapter_trains(adapter, tmp_path):
     peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
@@ -211,6 +212,7 @@ def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(
         assert got == pytest.approx(runs["plain"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_norms_that_liger_replaces_when_training_begins_are_left_to_it_and_the_log_says_so(
     tmp_path, logged, monkeypatch
 ):
@@ -308,6 +310,7 @@ def test_a_converted_model_trained_without_a_choice_is_warned_of_once(converted,
     assert sum(said in text for _, text in logged) == 1
 
 
+@pytest.mark.full
 def test_a_callback_that_has_patched_is_pickled_for_a_search_in_other_processes(tmp_path):
     callback = HfRmsNormCallback(include="model.norm")
     whole = losses(make(tmp_path, tiny_models.build("llama"), callback))
@@ -316,6 +319,7 @@ def test_a_callback_that_has_patched_is_pickled_for_a_search_in_other_processes(
     assert losses(make(tmp_path, model, again)) == whole and fused(model) == 1
 
 
+@pytest.mark.full
 def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_path):
     made = make(tmp_path, load(converted), HfRmsNormCallback(train_as_rms=True), **SAVING)
     with pytest.warns(UserWarning, match="computes LayerNorm, which is another function"):

@@ -108,6 +108,7 @@ def test_every_width(name, hidden_size):
     check(SPECS[name], x, residual, weight, bias, dh, dy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["no_upcast", "textbook_layer_norm", "rounded_rstd", "rounded_offset"])
 def test_other_formulas_in_rows_too_wide_for_registers(name):
     weight, bias = parameters(SPECS[name], 20000, torch.bfloat16)

@@ -140,6 +140,7 @@ COMPILED = [static_kernels, *(pytest.param(*case, marks=pytest.mark.full) for ca
     ("triton", True), ("reference", False), ("reference", True)))]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend, dynamic", COMPILED)
 def test_compile_without_graph_breaks(module, backend, dynamic):
     torch._dynamo.reset()
@@ -316,6 +317,7 @@ def test_what_was_changed_before_the_backward_is_an_error(name, which):
         loss(outputs[-1:] if which == "sum" else outputs).backward()
 
 
+@pytest.mark.full
 def test_batched_gradients(module):
     module = type(module)(8)
     inputs = module.inputs(1, 2)

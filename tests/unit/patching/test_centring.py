@@ -56,6 +56,7 @@ def hooks(model):
 both = pytest.mark.parametrize("name", sorted(CLASSES))
 
 
+@pytest.mark.full
 @both
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
 def test_the_logits_are_those_of_the_source(folders, name, backend):

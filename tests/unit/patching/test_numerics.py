@@ -336,6 +336,7 @@ def test_verification_compares_with_that_order(numerics):
     assert verify_equivalence(model, **how).numerics == name, "the patch that it has"
 
 
+@pytest.mark.full
 def test_verification_finds_another_order():
     model, ids = build("olmo2", torch.bfloat16), tiny_models.token_ids(2, 9)
     patch_model(model, numerics="vllm")

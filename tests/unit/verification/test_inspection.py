@@ -93,6 +93,7 @@ def test_a_model_of_rms_norms_has_no_naive_swap():
     assert not any(norm.centered for norm in inspection.norms)
 
 
+@pytest.mark.full
 def test_the_command_prints_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="it draws")
     picture = tmp_path / "means.png"

@@ -85,6 +85,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_what_is_computed_together_is_named(fault, monkeypatch):
     module, name, wrong, dtype, place = FAULTS[fault]
@@ -213,6 +214,7 @@ def test_models_without_a_patch_are_compared_as_ever():
     assert report.verdict == "FAIL" and report.fused == ()
 
 
+@pytest.mark.full
 def test_nothing_is_left_behind():
     from hf_rmsnorm.fused.layer import observers
 

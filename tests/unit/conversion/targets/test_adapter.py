@@ -147,6 +147,7 @@ def test_an_adapter_of_the_model_without_its_head(bases, tmp_path):
     assert_equal(model, output(load(base, adapter, cls=GPT2Model)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_command_verifies_both_pairs_and_names_the_converted_base(dtype, bases, tmp_path, capsys):
     base, converted = bases("gpt2", dtype)
@@ -230,6 +231,7 @@ def test_what_is_missing_is_said(bases, tmp_path, capsys, monkeypatch):
         convert_adapter(adapter, tmp_path / "other", base=base, converted=converted)
 
 
+@pytest.mark.full
 def test_what_fails_verification_is_not_published(bases, tmp_path, capsys):
     """The conversion of another model of the same shape."""
     base, converted = bases("gpt2", torch.float32)

@@ -102,6 +102,7 @@ def logits(folder, **inputs):
         return AutoModelForCausalLM.from_pretrained(folder, **how).eval()(**inputs).logits
 
 
+@pytest.mark.full
 def test_written_checkpoint_has_ones_zeros_and_the_logits_of_the_source(tmp_path):
     src = write_source(tmp_path / "src", "gpt2", GPT2, torch.float32, max_shard_size="20KB")
     done = convert_checkpoint(src, tmp_path / "dst", fold_affine=True)
@@ -133,6 +134,7 @@ def test_a_converted_checkpoint_stays_converted(tmp_path):
     assert sum(record.converted is not None and bool(record.converted) for record in report.swapped) == 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model_type", "config"),
     [("gpt2", GPT2), ("persimmon", SMALL), ("phi", SMALL), ("cohere2_moe", {**SMALL, **SPARSE})],

@@ -86,6 +86,7 @@ def test_a_plan_found_on_a_narrow_twin_fits_the_wide_model():
     assert (model.transformer.h[2].mlp.c_proj.weight.mean(1).abs() < 1e-15).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("phimoe", marks=pytest.mark.nightly)])
 def test_configs_of_published_sizes_are_narrowed(name):
     config = AutoConfig.for_model(CONFIGS[name][0])

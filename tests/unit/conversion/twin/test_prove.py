@@ -37,6 +37,7 @@ def proofs_with_errors(twin, plan, monkeypatch, names):
             yield name, prove(plan, twin)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt2", "cohere_qk", "persimmon"])
 def test_the_noise_of_a_twin_covers_a_right_plan_and_no_wrong_one(monkeypatch, name):
     twin = make_twin(config_of(name))

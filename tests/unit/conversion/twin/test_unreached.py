@@ -71,6 +71,7 @@ def test_a_masked_frame_of_norms_that_stay_does_not_matter():
     assert not any("masked_spec_embed" in c.key for c in plan.centre)
 
 
+@pytest.mark.full
 def test_modules_that_no_code_uses_do_not_matter():
     config = AutoConfig.for_model("wav2vec2-conformer", **{**SOUND, "add_adapter": True, "output_hidden_size": 32})
     plan = discover(make_twin(config, model_class=Wav2Vec2ConformerModel))
