@@ -43,7 +43,8 @@ def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedL
         name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
         memory = "" if fused is None else fused.memory_note(entry.module)
         order = f"as {SERVERS[recipe.numerics]} rounds" if recipe and recipe.numerics != "model" else ""
-        notes = "; ".join(filter(None, (recipe.notes() if recipe else "", order, memory, entry.note)))
+        shared = f"one module at {len(entry.paths)} paths" if len(entry.paths) > 1 else ""
+        notes = "; ".join(filter(None, (recipe.notes() if recipe else "", order, memory, shared, entry.note)))
         if recipe is not None:
             told = recipe.spec_of(entry.module) or recipe.spec, notes, recipe.as_rms, recipe.numerics
             swapped += [Swapped(path, name, *told) for path in entry.paths]

@@ -18,9 +18,36 @@ from ..swap import fuse, replaced_forward, unfused
 from .heads import HeadsFusion, find_heads
 from .modulation import ModulationFusion, find_modulations
 from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
-from .sums import NO_SUM, LayerFlow, find_flow, norms_of
+from .sums import NO_SUM, LayerFlow, find_flow, norms_of, structure
 
 UNREAD = "no patched norm is known to read the sum that it returns"
+
+
+class Sources:
+    """What the sources of modules show of norms, read once for all modules that are alike in one patch."""
+
+    def __init__(self):
+        self.modulations: dict[tuple, ModulationFusion | None] = {}
+        self.heads: dict[tuple, object] = {}
+
+    def modulation_of(self, module: nn.Module) -> ModulationFusion | None:
+        """`find_modulations` of a module; None where its forward has no source."""
+        key = structure(module)
+        if key not in self.modulations:
+            self.modulations[key] = None
+            with contextlib.suppress(CannotRewrite):  # which is said where sums are looked for
+                self.modulations[key] = find_modulations(unfused(type(module)), _of_rows(module))
+        return self.modulations[key]
+
+    def qk_of(self, module: nn.Module) -> object:
+        """`_find_qk` of a module, or the `CannotRewrite` that it raises."""
+        key = structure(module)
+        if key not in self.heads:
+            try:
+                self.heads[key] = _find_qk(module)
+            except CannotRewrite as error:
+                self.heads[key] = error
+        return self.heads[key]
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
@@ -36,11 +63,12 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     # Not the wrappers around a norm or a layer: FSDP's forward would gather weights, on one rank before another.
     layers = (m for path, m in named.items() if _of_rows(m) or (path in holders and m in repeated))
     layers = (m for m in layers if _inner(m) is m and not isinstance(m, nn.ModuleList))  # which has no forward
-    found = {m: _examine(m, m in repeated, m not in in_rows) for m in layers}
+    sources = Sources()
+    found = {m: _examine(m, sources, m in repeated, m not in in_rows) for m in layers}
     unrounded = any(not recipe.rounds_sum for recipe in map(recipe_of, named.values()) if recipe is not None)
     # Summands are found whatever is around a layer; a norm that is computed ahead may be another's there.
     inner = [(p, name, [_inner(m) if unrounded else m for m in row]) for p, name, row in rows]
-    behind = _behind_each(inner, found)
+    behind = _behind_each(inner, found, sources)
     told: dict[str, tuple[str, str]] = {}  # path -> (what is fused, why nothing is)
     for path, module in ((path, m) for path, m in named.items() if m in found):
         flow, fusion = found[module]
@@ -106,7 +134,7 @@ def _inner(module: nn.Module) -> nn.Module:
     return module
 
 
-def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow, object]:
+def _examine(module: nn.Module, sources: Sources, repeated: bool, inside: bool) -> tuple[LayerFlow, object]:
     """(what a module does with sums, what can be fused of it or why nothing can).
 
     repeated: there are more like it in the model; inside: it is further in than a layer, as attentions are.
@@ -117,10 +145,14 @@ def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow
         return flow, "its class was given another forward: unpatch the model and patch it again"
     if other := replaced_forward(module):
         return flow, f"its forward was replaced on the instance by {other}"
+    if shared := _shared_norms(module):
+        reason = f"its {' and '.join(shared)} are one norm: sums and heads are fused where each place has its own"
+        return flow, QKRefusal(reason) if inside else reason
+    if modulation := sources.modulation_of(module):
+        return flow, modulation
     try:
-        base = unfused(type(module))
-        if found := find_modulations(base, _of_rows(module)) or find_heads(module, base):
-            return flow, found
+        if heads := find_heads(module, unfused(type(module))):
+            return flow, heads
     except CannotRewrite:  # which is said below
         pass
     try:
@@ -129,14 +161,23 @@ def _examine(module: nn.Module, repeated: bool, inside: bool) -> tuple[LayerFlow
             flow = found if isinstance(found, LayerFlow) else flow
             if flow.fusion.sites:
                 return flow, flow.fusion
-            try:
-                return flow, _find_qk(module)
-            except CannotRewrite as error:
-                if repeated and inside and len(norms_of(module)) > 1:
-                    return flow, QKRefusal(error)
-                return flow, found if isinstance(found, str) else flow.reason
+            qk = sources.qk_of(module)
+            if not isinstance(qk, CannotRewrite):
+                return flow, qk
+            if repeated and inside and len(norms_of(module)) > 1:
+                return flow, QKRefusal(qk)
+            return flow, found if isinstance(found, str) else flow.reason
     except Exception as error:  # whatever a user's class does, its norms are swapped
         return flow, f"it could not be examined: {type(error).__name__}: {error}"
+
+
+def _shared_norms(module: nn.Module) -> list[str]:
+    """The names under which a module holds one patched norm more than once."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, child in module._modules.items():
+        if child is not None and recipe_of(child) is not None:
+            names.setdefault(child, []).append(name)
+    return next((shared for shared in names.values() if len(shared) > 1), [])
 
 
 def _of_rows(module: nn.Module) -> set[str]:
@@ -159,7 +200,9 @@ def _find_qk(attention: nn.Module):
     return find_qk(unfused(type(attention)), set(found), attention._modules, alone)
 
 
-def _behind_each(rows: list, found: dict[nn.Module, tuple]) -> dict[nn.Module, tuple[str, nn.Module, tuple]]:
+def _behind_each(
+    rows: list, found: dict[nn.Module, tuple], sources: Sources
+) -> dict[nn.Module, tuple[str, nn.Module, tuple]]:
     """Layer -> (name of the norm that reads a sum that it returns, whose child that is, what is around the layer).
 
     A module without norms that returns such a sum is examined for it, and is in `found` then.
@@ -178,7 +221,7 @@ def _behind_each(rows: list, found: dict[nn.Module, tuple]) -> dict[nn.Module, t
         """Note who reads what a module returns, with all in it that return the same."""
         if reader is None:
             return
-        flow, _ = found[module] if module in found else found.setdefault(module, _examine(module, True, False))
+        flow, _ = found[module] if module in found else found.setdefault(module, _examine(module, sources, True, False))
         if any(not name for _, name in flow.fusion.sites):
             behind.setdefault(module, (*reader, around))
         for child, to in flow.passes:

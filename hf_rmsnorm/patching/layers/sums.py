@@ -8,7 +8,6 @@ import ast
 import copy
 import inspect
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,8 +26,9 @@ from .values import hangs_hooks, is_seen, past_versions
 SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
 FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
 NO_SUM, ADDS_NOTHING = "no norm reads a sum of its forward as it is", "its forward adds nothing"
-_cache: dict[tuple, "LayerFlow | str"] = {}
-_NUMBER = re.compile("training|idx|index|layer_id")
+# What a layer is, without its own settings -> what was learned of such layers.
+_cache: dict[tuple, list["Learned"]] = {}
+_NOT_PLAIN = object()
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,37 @@ class LayerFlow:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What was learned of one layer. It holds for all layers alike whose settings, of those that were read, are equal.
+
+    A forward that never reads its `layer_idx` is learned once for all layers; one that branches on it, once for each.
+    """
+
+    flow: LayerFlow | str
+    settings: dict[str, object]
+
+    def holds_for(self, settings: dict[str, object]) -> bool:
+        return all(settings.get(name, _NOT_PLAIN) == value for name, value in self.settings.items())
+
+
 def find_flow(layer: nn.Module, inside: bool = False) -> LayerFlow | str:
     """What a layer whose norms are patched does with sums; the reason where nothing can be told of it.
 
     inside: it is further in than a layer, where there are many such modules, of which few add: less is tried.
     """
-    key = inside, *_key(layer)
-    if key not in _cache:
-        try:
-            _cache[key] = _learn(layer, inside)
-        except CannotRewrite as error:
-            _cache[key] = str(error)
-    return _cache[key]
+    settings = _settings(layer)
+    known = _cache.setdefault((inside, *structure(layer), _config(layer)), [])
+    for learned in known:
+        if learned.holds_for(settings):
+            return learned.flow
+    read: set[str] = set()
+    try:
+        flow = _learn(layer, inside, read)
+    except CannotRewrite as error:
+        flow = str(error)
+    known.append(Learned(flow, {name: settings.get(name, _NOT_PLAIN) for name in read}))
+    return flow
 
 
 def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
@@ -69,18 +88,26 @@ def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child, recipe in norms if recipe is not None and recipe.is_simple}
 
 
-def _key(layer: nn.Module) -> tuple:
-    function, config = inspect.unwrap(unfused(type(layer)).forward), getattr(layer, "config", None)
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    # Settings that a forward may branch on; the layer's number only where it does, or each would be run anew.
-    plain = {k: v for k, v in vars(layer).items() if is_plain(v) and (k in names or not _NUMBER.search(k))}
-    plain.update((f"config.{k}", v) for k, v in getattr(config, "__dict__", {}).items() if is_plain(v))
+def structure(layer: nn.Module) -> tuple:
+    """What layers alike have in common: their class and its forward, the classes of their children, norms' shapes."""
+    cls = unfused(type(layer))
     children = tuple((name, type(child)) for name, child in layer.named_children())
     shapes = tuple(tuple(p.shape) for norm in norms_of(layer).values() for p in norm.parameters(recurse=False))
-    return unfused(type(layer)), function, children, shapes, tuple(sorted(plain.items()))
+    return cls, inspect.unwrap(cls.forward), children, shapes
 
 
-def _learn(layer: nn.Module, inside: bool) -> LayerFlow | str:
+def _settings(layer: nn.Module) -> dict[str, object]:
+    """The plain values that a layer holds; all layers are learned in evaluation mode."""
+    return {name: value for name, value in vars(layer).items() if is_plain(value) and name != "training"}
+
+
+def _config(layer: nn.Module) -> tuple:
+    config = getattr(getattr(layer, "config", None), "__dict__", {})
+    return tuple(sorted((name, value) for name, value in config.items() if is_plain(value)))
+
+
+def _learn(layer: nn.Module, inside: bool, read: set[str]) -> LayerFlow | str:
+    """`find_flow` of a layer of which nothing is known; `read` gets the names of the attributes that it depends on."""
     base = unfused(type(layer))
     function, definition = forward_source(base)
     positions = range(len(sums(definition, function)))
@@ -88,7 +115,10 @@ def _learn(layer: nn.Module, inside: bool) -> LayerFlow | str:
         return "its forward changes what the layer holds"
     if hangs_hooks(definition):
         return "its forward hangs hooks on tensors"
+    if not positions and not any(True for _ in layer.children()):  # nn.Linear: no stand-in for its large weight
+        return LayerFlow(reason=ADDS_NOTHING)
     norms = norms_of(layer)
+    noting = _noting(base, read)
     size, dtype = _row(norms)
     x, other = torch.randn(2, *SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
     stubs = [name for name, child in layer.named_children() if name not in norms and not _is_plain_module(child)]
@@ -110,6 +140,7 @@ def _learn(layer: nn.Module, inside: bool) -> LayerFlow | str:
     others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 and not inside else ()
     for rest, forms in itertools.product((None, other), dict.fromkeys([guess, *others])):
         stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)), kind)
+        stand_in.__class__ = noting
         try:
             expected = _run(base.forward, stand_in, x, rest)
             for name in (*norms, *stubs):
@@ -237,6 +268,21 @@ def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: d
         restore(modules[name])  # the formula is proven: what runs here needs no backend
     twin.__dict__["_modules"] = modules
     return twin
+
+
+def _noting(cls: type, read: set[str]) -> type:
+    """A subclass of a class whose instances add to `read` the name of each attribute that is read of them."""
+
+    def __getattribute__(self, name):
+        read.add(name)
+        return super(noting, self).__getattribute__(name)
+
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
+    try:
+        noting = type(cls)(cls.__name__, (cls,), {**names, "__getattribute__": __getattribute__})
+    except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
+        raise CannotRewrite(f"its class cannot be subclassed: {type(error).__name__}: {error}") from error
+    return noting
 
 
 def _held(module: nn.Module) -> list[tuple[dict, str, torch.Tensor]]:

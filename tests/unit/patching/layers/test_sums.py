@@ -187,6 +187,92 @@ def test_what_is_said_of_each_layer_is_true_of_it():
     assert "fails" in fused(patch_model(row(CallsASumByAnotherSelf(), CallsASumByAnotherSelf())))[0]
 
 
+class BranchesInAHelper(Block):
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def join(self, h, y):
+        return h - y if self.layer_idx % 2 else y
+
+    def forward(self, x):
+        h = self.join(x, x + self.a(self.n1(x)))
+        return h + self.b(self.n2(h))
+
+
+def test_layers_that_differ_in_what_a_helper_reads():
+    layers = patch_model(row(*map(BranchesInAHelper, range(4)))).layers
+    assert ["+ n2" in layer.fused for layer in layers] == [True, False, True, False]
+
+
+RUNS = []
+
+
+class KeepsItsNumberForACache(Block):
+    """As an attention or a mixer does: what it is fused to does not depend on it."""
+
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx, self.layer_type = layer_idx, f"type {layer_idx}"
+
+    def forward(self, x, cache=None):
+        RUNS.append(self.n1)
+        h = x + self.a(self.n1(x))
+        if cache is not None:
+            h = cache.update(h, self.layer_idx, self.layer_type)
+        return h + self.b(self.n2(h))
+
+
+def test_alike_layers_are_learned_once_whatever_their_numbers(monkeypatch):
+    runs = {}
+    for count in (2, 9):
+        monkeypatch.setattr(dataflow, "_cache", {})
+        RUNS.clear()
+        report = patch_model(row(*map(KeepsItsNumberForACache, range(count))))
+        assert all("+ n2" in layer.fused for layer in report.layers) and len(report.layers) == count
+        runs[count] = len(RUNS)
+    assert runs[2] == runs[9] > 0
+
+
+def shared_heads(model):
+    for layer in model.model.layers:
+        layer.self_attn.k_norm = layer.self_attn.q_norm
+
+
+def shared_in_a_layer(model):
+    for layer in model.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm
+
+
+def shared_by_all_layers(model):
+    for layer in model.model.layers:
+        layer.input_layernorm = model.model.layers[0].input_layernorm
+
+
+QK = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
+
+
+@pytest.mark.parametrize(
+    ("share", "paths", "layer", "attention"),
+    [
+        (shared_heads, 2, BOTH, "its q_norm and k_norm are one norm"),
+        (shared_in_a_layer, 2, "its input_layernorm and post_attention_layernorm are one norm", QK),
+        (shared_by_all_layers, 3, BOTH, QK),
+    ],
+)
+def test_a_norm_in_several_places_is_said_to_be_one(share, paths, layer, attention):
+    model = build("qwen3")
+    share(model)
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad(), use_backend("reference"):
+        expected = model(ids).logits
+        report = patch_model(model)
+        assert torch.equal(model(ids).logits, expected)
+    assert [record.fused or record.reason.partition(":")[0] for record in report.layers] == [layer, attention] * 3
+    shared = [record for record in report.swapped if f"one module at {paths} paths" in record.notes]
+    assert len(shared) == (3 if share is shared_by_all_layers else 6)
+
+
 def test_a_layer_whose_tensors_are_elsewhere_is_recognised():
     with torch.device("meta"):
         model = nn.Sequential(HasTensorsOfItsOwn(), HasTensorsOfItsOwn(), nn.RMSNorm(32))
