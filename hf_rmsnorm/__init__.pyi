@@ -13,6 +13,7 @@ from .ops import rms_norm as rms_norm
 from .ops import use_backend as use_backend
 from .ops.settings import settings as settings
 from .patching import PatchReport as PatchReport
+from .patching import is_patched as is_patched
 from .patching import patch_model as patch_model
 from .patching import patched as patched
 from .patching import unpatch_model as unpatch_model

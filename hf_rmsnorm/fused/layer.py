@@ -221,8 +221,9 @@ def _may_write(hook: Callable) -> bool:
 def operands_ahead(norm: torch.nn.Module, restricted: bool = False) -> tuple | None:
     """(weight, bias, formula) of a patched norm that may be computed before it is called.
 
-    None where that has a hook, of a user or of what manages its weights, or needs more than its one input; unless
-    `restricted`, also where more than the shape of its input decides whether it is served.
+    None where that is patched to be computed by itself, has a hook, of a user or of what manages its weights, or needs
+    more than its one input; unless `restricted`, also where more than the shape of its input decides whether it is
+    served.
     """
     state, cls = norm.__dict__, type(norm)
     base = getattr(cls, "_hf_rmsnorm_base", None)
@@ -231,6 +232,7 @@ def operands_ahead(norm: torch.nn.Module, restricted: bool = False) -> tuple | N
         or base.forward is not cls._hf_rmsnorm_forward  # somebody gave the class another, or it other code
         or getattr(base.forward, "__code__", None) is not cls._hf_rmsnorm_code
         or not ((recipe := cls._hf_rmsnorm_recipe).is_simple or (restricted and recipe.is_of_rows))
+        or not recipe.fuse_residual
         or "parametrizations" in norm._modules  # a weight that is computed, once a call
         or _any_global_hook()
         or norm._forward_pre_hooks

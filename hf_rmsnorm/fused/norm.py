@@ -1,7 +1,8 @@
 """The forward that a patched norm runs, and the class that carries it.
 
 A fused class is a subclass of the module's current class that overrides `forward`, and wraps what sets attributes, so
-that parameters, buffers, hooks, `isinstance`, `repr` and saved bytes stay what they were.
+that parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes stay what they were. `repr` says that the
+module is patched.
 """
 
 import functools
@@ -51,10 +52,18 @@ def fused_class(base: type, recipe: Recipe) -> type:
             marks = {
                 "_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward,
                 "_hf_rmsnorm_code": getattr(base.forward, "__code__", None), "_hf_rmsnorm_plans": plans,
+                "__repr__": _repr_of(base),
                 **{setter: _watched(base, setter, frozenset(recipe.reads)) for setter in _SETTERS if recipe.reads},
             }  # fmt: skip
             _classes[key] = derive(base, _make_forward(base, recipe, plans), marks, fused_class, recipe)
         return _classes[key]
+
+
+def _repr_of(base: type):
+    def __repr__(self):
+        return f"{base.__repr__(self)} [hf_rmsnorm]"
+
+    return __repr__
 
 
 def _watched(base: type, setter: str, names: frozenset[str]):
@@ -246,3 +255,9 @@ def fused_part(cls: type) -> type | None:
 def recipe_of(module: torch.nn.Module) -> Recipe | None:
     """What a patched module computes; None where it is not patched."""
     return getattr(type(module), "_hf_rmsnorm_recipe", None)
+
+
+def fusible_recipe(module: torch.nn.Module) -> Recipe | None:
+    """`recipe_of` a norm that may be computed with what surrounds it; None of any other module."""
+    recipe = recipe_of(module)
+    return recipe if recipe is not None and recipe.fuse_residual else None

@@ -48,6 +48,7 @@ class Recipe:
         rounds_sum: a residual sum is rounded before it is normalised; else the norm reads it as float32 holds it.
         memory_efficient: the kernels' backward reads the norm's output instead of its input, where that serves. Not of
             weights that FSDP manages: it writes them past their version.
+        fuse_residual: one launch may compute the norm with what surrounds it: a sum, a rotation, a modulation.
 
     Calls that do not meet all this run the module's own forward.
     """
@@ -76,6 +77,7 @@ class Recipe:
     own: "Recipe | None" = None
     rounds_sum: bool = True
     memory_efficient: bool = False
+    fuse_residual: bool = True
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""

@@ -9,8 +9,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..patching import PatchReport, patch_model, unpatch_model
-from ..patching.api import check_options
+from ..patching import PatchReport, patch_model
+from ..patching.api import check_options, repatch_model
 from ..patching.converted import conversion_of
 from .finetuned import TRAINED, Recentre, mark_as_rms
 
@@ -33,7 +33,8 @@ class HfRmsNormCallback(TrainerCallback):
             LayerNorm and RMSNorm stay equal (`Recentre`).
         train_as_rms: of a converted model, record in its config that it is trained as RMSNorm (`train_as_rms`). What
             a plain load of it computes is warned of when it is saved and at the end.
-        options: keyword arguments of `patch_model`.
+        options: keyword arguments of `patch_model`. Where you have patched the model before, what they do not name
+            stays as it is.
 
     Attributes:
         report: of the last patch; also logged, at level INFO, once for equal ones.
@@ -108,11 +109,12 @@ class HfRmsNormCallback(TrainerCallback):
         if before is not None and any(module is before for module in model.modules()):
             if conversion_of(before) is None and not again:
                 return
-            unpatch_model(before)  # other weights may have been loaded since
             model = before
         with warnings.catch_warnings():
             if again:  # Liger may have them all, which is said where training begins
                 warnings.filterwarnings("ignore", "patch_model changed no norm")
+            if before is model:  # other weights may have been loaded since
+                repatch_model(model)
             self.report = patch_model(model, **self._options)
         self._patched = weakref.ref(model)
         if str(self.report) != self._logged:

@@ -1,6 +1,6 @@
 """Finds the norms of a loaded model by what they compute and swaps them in place for fused ones."""
 
-from .api import patch_model, patched, unpatch_model
+from .api import is_patched, patch_model, patched, unpatch_model
 from .report import PatchReport
 
-__all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
+__all__ = ["PatchReport", "is_patched", "patch_model", "patched", "unpatch_model"]

@@ -1,22 +1,45 @@
 """`patch_model`, `unpatch_model` and `patched`: the whole of what a user calls."""
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..fused.norm import recipe_of
+from ..fused.recipe import Recipe
 from ..paths import compact_paths
 from .centring import centre_at, uncentre
 from .converted import recorded_model
 from .layers.links import fuse_layers, sums_unknown
 from .moved import unwatch, watch
 from .numerics import NUMERICS, as_rounded_by
-from .plan import Globs, make_plan, report_on
+from .plan import Entry, Globs, make_plan, report_on
 from .report import PatchReport
-from .swap import fuse, restore, reswap, swap
+from .swap import fuse, fuse_again, restore, reswap, swap, swap_again
+
+# One thread at a time changes models: what a plan has seen of a module still holds when the module is changed.
+_changing = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one call of `patch_model` that a norm remembers; None is one that the call does not name."""
+
+    fuse_residual: bool | None = None
+    memory_efficient: bool | None = None
+    numerics: str | None = None
+
+    def recipe(self, recipe: Recipe, before: Recipe | None) -> Recipe:
+        """A norm's recipe with what this call names, and for the rest what it had `before`, or else the defaults."""
+        kept = before or recipe
+        numerics = kept.numerics if self.numerics is None else self.numerics
+        fuse_residual = kept.fuse_residual if self.fuse_residual is None else self.fuse_residual
+        memory_efficient = kept.memory_efficient if self.memory_efficient is None else self.memory_efficient
+        rounded = as_rounded_by(numerics, kept)
+        return replace(rounded, fuse_residual=fuse_residual, memory_efficient=memory_efficient)
 
 
 def patch_model(
@@ -24,34 +47,39 @@ def patch_model(
     include: Globs = None,
     exclude: Globs = None,
     strict: bool = False,
-    fuse_residual: bool = True,
-    memory_efficient: bool = False,
-    numerics: str = "model",
+    fuse_residual: bool | None = None,
+    memory_efficient: bool | None = None,
+    numerics: str | None = None,
 ) -> PatchReport:
     """Swap every norm that is recognised by its arithmetic for the fused kernels, in place.
 
     Each norm keeps its parameters, buffers, hooks, name and `state_dict`; only its class changes, to a subclass of the
-    one it had. Nothing outside this model changes. Norms patched earlier stay patched and are reported again.
+    one it had. Nothing outside this model changes.
+
+    A second call changes what it names and keeps the rest. The norms that it selects are patched, if they are not yet,
+    and get the options that it names; those that its `exclude` matches get their original class back; all others stay
+    as they are. So ``patch_model(model)`` keeps ``memory_efficient=True`` of an earlier call, and
+    ``memory_efficient=False`` ends it. An option that was never named is what "by default" says below.
 
     Args:
         model: any `torch.nn.Module`, on any devices; it may be a single norm.
         include: a glob over module paths as in ``model.named_modules()``, or a list of them (`fnmatch`; ``*`` crosses
-            dots, so ``"*.q_norm"`` reaches every layer). Only norms that match one are swapped. None: all.
-        exclude: the same for norms to leave alone; it wins over include. A module at several paths matches if one does.
+            dots, so ``"*.q_norm"`` reaches every layer). Only norms that match one are selected. None: all.
+        exclude: the same for norms to run their own forward; it wins over include. A module at several paths matches
+            if one does.
         strict: raise, before anything changes, if a norm would be neither swapped nor left out by include or exclude:
             a leaf that normalises over its last dimension, or whose class is named RMSNorm or LayerNorm.
-        fuse_residual: also compute residual sums in one launch with the norm that reads them, in layers whose own
-            forward shows which those are: sums with gradients, of 2**20 elements or more, or in a CUDA graph. False
-            undoes that in layers fused earlier.
-        memory_efficient: keep each norm's output for the backward, which the linear behind it keeps anyway, instead of
-            its input; gradients carry the output's rounding. The value given last holds, also for norms patched
-            earlier, where the globs allow them. Some norms keep their input all the same: docs/training.md says which,
-            and their notes in the report. A write through ``.data`` to the output or the weight, between forward and
-            backward, cannot be seen and gives wrong gradients.
-        numerics: in whose order of rounding norms, and residual sums in front of them, are computed: ``"model"``;
-            ``"vllm"`` or ``"sglang"``, so that a model trains in the numbers by which its server generates;
-            ``"torch"``, as `F.rms_norm`. So it is on every device, by every backend. Under ``fuse_residual=False`` sums
-            are rounded first in any case. The value given last holds. docs/numerics.md states each order.
+        fuse_residual: by default True: also compute residual sums in one launch with the norm that reads them, in
+            layers whose own forward shows which those are: sums with gradients, of 2**20 elements or more, or in a CUDA
+            graph; and rotations and modulations of what a norm returns. False: each norm by itself.
+        memory_efficient: by default False. True: keep each norm's output for the backward, which the linear behind it
+            keeps anyway, instead of its input; gradients carry the output's rounding. Some norms keep their input all
+            the same: docs/training.md says which, and their notes in the report. A write through ``.data`` to the
+            output or the weight, between forward and backward, cannot be seen and gives wrong gradients.
+        numerics: in whose order of rounding norms, and residual sums in front of them, are computed: by default
+            ``"model"``; ``"vllm"`` or ``"sglang"``, so that a model trains in the numbers by which its server
+            generates; ``"torch"``, as `F.rms_norm`. So it is on every device, by every backend. Under
+            ``fuse_residual=False`` sums are rounded first in any case. docs/numerics.md states each order.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.
@@ -70,7 +98,37 @@ def patch_model(
         >>> hf_rmsnorm.patch_model(model).swapped[0].text
         'LayerNorm(eps=1e-05, one rounding, bias)'
     """
-    return _patch(model, include, exclude, strict, fuse_residual, memory_efficient, numerics, stacklevel=3)[0]
+    options = Options(fuse_residual, memory_efficient, numerics)
+    return _patch(model, include, exclude, strict, options, stacklevel=3)[0]
+
+
+def is_patched(model: torch.nn.Module) -> bool:
+    """Whether the module, or any inside it, is a norm that `patch_model` has swapped.
+
+    Raises:
+        TypeError: model is not a module.
+
+    Example:
+        >>> import torch, hf_rmsnorm
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        >>> hf_rmsnorm.is_patched(model), hf_rmsnorm.patch_model(model).skipped, hf_rmsnorm.is_patched(model[1])
+        (False, (), True)
+    """
+    check_module("is_patched", model)
+    return any(recipe_of(module) is not None for module in model.modules())
+
+
+def repatch_model(model: torch.nn.Module) -> None:
+    """Unpatch a model and patch the very norms again by what they are now, each with the options that it had."""
+    with _changing:
+        paths: dict[Options, list[str]] = {}
+        for path, module in model.named_modules():
+            if (recipe := recipe_of(module)) is not None:
+                options = Options(recipe.fuse_residual, recipe.memory_efficient, recipe.numerics)
+                paths.setdefault(options, []).append(path)
+        unpatch_model(model)
+        for options, chosen in paths.items():
+            _patch(model, chosen, None, False, options, stacklevel=3)
 
 
 def unpatch_model(model: torch.nn.Module) -> int:
@@ -80,13 +138,14 @@ def unpatch_model(model: torch.nn.Module) -> int:
         TypeError: model is not a module.
     """
     check_module("unpatch_model", model)
-    whole = recorded_model(model) is not None  # a part of a converted model may hold a mean that the rest is to lack
-    for module in model.modules():
-        fuse(module, None)
+    with _changing:
+        # A part of a converted model may hold a mean that the rest is to lack.
+        whole = recorded_model(model) is not None
+        for module in model.modules():
+            fuse(module, None)
         if whole:
-            uncentre(module)
-            unwatch(module)
-    return sum([restore(module) for module in model.modules()])
+            _uncentre_all(model)
+        return sum([restore(module) for module in model.modules()])
 
 
 @contextlib.contextmanager
@@ -95,75 +154,125 @@ def patched(
     include: Globs = None,
     exclude: Globs = None,
     strict: bool = False,
-    fuse_residual: bool = True,
-    memory_efficient: bool = False,
-    numerics: str = "model",
+    fuse_residual: bool | None = None,
+    memory_efficient: bool | None = None,
+    numerics: str | None = None,
 ) -> Iterator[PatchReport]:
     """`patch_model` for the length of a ``with``, which gives the report; undone on exceptions too, to what was before.
 
     Args and errors: those of `patch_model`.
     """
-    report, undo = _patch(model, include, exclude, strict, fuse_residual, memory_efficient, numerics, stacklevel=4)
-    with undo:
+    options = Options(fuse_residual, memory_efficient, numerics)
+    report, undo = _patch(model, include, exclude, strict, options, stacklevel=4)
+    try:
         yield report
+    finally:
+        with _changing:
+            undo.close()
 
 
-def _patch(model, include, exclude, strict, fuse_residual, memory_efficient, numerics, stacklevel: int):
+def _patch(model, include, exclude, strict, options: Options, stacklevel: int):
     """(the report, what undoes the changes)."""
     check_module("patch_model", model)
-    check_options(strict=strict, fuse_residual=fuse_residual, memory_efficient=memory_efficient, numerics=numerics)
+    check_options(strict=strict, **vars(options))
+    with _changing:
+        report, warned, undo = _change(model, include, exclude, strict, options)
+    for warning in warned:
+        warnings.warn(warning, stacklevel=stacklevel)
+    return report, undo
+
+
+def _change(model, include, exclude, strict, options: Options) -> tuple[PatchReport, list[str], contextlib.ExitStack]:
+    """(the report, what to warn of, what undoes the changes)."""
     entries = make_plan(model, include, exclude)
-    unserved = [entry for entry in entries if entry.recipe is None and not entry.excluded]
-    if strict and not entries:
+    if strict:
+        _must_serve(model, entries)
+    chosen = [entry for entry in entries if entry.recipe is not None and entry.chosen]
+    for entry in chosen:
+        try:
+            entry.recipe = options.recipe(entry.recipe, recipe_of(entry.module))
+        except ValueError as error:
+            what, cure = f"numerics={options.numerics!r}: {error}", f"as {entry.paths[0]!r} is: list it in exclude"
+            raise ValueError(f"{what}, {cure}") from None
+    returned = [entry.module for entry in entries if entry.excluded and entry.already]
+    with contextlib.ExitStack() as undo:
+        _centre(model, entries, undo)
+        alone = _swap_all(chosen, returned, undo)
+        for module in model.modules() if returned or alone else ():  # what is still fused is found again
+            undo.callback(fuse_again, model, module, fuse(module, None))
+        layers = fuse_layers(model, undo)
+        unrounded = [e.recipe for e in chosen if e.recipe.fuse_residual and not e.recipe.rounds_sum]
+        missed = [layer for layer in layers if unrounded and sums_unknown(layer)]
+        if strict and missed:
+            what = f"the sums of {len(missed)} layers are rounded first, {unrounded[0].numerics} reads them unrounded"
+            raise ValueError(f"strict: {what}, first {missed[0].path!r}: {missed[0].reason}")
+        done = undo.pop_all()
+    warned = []
+    if not returned and all(entry.recipe is None for entry in entries):
+        why = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
+        warned.append(f"patch_model changed no norm of this {type(model).__name__}: {why}")
+    if missed:
+        paths = ", ".join(compact_paths([layer.path for layer in missed]))
+        what = f"numerics={unrounded[0].numerics!r} reads sums unrounded; rounded first are those of {paths}"
+        warned.append(f"{what}: {missed[0].reason}")
+    return report_on(model, entries, layers), warned, done
+
+
+def _must_serve(model: torch.nn.Module, entries: list[Entry]) -> None:
+    """A ValueError where a norm that no glob leaves out cannot be swapped, or there is none."""
+    if not entries:
         raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
-    if strict and unserved:
+    unserved = [entry for entry in entries if entry.recipe is None and not entry.excluded]
+    if unserved:
         first, cure = unserved[0], "list it in exclude to accept that"
         which = f"first {first.paths[0]!r} ({type(first.module).__name__})"
         raise ValueError(f"strict: {len(unserved)} of the norms cannot be swapped, {which}: {first.reason}; {cure}")
-    chosen = [entry for entry in entries if entry.recipe is not None and (entry.chosen or not entry.already)]
+
+
+def _swap_all(chosen: list[Entry], returned: list[torch.nn.Module], undo: contextlib.ExitStack) -> bool:
+    """Swap the chosen norms and give others their class back; whether one is computed by itself now and was not."""
+    alone = False
+    for module in returned:
+        undo.callback(swap_again, module, recipe_of(module))
+        restore(module)
     for entry in chosen:
-        try:
-            rounded = as_rounded_by(numerics, recipe_of(entry.module) or entry.recipe)
-        except ValueError as error:
-            raise ValueError(f"numerics={numerics!r}: {error}, as {entry.paths[0]!r} is: list it in exclude") from None
-        entry.recipe = replace(rounded, memory_efficient=memory_efficient)
-    with contextlib.ExitStack() as undo:
-        for entry in chosen:
-            if entry.already:
-                undo.callback(reswap, entry.module, recipe_of(entry.module))
-                reswap(entry.module, entry.recipe)
-            else:
-                swap(entry.module, entry.recipe)
-                undo.callback(restore, entry.module)
-        as_rms = any(entry.recipe is not None and entry.recipe.as_rms for entry in entries)
-        if as_rms and (found := recorded_model(model)):  # none where this is a part of a model patched before
-            centre_at(model, found.centred, undo)
-            watch(found, undo)
-        for module in () if fuse_residual else model.modules():
-            undo.callback(fuse, module, fuse(module, None))
-        layers = fuse_layers(model, undo) if fuse_residual else ()
-        unrounded = any(not entry.recipe.rounds_sum for entry in chosen) and fuse_residual
-        missed = [layer for layer in layers if unrounded and sums_unknown(layer)]
-        if strict and missed:
-            what = f"the sums of {len(missed)} layers are rounded first, {numerics} reads them unrounded"
-            raise ValueError(f"strict: {what}, first {missed[0].path!r}: {missed[0].reason}")
-        done = undo.pop_all()
-    if not any(entry.recipe for entry in entries):
-        found = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
-        warnings.warn(f"patch_model changed no norm of this {type(model).__name__}: {found}", stacklevel=stacklevel)
-    if missed:
-        paths = ", ".join(compact_paths([layer.path for layer in missed]))
-        what = f"numerics={numerics!r} reads sums unrounded; rounded first are those of {paths}"
-        warnings.warn(f"{what}: {missed[0].reason}", stacklevel=stacklevel)
-    return report_on(model, entries, layers), done
+        before = recipe_of(entry.module)
+        if before is None:
+            swap(entry.module, entry.recipe)
+            undo.callback(restore, entry.module)
+        else:
+            undo.callback(reswap, entry.module, before)
+            reswap(entry.module, entry.recipe)
+            alone = alone or (before.fuse_residual and not entry.recipe.fuse_residual)
+    return alone
 
 
-def check_options(numerics: str = "model", include=None, exclude=None, **flags) -> None:
+def _centre(model: torch.nn.Module, entries: list[Entry], undo: contextlib.ExitStack) -> None:
+    """Have a converted model take off the means that its RMSNorms need to be off, as long as there are such norms."""
+    recorded = recorded_model(model)  # None where this is a part of a model patched before
+    if recorded is None:
+        return
+    if any(entry.recipe is not None and entry.recipe.as_rms for entry in entries):
+        centre_at(model, recorded.centred, undo)
+        watch(recorded, undo)
+    elif any(recipe_of(entry.module).as_rms for entry in entries if entry.excluded and entry.already):
+        undo.callback(watch, recorded, contextlib.ExitStack())
+        undo.callback(centre_at, model, recorded.centred, contextlib.ExitStack())
+        _uncentre_all(model)
+
+
+def _uncentre_all(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        uncentre(module)
+        unwatch(module)
+
+
+def check_options(numerics: str | None = None, include=None, exclude=None, **flags) -> None:
     """Raises what `patch_model` raises of these arguments whatever the model is."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool) and (flag is not None or name == "strict"):
             raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
-    if numerics not in NUMERICS:
+    if numerics is not None and numerics not in NUMERICS:
         raise ValueError(f"numerics is {numerics!r}: choose one of {', '.join(NUMERICS)}")
 
 

@@ -29,12 +29,9 @@ class Entry:
     reason: str | None = None
     cure: str = ""
     note: str = ""
-    already: bool = False  # it was swapped before, and stays so
-    chosen: bool = True  # the globs do not leave it out
-
-    @property
-    def excluded(self) -> bool:
-        return not self.chosen and not self.already
+    already: bool = False  # it was swapped before
+    chosen: bool = True  # the globs select it
+    excluded: bool = False  # it runs its own forward, as the globs say
 
 
 def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchReport:
@@ -85,6 +82,7 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
         hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
         included = include is None or any(_matches(path, glob) for path in entry.paths for glob in include)
         entry.chosen = included and hit is None
+        entry.excluded = hit is not None or not (included or entry.already)
         if entry.excluded:
             entry.recipe, entry.cure = None, ""
             entry.reason = "not in include" if hit is None else f"excluded by {hit!r}"

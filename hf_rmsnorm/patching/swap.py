@@ -45,6 +45,12 @@ def restore(module: torch.nn.Module) -> bool:
     return fused is not None
 
 
+def swap_again(module: torch.nn.Module, recipe: Recipe) -> None:
+    """Give a module the recipe back that it had, unless it has one."""
+    if recipe_of(module) is None:
+        swap(module, recipe)
+
+
 def reswap(module: torch.nn.Module, recipe: Recipe) -> None:
     """Give a module, if it is swapped, another recipe in place of the one that it has."""
     if recipe_of(module) not in (None, recipe):
@@ -66,6 +72,12 @@ def fuse(layer: torch.nn.Module, fusion):
             base, cls = type(layer), fused_layer_class(type(layer), fusion)
             _change_class(layer, cls, base.forward, cls.forward)
     return before
+
+
+def fuse_again(model: torch.nn.Module, layer: torch.nn.Module, fusion) -> None:
+    """Give a layer of a model the fusion back that it had, or none if by now no norm of the model is patched."""
+    patched = any(recipe_of(module) is not None for module in model.modules())
+    fuse(layer, fusion if patched else None)
 
 
 def unfused(cls: type) -> type:

@@ -75,7 +75,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         elsewhere, and `naive` also where the model has no LayerNorm.
     """
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    with patched(model, fuse_residual=False) as report:
+    with patched(model, fuse_residual=False, numerics="model") as report:
         recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped}
         layer_norms = {r.path for r in report.swapped if r.formula.centered or r.converted}
     ids = given.get("input_ids")

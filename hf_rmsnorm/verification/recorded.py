@@ -16,7 +16,7 @@ from ..reference import reference_norm
 def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a converted model, with the same parameters: its norms compute in plain torch what the record says."""
     result = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-    with patched(model, fuse_residual=False) as report:
+    with patched(model, fuse_residual=False, numerics="model") as report:
         recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped if r.converted}
     if recipes and (found := recorded_model(model)):
         centre_at(result, found.centred, ExitStack())

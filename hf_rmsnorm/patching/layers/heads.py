@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...fused.attention import norms_of_heads
-from ...fused.norm import recipe_of
+from ...fused.norm import fusible_recipe
 from ...fused.source import call, compiled_again, forward_source
 
 _HEADS = "_hf_rmsnorm_norms_of_heads"
@@ -46,7 +46,9 @@ def find_heads(module: nn.Module, cls: type) -> HeadsFusion | None:
     cls: the class without what was fused before.
     """
     rows = [name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child)]
-    if len(module._modules) != 1 or len(rows) != 1 or any(recipe_of(norm) is None for norm in module._modules[rows[0]]):
+    if len(module._modules) != 1 or len(rows) != 1:
+        return None
+    if any(fusible_recipe(norm) is None for norm in module._modules[rows[0]]):
         return None
     function, definition = forward_source(cls)
     names = list(inspect.signature(function).parameters)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ...fused.layer import Fusion, layer_part, link
-from ...fused.norm import recipe_of
+from ...fused.norm import fusible_recipe, recipe_of
 from ...fused.source import CannotRewrite
 from ...ops.backend import MAX_HEAD_DIM, MAX_TOKEN
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
-from ..swap import fuse, replaced_forward, unfused
+from ..swap import fuse, fuse_again, replaced_forward, unfused
 from .heads import HeadsFusion, find_heads
 from .modulation import ModulationFusion, find_modulations
 from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
@@ -59,13 +59,15 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     # Only what models repeat is run on stand-ins: the forward of a whole model may do more than compute.
     repeated = {module for layer in in_rows for module in layer.modules()}
     named = dict(model.named_modules())
-    holders = {path[: dot.start()] for path, m in named.items() if recipe_of(m) for dot in re.finditer(r"\.", path)}
+    holders = {
+        path[: dot.start()] for path, m in named.items() if fusible_recipe(m) for dot in re.finditer(r"\.", path)
+    }
     # Not the wrappers around a norm or a layer: FSDP's forward would gather weights, on one rank before another.
     layers = (m for path, m in named.items() if _of_rows(m) or (path in holders and m in repeated))
     layers = (m for m in layers if _inner(m) is m and not isinstance(m, nn.ModuleList))  # which has no forward
     sources = Sources()
     found = {m: _examine(m, sources, m in repeated, m not in in_rows) for m in layers}
-    unrounded = any(not recipe.rounds_sum for recipe in map(recipe_of, named.values()) if recipe is not None)
+    unrounded = any(not recipe.rounds_sum for recipe in map(fusible_recipe, named.values()) if recipe is not None)
     # Summands are found whatever is around a layer; a norm that is computed ahead may be another's there.
     inner = [(p, name, [_inner(m) if unrounded else m for m in row]) for p, name, row in rows]
     behind = _behind_each(inner, found, sources)
@@ -77,7 +79,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion, ModulationFusion, HeadsFusion)) else []
         if inside or module in behind or (unrounded and flow.fusion.sites):
             try:
-                undo.callback(fuse, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
+                undo.callback(fuse_again, model, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
                 fusion = replace(fusion, unrounded=unrounded) if isinstance(fusion, Fusion) else fusion
                 fuse(module, fusion)  # one of an earlier patch, when other norms were swapped, goes
                 if module in behind:
@@ -111,7 +113,7 @@ def _with_norms_further_in(model: nn.Module, in_rows: set[nn.Module], told: set[
     """Of the layers that hold patched norms, and nothing was told of: path -> why none of their sums is fused."""
     names = {path for path, module in model.named_modules() if module in in_rows}
     held: dict[str, list[str]] = {}
-    for path in (path for path, module in model.named_modules() if recipe_of(module) is not None):
+    for path in (path for path, module in model.named_modules() if fusible_recipe(module) is not None):
         parents = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
         layer = next((parent for parent in reversed(parents) if parent in names), None)
         if layer is not None and told.isdisjoint(parent for parent in parents if parent.startswith(layer)):
@@ -175,13 +177,13 @@ def _shared_norms(module: nn.Module) -> list[str]:
     """The names under which a module holds one patched norm more than once."""
     names: dict[nn.Module, list[str]] = {}
     for name, child in module._modules.items():
-        if child is not None and recipe_of(child) is not None:
+        if child is not None and fusible_recipe(child) is not None:
             names.setdefault(child, []).append(name)
     return next((shared for shared in names.values() if len(shared) > 1), [])
 
 
 def _of_rows(module: nn.Module) -> set[str]:
-    found = ((name, recipe_of(child)) for name, child in module.named_children())
+    found = ((name, fusible_recipe(child)) for name, child in module.named_children())
     return {name for name, recipe in found if recipe is not None and recipe.is_of_rows}
 
 

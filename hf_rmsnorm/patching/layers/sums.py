@@ -16,7 +16,7 @@ from torch import nn
 
 from ...fused.handover import hand_over, handed_over, holds_rows_of
 from ...fused.layer import Fusion
-from ...fused.norm import recipe_of
+from ...fused.norm import fusible_recipe, recipe_of
 from ...fused.recipe import operands
 from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
 from ..formula.probe import is_plain
@@ -84,7 +84,7 @@ def find_flow(layer: nn.Module, inside: bool = False) -> LayerFlow | str:
 
 def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
     """The layer's children that are patched norms whose sums may be fused."""
-    norms = ((name, child, recipe_of(child)) for name, child in layer.named_children())
+    norms = ((name, child, fusible_recipe(child)) for name, child in layer.named_children())
     return {name: child for name, child, recipe in norms if recipe is not None and recipe.is_simple}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_rmsnorm
-from hf_rmsnorm import NormSpec, patch_model, patched, unpatch_model, use_backend
+from hf_rmsnorm import NormSpec, is_patched, patch_model, patched, unpatch_model, use_backend
 
 LLAMA = {"rounding": "before_weight"}
 GEMMA = {"weight_offset": 1.0}
@@ -72,7 +72,8 @@ def test_patch_and_unpatch_keep_everything_but_the_class(family, tmp_path):
     model.save_pretrained(tmp_path / "before")
 
     patch_model(model)
-    assert repr(model) == text
+    assert all(repr(norm).endswith(") [hf_rmsnorm]") for _, norm in tiny_models.norms(model))
+    assert repr(model).replace(" [hf_rmsnorm]", "") == text
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -88,7 +89,22 @@ def test_patch_and_unpatch_keep_everything_but_the_class(family, tmp_path):
     assert unpatch_model(model) == len(tiny_models.norms(model))
     assert {path: type(module) for path, module in model.named_modules()} == types
     assert {path: vars(module) for path, module in model.named_modules()} == attributes
+    assert repr(model) == text
     assert unpatch_model(model) == 0
+
+
+def test_a_patched_norm_says_so():
+    model = tiny_models.build("llama")
+    norm = model.model.norm
+    assert not is_patched(model) and not is_patched(norm)
+    patch_model(model, include="model.layers.0.*")
+    assert is_patched(model) and is_patched(model.model.layers[0]) and not is_patched(norm)
+    patch_model(model)
+    assert is_patched(norm) and repr(norm) == f"LlamaRMSNorm({norm.extra_repr()}) [hf_rmsnorm]"
+    unpatch_model(model)
+    assert not is_patched(model)
+    with pytest.raises(TypeError, match="is_patched needs a torch.nn.Module, got str"):
+        is_patched("model")
 
 
 def test_gradients_are_those_of_the_unpatched_model():
@@ -303,6 +319,44 @@ def test_two_models_patched_in_two_threads():
     assert not failures
 
 
+def test_one_model_patched_and_unpatched_by_several_threads():
+    model = tiny_models.build("qwen3")
+    types = [type(module) for module in model.modules()]
+    start, failures = threading.Barrier(4), []
+
+    def use_patched():
+        with patched(model, include="*_norm"), patched(model, memory_efficient=True):
+            pass
+
+    def work(number):
+        change = (patch_model, unpatch_model, lambda _: use_patched(), patch_model)[number]
+        start.wait()
+        try:
+            for _ in range(10):
+                change(model)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    unpatch_model(model)
+    assert not failures and [type(module) for module in model.modules()] == types
+
+
+def test_a_context_that_outlives_the_patch_it_began_in_leaves_nothing():
+    model = tiny_models.build("llama")
+    types = [type(module) for module in model.modules()]
+    outer, inner = patched(model), patched(model, memory_efficient=True)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    assert [type(module) for module in model.modules()] == types
+
+
 def test_patching_while_another_thread_generates():
     running, other = tiny_models.build("llama"), tiny_models.build("qwen3")
     ids = tiny_models.token_ids()
@@ -339,8 +393,60 @@ def test_public_names_are_the_patching_ones():
         hf_rmsnorm.patch_model(LlamaRMSNorm(8))
 
 
-@pytest.mark.parametrize("flag", ["strict", "fuse_residual", "memory_efficient"])
-@pytest.mark.parametrize("value", ["False", None, 3])
+def kept_output(report):
+    return {record.path for record in report.swapped if "keeps its output" in record.notes}
+
+
+def numerics(report):
+    return {record.path: record.numerics for record in report.swapped}
+
+
+def test_a_second_call_keeps_the_options_that_it_does_not_name():
+    model = tiny_models.build("llama")
+    alone = patch_model(model, memory_efficient=True, numerics="torch", fuse_residual=False)
+    assert kept_output(alone) and not alone.layers and set(numerics(alone).values()) == {"torch"}
+    assert patch_model(model) == alone
+    fused = patch_model(model, fuse_residual=True)
+    assert fused.layers and fused.swapped == alone.swapped
+    with patched(model, numerics="model") as report:
+        assert kept_output(report) == kept_output(alone) and set(numerics(report).values()) == {"model"}
+    assert patch_model(model) == fused
+    plain = patch_model(model, memory_efficient=False)
+    assert not kept_output(plain) and numerics(plain) == numerics(alone) and plain.layers == fused.layers
+
+
+def test_a_second_call_changes_only_the_norms_that_it_names():
+    model = tiny_models.build("qwen3")
+    heads = {path for path, _ in tiny_models.norms(model) if path.endswith(("q_norm", "k_norm"))}
+    assert {record.path for record in patch_model(model, include="*.[qk]_norm").swapped} == heads
+    report = patch_model(model, include="model.norm", memory_efficient=True)
+    assert {record.path for record in report.swapped} == heads | {"model.norm"}
+    assert kept_output(report) == {"model.norm"}
+    report = patch_model(model, include="*.input_layernorm", fuse_residual=False)
+    sums = {layer.path: layer.fused for layer in report.layers if layer.fused.startswith("+")}
+    assert sums == {"model.layers.1": "+ the norm behind it"}, "which is model.norm"
+    assert kept_output(patch_model(model)) == {"model.norm"}, "norms that are new begin with the defaults"
+
+
+def test_a_second_call_returns_what_it_excludes_to_the_original():
+    model = tiny_models.build("qwen3")
+    types = [type(module) for module in model.modules()]
+    everything = patch_model(model)
+    with patched(model, exclude="*") as nothing:
+        assert [type(module) for module in model.modules()] == types
+        assert not nothing.swapped and nothing.skipped[0].reason == "excluded by '*'"
+    assert patch_model(model) == everything
+    report = patch_model(model, include="model.norm", exclude="*.q_norm")
+    assert len(report.swapped) == 7 and not any(record.path.endswith("q_norm") for record in report.swapped)
+    assert not is_patched(model.model.layers[0].self_attn.q_norm)
+    assert type(model.model.layers[0].self_attn) in types, "its q and k are not fused any longer"
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == types
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("strict", None), ("strict", 3), ("fuse_residual", "False"), ("memory_efficient", 3)]
+)
 def test_a_flag_that_is_no_bool_is_refused(flag, value):
     model = nn.Sequential(nn.LayerNorm(8))
     with pytest.raises(TypeError, match=f"{flag} is {value!r}: pass True or False"):
