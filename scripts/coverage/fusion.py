@@ -31,7 +31,7 @@ def compare_fusion(model, arguments: dict, same_bits) -> dict:
         arguments = {**arguments, "output_hidden_states": True}
     except TypeError:
         found["hidden_states"] = False
-    for options in (None, {"fuse_residual": False}, {}):
+    for options in (None, {"fuse_residual": False}, {"fuse_residual": True}):
         if options is not None:
             hf_rmsnorm.patch_model(model, **options)
         with hf_rmsnorm.use_backend("triton"), torch.no_grad():

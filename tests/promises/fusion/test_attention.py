@@ -35,7 +35,7 @@ def test_logits_and_greedy_text_are_those_of_the_norms_alone(family, dtype, back
     with torch.no_grad(), use_backend(backend):
         patch_model(model, fuse_residual=False)
         expected, text = model(IDS).logits, model.generate(IDS[:1, :8], **how)
-        assert attentions(patch_model(model)) == {FUSED}
+        assert attentions(patch_model(model, fuse_residual=True)) == {FUSED}
         with count_launches() as launches:
             assert torch.equal(model(IDS).logits, expected)
         assert launches["qk_norm_forward"] == (2 if backend == "triton" else 0)
@@ -135,7 +135,7 @@ def test_a_rotary_embedding_in_float32_that_gives_the_dtype_of_q_back(backend, m
             )
             patch_model(model, fuse_residual=False)
             expected = model(IDS).logits
-            patch_model(model)
+            patch_model(model, fuse_residual=True)
             with count_launches() as launched:
                 assert torch.equal(model(IDS).logits, expected)
             assert launched["qk_norm_forward"] == (2 if backend == "triton" else 0)
@@ -154,7 +154,7 @@ def test_gradients_stay_within_the_rounding_of_the_norms_alone(family):
 
     patch_model(model, fuse_residual=False)
     expected, _ = gradients()
-    patch_model(model)
+    patch_model(model, fuse_residual=True)
     got, launches = gradients()
     assert launches["qk_norm_backward"] == 2 and got.keys() == expected.keys()
     for name in got:

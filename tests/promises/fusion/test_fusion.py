@@ -38,7 +38,7 @@ def test_a_stream_in_float32_that_norms_read_in_bfloat16_is_computed_ahead_once(
     with torch.no_grad(), use_backend("triton"), count_launches() as alone:
         patch_model(model, fuse_residual=False)
         expected = model(IDS % 64).logits
-    patch_model(model)
+    patch_model(model, fuse_residual=True)
     for _ in range(2):
         with torch.no_grad(), use_backend("triton"), count_launches() as launches:
             assert torch.equal(model(IDS % 64).logits, expected)
@@ -56,7 +56,7 @@ def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(famil
         assert report.layers == () and not taken["left"]
         expected, text = model(IDS, output_hidden_states=True), model.generate(IDS[:1, :8], **how)
         assert not taken["left"]
-        report = patch_model(model)
+        report = patch_model(model, fuse_residual=True)
         of_layers = [r for r in report.layers if not r.class_name.endswith("Attention")]
         assert {r.fused for r in of_layers if r.fused} == {FUSED[family]}
         assert {r.reason for r in of_layers if not r.fused} == (UNREAD if family == "olmo2" else set())
@@ -79,7 +79,7 @@ def test_it_is_undone_exactly():
     assert [vars(module) for module in model.modules()] == states
     patch_model(model, fuse_residual=False)
     assert not any(layer_part(type(module)) for module in model.modules())
-    with patched(model):
+    with patched(model, fuse_residual=True):
         assert layer_part(type(model.model.layers[0]))
     assert not any(layer_part(type(module)) for module in model.modules())
     patch_model(model)

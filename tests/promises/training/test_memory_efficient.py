@@ -574,12 +574,14 @@ def test_the_last_patch_decides_and_unpatching_undoes_all():
     assert both() == ["input"] * 2
     patch_model(model, memory_efficient=True)
     assert both() == ["output"] * 2
-    patch_model(model, exclude="b")
+    patch_model(model)
+    assert both() == ["output"] * 2
+    patch_model(model, include="a", memory_efficient=False)
     assert both() == ["input", "output"]
     with patched(model, memory_efficient=True):
         assert both() == ["output"] * 2
     assert both() == ["input", "output"]
-    patch_model(model)
+    patch_model(model, memory_efficient=False)
     assert both() == ["input"] * 2
     with patched(model, memory_efficient=True):
         unpatch_model(model)

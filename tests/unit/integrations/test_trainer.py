@@ -300,6 +300,20 @@ def test_without_it_a_resumed_checkpoint_runs_its_layer_norms_and_the_log_says_s
     assert "no longer has zero mean" in said
 
 
+@pytest.mark.parametrize("kind", ["plain", "converted"])
+def test_what_was_patched_before_keeps_the_options_that_the_callback_does_not_name(kind, converted, tmp_path):
+    """Of a converted model it is asked again when training begins, for which it is unpatched."""
+    model = tiny_models.build("llama") if kind == "plain" else load(converted)
+    patch_model(model, memory_efficient=True, fuse_residual=False)
+    callback = HfRmsNormCallback(recentre=kind == "converted")
+    losses(make(tmp_path, model, callback))
+    assert callback.report.swapped and not callback.report.layers
+    assert all("for backward" in record.notes for record in callback.report.swapped)
+    callback = HfRmsNormCallback(memory_efficient=False)
+    make(tmp_path, model, callback)
+    assert not any("for backward" in record.notes for record in callback.report.swapped)
+
+
 @pytest.mark.full
 def test_a_converted_model_trained_without_a_choice_is_warned_of_once(converted, tmp_path, logged):
     said = "this converted model trains as RMSNorm, and what is saved loads as LayerNorm"

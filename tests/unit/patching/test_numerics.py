@@ -148,7 +148,7 @@ def test_a_model_computes_what_its_server_does(family, numerics, dtype):
         assert torch.equal(model.model(ids).last_hidden_state, expected)
         is_own = dtype == torch.float32 or (family in ZERO_CENTRED and numerics == "sglang")
         assert torch.equal(own, expected) == is_own, "this input does not tell the orders apart"
-        patch_model(model)
+        patch_model(model, numerics="model")
         assert torch.equal(model.model(ids).last_hidden_state, own), "the value given last holds"
         with patched(model, numerics=numerics):
             assert torch.equal(model.model(ids).last_hidden_state, expected)
@@ -353,7 +353,7 @@ def test_what_is_row_major_stays_so():
     patch_model(norm, numerics="vllm")
     assert norm(x).is_contiguous()
     assert torch.equal(norm(x), RMS["vllm"][0](x, norm.weight, norm.eps)[0])
-    patch_model(norm)
+    patch_model(norm, numerics="model")
     assert not type(norm)._hf_rmsnorm_recipe.row_major
 
 
