@@ -10,7 +10,7 @@ from accelerate import disk_offload
 from conversion_models import carry_out
 from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, GPT2Model
 
-from hf_rmsnorm import patch_model, unpatch_model, use_backend, verify_equivalence
+from hf_rmsnorm import is_patched, patch_model, patched, unpatch_model, use_backend, verify_equivalence
 from hf_rmsnorm.conversion.twin.discover import discover
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -81,6 +81,21 @@ def test_the_recorded_formula_runs_on_every_backend(folders):
     model.float()
     unpatch_model(model)
     assert torch.equal(norm(x), layer_norm)
+
+
+def hooks(model):
+    return [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+
+
+def test_a_model_whose_norms_are_all_excluded_later_is_what_it_was(folders):
+    model = load(folders[1])
+    patch_model(model)
+    assert hooks(model)
+    with patched(model, exclude="*") as report:
+        assert not report.swapped and not hooks(model)
+    assert hooks(model) and all(record.converted for record in patch_model(model).swapped)
+    patch_model(model, exclude="*")
+    assert not is_patched(model) and not hooks(model)
 
 
 def test_a_writer_that_has_moved_keeps_layer_norm(folders):
@@ -222,11 +237,11 @@ def test_a_call_that_the_record_does_not_speak_of_is_refused(folders):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verify_judges_a_converted_model_by_its_logits(folders, dtype):
     model = load(folders[1]).to(dtype)
-    for patched in (False, True):
+    for again in (False, True):
         report = verify_equivalence(model, inputs=IDS, max_new_tokens=4, backend="triton")
         assert report.passed, str(report)
         assert not report.norms
-        if not patched:
+        if not again:
             patch_model(model)
 
 
