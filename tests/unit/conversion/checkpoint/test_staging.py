@@ -90,7 +90,10 @@ def windows(monkeypatch):
     real, readers = {name: getattr(os, name) for name in ("open", "fsync", "unlink", "rename", "replace")}, {}
 
     def opened(path, flags, *args, **options):
-        if os.path.isdir(path) and "dir_fd" not in options and Path(path).parts[1] != "proc":
+        # A file without a name, by which filelock asks whether this system has flock. It does not ask on Windows.
+        nameless = flags & TMPFILE == TMPFILE
+        of_ours = "dir_fd" not in options and not nameless and Path(path).parts[1] != "proc"
+        if of_ours and os.path.isdir(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         fd = real["open"](path, flags & ~BINARY, *args, **options)
         readers[fd] = flags & (os.O_WRONLY | os.O_RDWR) == 0
@@ -110,7 +113,7 @@ def windows(monkeypatch):
 
         return move
 
-    BINARY = 1 << 30
+    BINARY, TMPFILE = 1 << 30, getattr(os, "O_TMPFILE", 1 << 29)
     monkeypatch.setattr(os, "O_BINARY", BINARY, raising=False)
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "fsync", fsync)
