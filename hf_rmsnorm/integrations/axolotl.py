@@ -5,7 +5,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from .trainer import TellingCallback
+from .trainer import HfRmsNormCallback
 
 
 class HfRmsNormArgs(BaseModel):
@@ -16,7 +16,7 @@ class HfRmsNormArgs(BaseModel):
     @field_validator("hf_rmsnorm")
     @classmethod
     def _known(cls, options: dict[str, Any]) -> dict[str, Any]:
-        TellingCallback(**options)  # a wrong one is an error now, and not when the model is there
+        HfRmsNormCallback(**options)  # a wrong one is an error now, and not when the model is there
         return options
 
 
@@ -27,6 +27,6 @@ class HfRmsNormPlugin(BasePlugin):
         """The name of the class that checks what this reads of the YAML."""
         return f"{__name__}.HfRmsNormArgs"
 
-    def add_callbacks_pre_trainer(self, cfg, model) -> list[TellingCallback]:
+    def add_callbacks_pre_trainer(self, cfg, model) -> list[HfRmsNormCallback]:
         """The callback for the trainer that is made next; `cfg` is the YAML that was read, `model` is not touched."""
-        return [TellingCallback(**(cfg.hf_rmsnorm or {}))]
+        return [HfRmsNormCallback(**(cfg.hf_rmsnorm or {}))]

@@ -2,10 +2,10 @@
 
 from swift.callbacks import callbacks_map
 
-from .trainer import TellingCallback
+from .trainer import HfRmsNormCallback
 
 
 def register(**options) -> None:
     """Let ``callbacks: hf_rmsnorm`` mean `HfRmsNormCallback` with these arguments; raises what that does."""
-    TellingCallback(**options)  # a wrong one is an error now, and not when the model is there
-    callbacks_map["hf_rmsnorm"] = lambda args, trainer: TellingCallback(**options)
+    HfRmsNormCallback(**options)  # a wrong one is an error now, and not when the model is there
+    callbacks_map["hf_rmsnorm"] = lambda args, trainer: HfRmsNormCallback(**options)

@@ -1,6 +1,9 @@
 """`HfRmsNormCallback`: a patch for whatever model a Trainer trains, at the moment that suits it."""
 
+import contextlib
+import difflib
 import inspect
+import os
 import sys
 import warnings
 import weakref
@@ -9,12 +12,15 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..ops.backend import runs_on
 from ..patching import PatchReport, patch_model
 from ..patching.api import check_options, repatch_model
 from ..patching.converted import conversion_of
 from .finetuned import TRAINED, Recentre, mark_as_rms
 
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")  # whose level and handlers are Transformers'
+PATCH_OPTIONS = dict(inspect.signature(patch_model).parameters)
+del PATCH_OPTIONS["model"]
 
 
 class HfRmsNormCallback(TrainerCallback):
@@ -25,6 +31,8 @@ class HfRmsNormCallback(TrainerCallback):
     its training begins. Of a converted model it is asked again after a checkpoint was resumed whether its writers are
     centred. A model is never patched twice, and what the Trainer saves has the bytes and names of the unpatched model.
     Norms that ``use_liger_kernel`` replaces when training begins are left to Liger, and a warning says so.
+
+    One line on stderr of the main process says, for each Trainer, what was swapped and where kernels run.
 
     Not seen: a model put into ``trainer.model`` by hand, and a reference model of TRL's: `patch_model` serves both.
 
@@ -40,7 +48,7 @@ class HfRmsNormCallback(TrainerCallback):
         report: of the last patch; also logged, at level INFO, once for equal ones.
 
     Raises:
-        TypeError: an option that `patch_model` does not know.
+        TypeError: an option that `patch_model` does not know, or a flag that is not a bool.
         ValueError: recentre and train_as_rms together; an unknown numerics; and, from the Trainer, what
             those two and `patch_model` raise.
 
@@ -52,17 +60,18 @@ class HfRmsNormCallback(TrainerCallback):
     def __init__(self, *, recentre: bool = False, train_as_rms: bool = False, **options):
         if recentre and train_as_rms:
             raise ValueError("recentre and train_as_rms contradict each other: choose one")
-        try:
-            inspect.signature(patch_model).bind(None, **options)
-        except TypeError as error:
-            raise TypeError(f"HfRmsNormCallback takes the arguments of patch_model: {error}") from None
+        for name, flag in (("recentre", recentre), ("train_as_rms", train_as_rms)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} is {flag!r}: pass True or False")
+        for name in options:
+            _check_name(name)
         check_options(**options)
         self.report: PatchReport | None = None
         self._recentre_wanted, self._trained_as_rms, self._options = recentre, train_as_rms, options
         self._recentre: Recentre | None = None
         self._saves_trained = False
         self._patched: weakref.ref[torch.nn.Module] | None = None
-        self._logged = ""
+        self._logged = self._said = ""
 
     def __getstate__(self):
         # A search by Ray pickles the Trainer with its callbacks; the model is another one there.
@@ -70,9 +79,12 @@ class HfRmsNormCallback(TrainerCallback):
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._patch(model, resumed=False)
+        self._said = ""  # another Trainer says it again
+        self._say(args, state)
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         self._patch(model, resumed=state.global_step > 0, again=args.use_liger_kernel)
+        self._say(args, state)
         if args.use_liger_kernel and any("liger_kernel" in norm.reason for norm in self.report.skipped):
             cure = "liger_kernel_config={'rms_norm': False} keeps its other kernels"
             logger.warning(f"use_liger_kernel took norms: {cure}")
@@ -124,11 +136,70 @@ class HfRmsNormCallback(TrainerCallback):
             if conversion is not None and conversion.doubt:
                 logger.warning(f"each norm that the conversion recorded {conversion.doubt}")
 
+    def _say(self, args, state) -> None:
+        line = swapped_line(self.report, args.device)
+        if line != self._said and state.is_world_process_zero:
+            print(line, file=sys.stderr)
+        self._said = line
 
-class TellingCallback(HfRmsNormCallback):
-    """`HfRmsNormCallback` for who edits a YAML: says on stderr, in one line of one process, what was swapped."""
+
+class EndingCallback(HfRmsNormCallback):
+    """`HfRmsNormCallback` for options that no script has: where they do not fit a model, one line ends the program."""
+
+    has_seen_a_trainer = False
 
     def on_init_end(self, args, state, control, **kwargs):
-        super().on_init_end(args, state, control, **kwargs)
-        if state.is_world_process_zero:
-            print(f"hf_rmsnorm: {str(self.report).splitlines()[0]}", file=sys.stderr)
+        self.has_seen_a_trainer = True
+        with _ending(state.is_world_process_zero):
+            super().on_init_end(args, state, control, **kwargs)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        with _ending(state.is_world_process_zero):
+            super().on_train_begin(args, state, control, **kwargs)
+
+
+@contextlib.contextmanager
+def _ending(is_main_process: bool):
+    try:
+        yield
+    except ValueError as error:  # of patch_model and Recentre, about this model
+        if is_main_process:
+            print(f"hf_rmsnorm: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def swapped_line(report: PatchReport, device: torch.device) -> str:
+    """What was swapped and where kernels run, in one line; `device` is where the Trainer puts a model."""
+    count = len(report.swapped)
+    parts = [f"{count} {'norm' if count == 1 else 'norms'} swapped"]
+    if report.skipped:
+        parts.append(f"{len(report.skipped)} left alone")
+    if report.swapped:
+        parts += _where(report, device)
+    return f"hf_rmsnorm: {', '.join(parts)}"
+
+
+def _where(report: PatchReport, device: torch.device) -> list[str]:
+    records = report.devices
+    if all(record["device"] == "cpu" for record in records):  # a sharded model is put on its GPU later
+        records = [runs_on(device)]
+    kernels = [record["device"] for record in records if record["backend"] == "triton"]
+    said = []
+    if kernels:
+        interpreted = " by Triton's interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+        said.append(f"kernels on {', '.join(kernels)}{interpreted}")
+    for record in records:
+        if record["device"] == "cpu" and record["backend"] == "original":
+            said.append("on this cpu the model's own forwards run")
+        elif record["backend"] == "original":
+            said.append(f"on {record['device']} the model's own forwards run ({record['reason'].split(':')[0]})")
+    return said
+
+
+def _check_name(name: str) -> None:
+    if name in PATCH_OPTIONS:
+        return
+    known = [*PATCH_OPTIONS, "recentre", "train_as_rms"]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    cure = f"did you mean {near[0]}?" if near else f"choose among {', '.join(known)}"
+    raise TypeError(f"HfRmsNormCallback takes the arguments of patch_model, and there is no {name!r}: {cure}")

@@ -1,10 +1,14 @@
 """`hf_rmsnorm.integrations.run`: a program as python runs it, with a callback in every Trainer that it makes."""
 
+import inspect
 import runpy
 import sys
 
 import pytest
 from transformers import trainer
+
+from hf_rmsnorm import patch_model
+from hf_rmsnorm.integrations.trainer import EndingCallback
 
 TRAINS = """
 import sys, tiny_models, transformers
@@ -12,6 +16,7 @@ arguments = transformers.TrainingArguments(sys.argv[1], use_cpu=True, report_to=
 for _ in range(2):
     made = transformers.Trainer(tiny_models.build("qwen3"), arguments)
 """
+KERNELS = "kernels on cpu by Triton's interpreter"
 SHOWS = "import sys; print(__name__, sys.modules['__main__'].__dict__ is globals(), sys.argv[1:], sys.path[0])"
 
 
@@ -45,18 +50,18 @@ def script(tmp_path):
 
 
 def test_every_trainer_of_a_script_has_the_callback(run, script, tmp_path):
-    assert run(script(TRAINS), tmp_path) == (0, "", "hf_rmsnorm: 9 norms swapped, 0 left alone\n" * 2)
+    assert run(script(TRAINS), tmp_path) == (0, "", f"hf_rmsnorm: 9 norms swapped, {KERNELS}\n" * 2)
 
 
 def test_so_has_every_trainer_of_a_module(run, script, tmp_path):
     sys.path[0] = str(script(TRAINS, "trains_in_a_module").parent)
-    said = "hf_rmsnorm: 9 norms swapped, 0 left alone\n" * 2
+    said = f"hf_rmsnorm: 9 norms swapped, {KERNELS}\n" * 2
     assert run("-m", "trains_in_a_module", tmp_path) == (0, "", said)
 
 
 def test_options_stand_before_the_script(run, script, tmp_path):
     said = run("exclude=*.q_norm,*.k_norm", "memory_efficient=True", script(TRAINS), tmp_path)[2]
-    assert said == "hf_rmsnorm: 5 norms swapped, 4 left alone\n" * 2
+    assert said == f"hf_rmsnorm: 5 norms swapped, 4 left alone, {KERNELS}\n" * 2
 
 
 @pytest.mark.parametrize("words", [["script.py"], ["-m", "script"]])
@@ -74,24 +79,68 @@ def test_an_exit_and_an_error_of_the_program_are_its_own(run, script):
         run(script("1 / 0"))
 
 
+def test_help_says_how_to_call_it_and_names_every_option(run):
+    code, said, told = run("strict=True", "--help")
+    assert (code, told) == (0, "") and "[NAME=VALUE ...] -m MODULE ARGUMENTS" in said
+    for line in ("include          = globs with commas", "strict           = True or False",
+                 "numerics         = one of model, vllm, sglang", "recentre         = True or False"):  # fmt: skip
+        assert line in said
+    assert not [name for name in inspect.signature(patch_model).parameters if name != "model" and name not in said]
+
+
+def test_an_option_is_typed_as_patch_model_takes_it(run, script, monkeypatch):
+    taken = []
+    monkeypatch.setattr(EndingCallback, "__init__", lambda self, **options: taken.append(options))
+    words = "include=*.a,*.b exclude=*.c strict=True fuse_residual=False memory_efficient=True numerics=vllm recentre=x"
+    run(*words.split(), script(""))
+    assert taken == [
+        {"include": ["*.a", "*.b"], "exclude": ["*.c"], "strict": True, "fuse_residual": False,
+         "memory_efficient": True, "numerics": "vllm", "recentre": "x"}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("exclude=*.nothing", "exclude='*.nothing' matches the path of no norm in this Qwen3ForCausalLM, for example "),
+        ("recentre=True", "the config of this Qwen3ForCausalLM records no conversion: "),
+    ],
+)
+def test_what_does_not_fit_the_model_is_told_in_one_line(option, said, run, script, tmp_path):
+    code, out, told = run(option, script(TRAINS), tmp_path)
+    assert (code, out) == (2, "") and told.startswith(f"hf_rmsnorm: {said}") and told.count("\n") == 1
+
+
+THERE = ": name SCRIPT.py or -m MODULE, after NAME=VALUE"
+TAKES = "HfRmsNormCallback takes the arguments of patch_model, and there is no "
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
-        ([], "nothing: it is not there: name SCRIPT.py or -m MODULE, after NAME=VALUE"),
-        (["-m"], "nothing: it is not there: name SCRIPT.py or -m MODULE, after NAME=VALUE"),
-        (["none.py", "-x"], "none.py: it is not there: name SCRIPT.py or -m MODULE, after NAME=VALUE"),
-        (["-m", "json.none"], "json.none: it is not there: name SCRIPT.py or -m MODULE, after NAME=VALUE"),
-        (["-m", "no_such_trainer.cli"], "no_such_trainer.cli: No module named 'no_such_trainer'"),
+        ([], "there is nothing to run: name SCRIPT.py or -m MODULE; --help says how to call this"),
+        (["-m"], "there is nothing to run: name SCRIPT.py or -m MODULE; --help says how to call this"),
+        (["none.py", "-x"], f"there is no file none.py{THERE}"),
+        (["-m", "json.none"], f"there is no module json.none{THERE}"),
+        (["-m", "json"], "json is a package without __main__: name a module in it"),
+        (["-m", "no_such_trainer.cli"], "cannot run -m no_such_trainer.cli: No module named 'no_such_trainer'"),
+        (["--strict=True", "SCRIPT"], "--strict=True is no option: options are NAME=VALUE, without dashes; "
+         "--help says how to call this"),
+        (["memory=True", "SCRIPT"], f"{TAKES}'memory': did you mean memory_efficient?"),
+        (["numeric=vllm", "SCRIPT"], f"{TAKES}'numeric': did you mean numerics?"),
+        (["xyz=1", "SCRIPT"], f"{TAKES}'xyz': choose among include, exclude, strict, fuse_residual, memory_efficient, "
+         "numerics, recentre, train_as_rms"),
+        (["numerics=vlm", "SCRIPT"], "numerics is 'vlm': choose one of model, vllm, sglang, torch"),
+        (["strict=true", "SCRIPT"], "patch_model's strict is 'true': pass True or False"),
+        (["recentre=1", "SCRIPT"], "recentre is '1': pass True or False"),
+        (["include=", "SCRIPT"], "include= has no value: leave it out, or give it globs with commas between"),
+        (["exclude=a", "exclude=b", "SCRIPT"], "exclude is there twice: put commas between globs, or leave one out"),
         (
-            ["memory=True", "train.py"],
-            "train.py: HfRmsNormCallback takes the arguments of patch_model: got an unexpected keyword argument "
-            "'memory'",
-        ),
-        (
-            ["recentre=True", "train_as_rms=True", "train.py"],
-            "train.py: recentre and train_as_rms contradict each other: choose one",
+            ["recentre=True", "train_as_rms=True", "SCRIPT"],
+            "recentre and train_as_rms contradict each other: choose one",
         ),
     ],
-)
-def test_what_cannot_be_run_is_told_in_one_line(words, said, run):
-    assert run(*words) == (2, "", f"hf_rmsnorm.integrations.run: cannot run {said}\n")
+)  # fmt: skip
+def test_what_cannot_be_run_is_told_in_one_line(words, said, run, script):
+    words = [script("1 / 0") if word == "SCRIPT" else word for word in words]
+    assert run(*words) == (2, "", f"hf_rmsnorm.integrations.run: {said}\n")

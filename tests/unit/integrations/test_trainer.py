@@ -1,5 +1,6 @@
 """`HfRmsNormCallback` in a Trainer: patched when it is time, whatever the Trainer does, and nothing else changes."""
 
+import dataclasses
 import functools
 import pickle
 import subprocess
@@ -12,12 +13,14 @@ import tiny_models
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, logging
+from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments, logging
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import HfRmsNormCallback, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
 from hf_rmsnorm.integrations import trainer
+from hf_rmsnorm.ops import backend
+from hf_rmsnorm.ops.backend import runs_on
 
 STEPS = 4
 
@@ -108,6 +111,47 @@ def test_it_is_patched_once_and_the_report_is_logged_once(tmp_path, patches, log
     losses(made)
     assert patches == [model]
     assert [line for line in logged if "norms swapped" in line[1]] == [("INFO", str(callback.report))]
+
+
+@pytest.fixture
+def on_this_cpu(monkeypatch):
+    """Without Triton's interpreter; what is known of a device is asked again."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backend._device_refusal.cache_clear()
+    yield
+    backend._device_refusal.cache_clear()
+
+
+def test_one_line_says_what_was_swapped_and_where_kernels_run(tmp_path, capsys, on_this_cpu):
+    callback = HfRmsNormCallback(exclude="model.norm")
+    made = make(tmp_path, tiny_models.build("llama"), callback)
+    losses(made)
+    line = "hf_rmsnorm: 4 norms swapped, 1 left alone, on this cpu the model's own forwards run\n"
+    assert capsys.readouterr().err == line, "once, though it trains"
+    make(tmp_path, made.model, callback)
+    assert capsys.readouterr().err == line, "and again of another Trainer"
+
+
+def test_a_model_that_is_put_on_a_gpu_later_is_told_of_by_that(on_this_cpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    report, gpu = patch_model(tiny_models.build("llama")), torch.device("cuda:0")
+    assert trainer.swapped_line(report, gpu) == "hf_rmsnorm: 5 norms swapped, kernels on cuda:0"
+    placed = dataclasses.replace(report, devices=(*report.devices, runs_on("cuda:1")))
+    where = "kernels on cuda:1, on this cpu the model's own forwards run"
+    assert trainer.swapped_line(placed, gpu) == f"hf_rmsnorm: 5 norms swapped, {where}"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (5, 0))
+    backend._device_refusal.cache_clear()
+    said = trainer.swapped_line(report, gpu)
+    assert "on cuda:0 the model's own forwards run (this GPU has compute capability (5, 0)" in said
+    none = dataclasses.replace(report, swapped=(), devices=())
+    assert trainer.swapped_line(none, gpu) == "hf_rmsnorm: 0 norms swapped"
+
+
+def test_one_process_of_several_says_it(tmp_path, capsys):
+    callback, state = HfRmsNormCallback(), TrainerState(is_world_process_zero=False)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    callback.on_init_end(arguments, state, None, model=tiny_models.build("llama"))
+    assert len(callback.report.swapped) == 5 and capsys.readouterr().err == ""
 
 
 @pytest.mark.full
@@ -248,8 +292,10 @@ def test_options_go_to_patch_model(tmp_path):
     assert fused(made.model) == 5 and not callback.report.layers
     with pytest.raises(ValueError, match="matches the path of no norm"):
         make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback(include="nowhere.*"))
-    with pytest.raises(TypeError, match="takes the arguments of patch_model: .*'memory'"):
+    with pytest.raises(TypeError, match="no 'memory': did you mean memory_efficient?"):
         HfRmsNormCallback(memory=True)
+    with pytest.raises(TypeError, match="train_as_rms is 1: pass True or False"):
+        HfRmsNormCallback(train_as_rms=1)
     with pytest.raises(ValueError, match="choose one"):
         HfRmsNormCallback(recentre=True, train_as_rms=True)
     with pytest.raises(ValueError, match="records no conversion"):
