@@ -13,17 +13,21 @@ import json
 import math
 from pathlib import Path
 
-import launched
-import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
-from refusals import SEED, UNREADABLE, Parser, at_least, one_line_endings, output_folder, stopper, writing
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer, get_cosine_schedule_with_warmup
-from transformers.utils import logging
+from refusals import (
+    SEED,
+    UNREADABLE,
+    Parser,
+    at_least,
+    check_no_model,
+    fresh_folder,
+    one_line_endings,
+    output_folder,
+    read_text,
+    stopper,
+    writing,
+)
 
-from hf_rmsnorm import patch_model
+FOLDER = "distilled"
 
 stop = stopper("distil.py")
 
@@ -34,7 +38,8 @@ def parse_arguments(argv=None):
     parser.add_argument("student", help="its conversion: a local folder or a hub id")
     parser.add_argument("--text", type=Path, required=True, help="what to train on, one example a line")
     parser.add_argument("--held-out", type=Path, help="what to measure on, one example a line")
-    parser.add_argument("--output-dir", type=Path, default=Path("distilled"))
+    told = f"default {FOLDER}, or {FOLDER}-2 and so on where that is there"
+    parser.add_argument("--output-dir", type=Path, help=told)
     parser.add_argument("--max-steps", type=at_least(1), default=300)
     parser.add_argument("--batch-size", type=at_least(1), default=32, help="examples per process and step")
     parser.add_argument(
@@ -44,14 +49,30 @@ def parse_arguments(argv=None):
     parser.add_argument("--evaluate-every", type=at_least(1), default=100, metavar="N", help="steps")
     parser.add_argument("--seed", type=SEED, default=0)
     parser.add_argument("--cpu", action="store_true", help="train on the CPU though there is a GPU")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.output_dir is not None:
+        check_no_model(stop, args.output_dir)
+    args.lines = read_lines(args.text)
+    args.measured_lines = read_lines(args.held_out) if args.held_out else None
+    return args
 
 
 def read_lines(path):
-    try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        stop(f"cannot read {path}: {error}; it has to be a file of UTF-8 text")
+    return [line for line in read_text(stop, path, path).splitlines() if line.strip()]
+
+
+ARGUMENTS = parse_arguments() if __name__ == "__main__" else None  # what is wrong is told before torch is imported
+
+import launched
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoModel, AutoTokenizer, get_cosine_schedule_with_warmup
+from transformers.utils import logging
+
+from hf_rmsnorm import patch_model
 
 
 def load(kind, name, **options):
@@ -95,16 +116,16 @@ def relative_error(got, expected, mask):
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
+    args = ARGUMENTS or parse_arguments(argv)
     logging.disable_progress_bar()
     with one_line_endings(stop, "distil.py: interrupted; nothing is written"):
         distil(args)
 
 
 def distil(args):
-    lines = read_lines(args.text)
-    held_out = read_lines(args.held_out) if args.held_out else lines[::10]
-    lines = lines if args.held_out else [line for i, line in enumerate(lines) if i % 10]
+    lines, held_out = args.lines, args.measured_lines
+    if held_out is None:
+        lines, held_out = [line for i, line in enumerate(lines) if i % 10], lines[::10]
     if not held_out:
         stop(f"{args.held_out or args.text} has no line to measure on")
     # An encoder's pooler has no part in the hidden states, so that DDP must not wait for its gradients.
@@ -114,6 +135,9 @@ def distil(args):
     if asked.processes and asked.processes > 0 and asked.processes != accelerator.num_processes:
         stop(f"{asked.processes} processes were asked for, {accelerator.num_processes} started: `accelerate launch "
              "--multi_gpu --num_processes N examples/distil.py ... --cpu` starts N on a CPU")  # fmt: skip
+    if args.output_dir is None:  # the main process chooses: one that looks later would find its folder taken
+        chosen = broadcast_object_list([str(fresh_folder(FOLDER))])
+        args.output_dir = Path(chosen[0])
     batch = args.batch_size * accelerator.num_processes
     if len(lines) < batch:
         stop(f"{args.text} has {len(lines)} lines to train on, fewer than one batch of {batch} (--batch-size)")
@@ -184,7 +208,7 @@ def train(args, accelerator, teacher, student, tokenizer, lines, held_out):
             tokenizer.save_pretrained(args.output_dir)
             result = {"converted": start, "distilled": best, "losses": losses}
             (args.output_dir / "distil.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-        print(f"distilled  {best}")
+        print(f"distilled  {best}; all is in {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -4,33 +4,36 @@
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/finetune.py --bf16
 
 By default a small LLaMA that is part of the package trains on ``text.txt`` beside this file (docstrings of hf_rmsnorm,
-under its licence). ``--output-dir`` gets the model, its tokenizer, ``losses.json`` with one number per step, and
-``losses.png``. A run that was killed goes on with ``--resume`` from its last checkpoint, to the same losses. Where the
-launcher did not start what it was asked for, or an argument is wrong, one line says so and the exit code is 2.
+under its licence). ``--output-dir``, by default a fresh folder, gets the model, its tokenizer, ``losses.json`` with one
+number per step, and ``losses.png``. A run that was killed goes on with ``--resume`` from its last checkpoint, to the
+same losses. Where the launcher did not start what it was asked for, or an argument is wrong, one line says so and the
+exit code is 2.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
-import launched
-import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, is_deepspeed_available, set_seed
-from refusals import SEED, UNREADABLE, Parser, at_least, model_source, one_line_endings, output_folder, stopper, writing
-from saving import NAME, load_optimizer, save_checkpoint, save_model
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
-
-from hf_rmsnorm import patch_model, rms_norm, use_backend
+from refusals import (
+    SEED,
+    UNREADABLE,
+    Parser,
+    at_least,
+    check_no_model,
+    fresh_folder,
+    model_source,
+    one_line_endings,
+    output_folder,
+    read_text,
+    stopper,
+    writing,
+)
 
 BUNDLED = Path(__file__).with_name("text.txt")
-
+FOLDER = "finetuned"
 
 stop = stopper("finetune.py")
 
@@ -40,7 +43,8 @@ def parse_arguments(argv=None):
     told = "a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2"
     parser.add_argument("--model", type=model_source, default="demo:llama", help=told)
     parser.add_argument("--text", type=Path, default=BUNDLED, help="the text file to train on")
-    parser.add_argument("--output-dir", type=Path, default=Path("finetuned"))
+    told = f"default {FOLDER}, or {FOLDER}-2 and so on where that is there; with --resume where the checkpoint is"
+    parser.add_argument("--output-dir", type=Path, help=told)
     parser.add_argument("--patch", action=argparse.BooleanOptionalAction, default=True, help="fuse the norms")
     parser.add_argument("--backend", choices=["auto", "triton", "reference"], default="auto", help="what computes them")
     parser.add_argument("--max-steps", type=at_least(1), default=20, help="optimizer steps in all")
@@ -60,7 +64,50 @@ def parse_arguments(argv=None):
     args = parser.parse_args(argv)
     if args.learning_rate is None:  # adapters begin at no change at all, and learn with more
         args.learning_rate = 1e-3 if args.lora else 1e-4
+    if args.output_dir is not None:
+        check_output_dir(args)
+    args.content = read_text(stop, args.text, f"--text {args.text}")
     return args
+
+
+def checkpoints(folder):
+    return [path for path in folder.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+
+
+def check_output_dir(args):
+    """Stop where --output-dir has what an earlier run wrote, and this one would not go on from it."""
+    saved = checkpoints(args.output_dir)
+    if args.resume is None and saved and args.save_every:
+        stop(f"{args.output_dir} has checkpoints of an earlier run: --resume, or give another --output-dir")
+    if args.resume is None or (args.resume == "last" and not saved):
+        check_no_model(stop, args.output_dir)
+
+
+def default_folder(resume):
+    """Where a run without --output-dir writes: where the checkpoint is that it goes on from, else a fresh folder."""
+    if resume not in (None, "last"):
+        return Path(resume).parent
+    earlier = [path for path in Path().glob(f"{FOLDER}*") if re.fullmatch(rf"{FOLDER}(-\d+)?", path.name)]
+    started = [path for path in earlier if checkpoints(path)]
+    if resume == "last" and started:
+        return max(started, key=lambda path: path.stat().st_mtime)
+    return fresh_folder(FOLDER)
+
+
+ARGUMENTS = parse_arguments() if __name__ == "__main__" else None  # what is wrong is told before torch is imported
+
+import launched
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, is_deepspeed_available, set_seed
+from saving import NAME, load_optimizer, save_checkpoint, save_model
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from hf_rmsnorm import patch_model, rms_norm, use_backend
 
 
 def make_accelerator(args):
@@ -95,11 +142,7 @@ def make_accelerator(args):
 
 def read_blocks(args, tokenizer):
     """The text as token ids, (blocks, block size) int64."""
-    try:
-        text = args.text.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        stop(f"cannot read --text {args.text}: {error}; it has to be a file of UTF-8 text")
-    ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
+    ids = tokenizer(args.content, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
     if len(ids) < args.block_size:
         stop(f"--text {args.text} has {len(ids)} tokens, fewer than one block of {args.block_size} (--block-size)")
     return ids[: len(ids) // args.block_size * args.block_size].view(-1, args.block_size)
@@ -113,15 +156,19 @@ def order(blocks, length, seed):
     return indices[:length]
 
 
+def agree_on_folder(args, accelerator):
+    """Give --output-dir its default. The main process chooses: one that looks later would find its folder taken."""
+    if args.output_dir is not None:
+        return
+    chosen = broadcast_object_list([str(default_folder(args.resume))])
+    args.output_dir = Path(chosen[0])
+    accelerator.print(f"No --output-dir: it writes to {args.output_dir}")
+
+
 def find_checkpoint(args, settings):
     """(folder, its losses) of the checkpoint to go on from; (None, []) to start anew."""
-    saved = [p for p in args.output_dir.glob(NAME.format("*")) if p.name.partition("-")[2].isdigit()]
-    if args.resume is None and saved and args.save_every:
-        stop(f"{args.output_dir} has checkpoints of an earlier run: --resume, or give another --output-dir")
+    saved = checkpoints(args.output_dir)
     if args.resume is None or (args.resume == "last" and not saved):
-        finished = sorted(args.output_dir.glob("*.safetensors"))
-        if finished:  # a model beside an adapter would load as one
-            stop(f"{args.output_dir} has {finished[0].name} of an earlier run: give another --output-dir")
         return None, []
     folder = max(saved, key=lambda p: int(p.name.partition("-")[2])) if args.resume == "last" else Path(args.resume)
     try:
@@ -203,7 +250,7 @@ def write_losses(losses, folder, name):
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
+    args = ARGUMENTS or parse_arguments(argv)
     logging.disable_progress_bar()
     with one_line_endings(stop, "finetune.py: interrupted; --resume goes on from the last checkpoint"):
         finetune(args)
@@ -211,6 +258,7 @@ def main(argv=None):
 
 def finetune(args):
     accelerator, wanted = make_accelerator(args)
+    agree_on_folder(args, accelerator)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     except UNREADABLE as error:

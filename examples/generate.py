@@ -15,12 +15,12 @@ HAS_GPU = torch.accelerator.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads this when it is imported, by the next lines
 
-from refusals import model_source  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+from refusals import model_source
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
-from hf_rmsnorm import patched, verify_equivalence  # noqa: E402
-from hf_rmsnorm.ops import describe_backend  # noqa: E402
+from hf_rmsnorm import patched, verify_equivalence
+from hf_rmsnorm.ops import describe_backend
 
 
 def main():

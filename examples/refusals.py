@@ -2,9 +2,12 @@
 
 import argparse
 import contextlib
+import itertools
 import math
+import os
 import sys
 import tempfile
+from pathlib import Path
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -51,6 +54,27 @@ def model_source(model):
 
 
 SEED = at_least(0, most=2**31)  # numpy takes twice that, and a step adds its number
+
+
+def read_text(stop, path, name):
+    """A file of UTF-8 text; `name` is what the message calls it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        stop(f"cannot read {name}: {error}; it has to be a file of UTF-8 text")
+
+
+def fresh_folder(name):
+    """The first of `name`, `name`-2, `name`-3 and so on that is not there."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return Path(next(each for each in names if not os.path.lexists(each)))
+
+
+def check_no_model(stop, folder):
+    """Stop where an earlier run has written its model: one beside an adapter would load as one."""
+    finished = sorted(folder.glob("*.safetensors"))
+    if finished:
+        stop(f"{folder} has {finished[0].name} of an earlier run: give another --output-dir")
 
 
 class NotWritten(Exception):

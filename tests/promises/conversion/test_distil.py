@@ -143,6 +143,20 @@ def test_bad_input_is_one_line_and_writes_nothing(folders, tmp_path, capsys, mai
     assert not (tmp_path / "out").exists()
 
 
+def test_the_student_of_an_earlier_run_is_not_written_over(folders, tmp_path, capsys, main, monkeypatch):
+    teacher, student, text = folders
+    kept = tmp_path / "distilled" / "model.safetensors"
+    kept.parent.mkdir()
+    kept.touch()
+    words = [str(teacher), str(student), "--cpu", f"--text={text}", "--max-steps=2", "--learning-rate=3e-3"]
+    with pytest.raises(SystemExit):
+        main([*words, f"--output-dir={kept.parent}"])
+    assert "distilled has model.safetensors of an earlier run: give another --output-dir" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    main(words)
+    assert (tmp_path / "distilled-2" / "distil.json").is_file() and kept.stat().st_size == 0
+
+
 def test_longer_lines_than_the_model_has_positions_are_cut(folders, tmp_path, main):
     teacher, student, _ = folders
     text = tmp_path / "long.txt"

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def train(tmp_path, monkeypatch):
 
     yield run
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def bare(train, tmp_path, monkeypatch):
+    """The same in tmp_path, without --output-dir."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        finetune.main([*SHORT, *map(str, arguments)])
+
+    return run
 
 
 def losses(folder):
@@ -153,6 +166,31 @@ def test_without_matplotlib_one_line_says_what_is_missing(train, monkeypatch, ca
     folder = train("here", "--max-steps", 1)
     assert "No losses.png: pip install matplotlib" in capsys.readouterr().out
     assert len(losses(folder)) == 1 and not (folder / "losses.png").exists()
+
+
+def test_without_an_output_folder_each_run_has_a_fresh_one_and_resume_goes_on_in_the_last(bare, tmp_path, capsys):
+    for name in ("finetuned", "finetuned-2"):
+        bare("--max-steps", 1, "--save-every", 1)
+        assert f"all is in {name}\n" in capsys.readouterr().out
+    first = weights(tmp_path / "finetuned")
+    bare("--max-steps", 2, "--save-every", 1, "--resume")
+    said = capsys.readouterr().out
+    assert "No --output-dir: it writes to finetuned-2\n" in said and "Going on from finetuned-2/checkpoint-1\n" in said
+    bare("--max-steps", 2, "--save-every", 0, "--resume", "finetuned/checkpoint-1")
+    assert "all is in finetuned\n" in capsys.readouterr().out and weights(tmp_path / "finetuned") != first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["finetuned", "finetuned-2"]
+
+
+@pytest.mark.parametrize("wrong", ["--output-dir=old", "--text=none.txt", "--steps=3"])
+def test_arguments_are_looked_at_before_torch_is_imported(wrong, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.safetensors").touch()
+    (tmp_path / "torch.py").write_text("print('torch is imported')")
+    command = [sys.executable, str(ROOT / "examples" / "finetune.py"), wrong]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("finetune.py: ") and done.stderr.count("\n") == 1
 
 
 # What is refused

@@ -29,6 +29,7 @@ LINES = [
     "The for statement iterates over the elements of a sequence.",
     "A function call may raise an exception.",
 ]
+SWAPPED = "hf_rmsnorm: 11 norms swapped, kernels on cpu by Triton's interpreter"
 LORA = dict(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM")
 OPTIONS = dict(
     per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, use_cpu=True, report_to=[], logging_steps=1,
@@ -135,6 +136,6 @@ def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(tmp_path
         history = json.loads((tmp_path / "runs/trl/checkpoint-3/trainer_state.json").read_text())["log_history"]
         losses.append([entry["loss"] for entry in history if "loss" in entry])
         told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("hf_rmsnorm")]
-        assert told == (["hf_rmsnorm: 11 norms swapped, 0 left alone"] if module == words[0] else [])
+        assert told == ([SWAPPED] if module == words[0] else [])
     assert len(losses[1]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(fused_calls) == (11 + 10) * 3  # of 5 layers the norms run again: TRL checkpoints them unless told not to
