@@ -7,7 +7,7 @@ docs/versions.md. pip looks where it is configured to: an environment with a tor
 torch for CPUs, from an index that has those, takes 1 GB.
 
 A row that is a Transformers alone, as in 4.57.6, has this Python, and links to the torch and the Triton that it has. It
-takes a minute, and CI runs two.
+takes a minute, and CI runs two. The row "newest" has this Python and no pins: what `pip install .` brings.
 
     --folder FOLDER    keeps the environments there (default: each is removed when its row is done)
     --no-write         prints what came of it, and writes nothing
@@ -32,9 +32,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "scripts/results/versions.json", ROOT / "docs/versions.md"
+NEWEST = "newest"
 ROWS = ("3.10/4.57.6/2.10.0/3.6.0", "3.12/5.9.0/2.11.0/3.6.0", "3.11/4.57.6/2.13.0/3.9.0", "3.11/5.5.4/2.13.0/3.9.0",
         "3.11/5.9.0/2.13.0/3.9.0", "3.11/5.14.1/2.13.0/3.9.0", "3.11/5.17.0/2.13.0/3.9.0", "3.11/5.23.0/2.13.0/3.9.0",
-        "3.11/5.23.0/2.13.0/3.6.0", "3.13/4.57.6/2.15.0/3.9.0", "3.13/5.23.0/2.15.0/3.9.0")  # fmt: skip
+        "3.11/5.23.0/2.13.0/3.6.0", "3.13/4.57.6/2.15.0/3.9.0", "3.13/5.23.0/2.15.0/3.9.0", NEWEST)  # fmt: skip
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
 TESTS = "tests/promises/test_versions.py"
 PLACE = re.compile(r"(<!-- \w+: made by .*? -->\n).*?(\n<!-- end -->)", re.DOTALL)
@@ -105,10 +106,13 @@ def link_torch(place: Path) -> None:
 def make(row: str, folder: Path) -> str:
     """The interpreter of a row's environment."""
     place = folder / row.replace("/", "-")
-    version, transformers, torch, triton = row.split("/") if "/" in row else ("", row, "", "")
     python = str(place / "bin/python")
+    version, transformers, torch, triton = row.split("/") if "/" in row else ("", row, "", "")
     if not os.path.exists(python):
         subprocess.run([interpreter(version) if version else sys.executable, "-m", "venv", str(place)], check=True)
+    if row == NEWEST:
+        install(python, "--upgrade", "torch", "transformers", *OTHERS)
+        return python
     if not torch:
         link_torch(place)
     install(python, f"torch=={torch}" if torch else "torch", f"transformers=={transformers}", *OTHERS)

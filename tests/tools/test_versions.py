@@ -10,7 +10,7 @@ import torch
 from places import ROOT
 
 from scripts import versions
-from scripts.versions import PAGE, PLACE, RESULTS, ROWS, Unavailable, install, table
+from scripts.versions import NEWEST, PAGE, PLACE, RESULTS, ROWS, Unavailable, install, table
 
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
@@ -21,6 +21,8 @@ def test_every_row_passed_and_is_on_the_page():
     assert all(each["passed"] and not each["failures"] for each in results)
     for each in results:
         had = each["versions"]
+        if each["row"] == NEWEST:
+            continue  # it has what was the newest then
         python, transformers, torch_version, triton = each["row"].split("/")
         assert had["python"].startswith(python + ".") and had["torch"].split("+")[0] == torch_version
         assert (had["transformers"], had["triton"]) == (transformers, triton)
@@ -37,7 +39,7 @@ def test_the_package_asks_for_the_oldest_row():
 
 def test_every_python_of_the_package_is_in_a_row():
     named = re.findall(r"Python :: (3\.\d+)", PROJECT)
-    assert {row.split("/")[0] for row in ROWS} == {*named} and len(named) == 4
+    assert {row.split("/")[0] for row in ROWS if row != NEWEST} == {*named} and len(named) == 4
 
 
 def test_an_older_torch_is_told_in_one_line(monkeypatch):
