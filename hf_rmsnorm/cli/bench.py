@@ -8,6 +8,7 @@ import statistics
 import time
 
 from ..paths import fitted
+from ..sources import find
 from . import models
 from .common import DTYPES, CliError, Result, Table, add_count, add_device, add_model, bar, pick_device
 from .inspect import read_text
@@ -29,7 +30,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    source = models.find(args.model, args.trust_remote_code)
+    source = find(args.model, args.trust_remote_code)
     device = pick_device(args.device)
     models.quieten()
     import torch

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..paths import fitted
+from ..sources import Source, find, on_disk
 from .common import CliError, Result, bar, say
 from .inspect import read_text
 
@@ -80,7 +81,7 @@ def _run(args) -> Result:
 
     if args.base or (Path(args.src).expanduser() / ADAPTER).is_file():
         return _run_adapter(args, models)
-    source = models.find(args.src, args.trust_remote_code)
+    source = find(args.src, args.trust_remote_code)
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
     if args.plan and (idle := _given(args, "no_verify", "prompt", "max_shard_size", "restart")):
@@ -89,7 +90,7 @@ def _run(args) -> Result:
     models.quieten()
     from .. import conversion
 
-    (source,) = _on_disk(args, models, source)
+    (source,) = _on_disk(args, source)
     size = args.max_shard_size
     size = int(size) if size and size.isdecimal() else size
     code = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
@@ -103,16 +104,16 @@ def _run(args) -> Result:
     return _result(args, partial(conversion.convert_checkpoint, source.where, args.dst, **how))
 
 
-def _on_disk(args, models, source, *bases) -> list:
+def _on_disk(args, source, *bases) -> list:
     """The same in folders, downloaded where DST is not refused."""
-    from ..conversion.checkpoint.source import OTHER_WEIGHTS
     from ..conversion.checkpoint.staging import destination
+    from ..conversion.folders import ignored, planning_reads_weights
 
     if args.dst is not None:
         destination(source.where if source.is_local else None, args.dst)
-    kinds = OTHER_WEIGHTS - {".bin"} if args.allow_pickle and not args.plan else OTHER_WEIGHTS
-    weights = ("*.safetensors", "*.index.json") if args.plan else ("*/*.safetensors",)  # in folders: of earlier steps
-    return [models.on_disk(each, (*(f"*{kind}" for kind in sorted(kinds)), *weights)) for each in (source, *bases)]
+    weights = not args.plan or planning_reads_weights(args.target, args.post_norm)
+    patterns = ignored(args.allow_pickle, weights)
+    return [on_disk(each, patterns) for each in (source, *bases)]
 
 
 def _run_adapter(args, models) -> Result:
@@ -123,16 +124,16 @@ def _run_adapter(args, models) -> Result:
         raise CliError("--base takes an adapter and DST: pass the folder to make")
     if idle := _given(args, "plan", "target", "fold_affine", "post_norm", "text", "max_shard_size"):
         raise CliError(f"--base goes without {', '.join(idle)}: an adapter is converted as its base was")
-    source = models.Source(args.src, os.path.expanduser(args.src), True, args.trust_remote_code)
+    source = Source(args.src, os.path.expanduser(args.src), True, args.trust_remote_code)
     if not os.path.isdir(source.where):
-        source = models.find(args.src, args.trust_remote_code)
+        source = find(args.src, args.trust_remote_code)
     if source.is_local and not os.path.isfile(os.path.join(source.where, ADAPTER)):
         raise CliError(f"{args.src} has no {ADAPTER}: --base goes with the folder of a PEFT adapter")
-    bases = [models.find(where, args.trust_remote_code) for where in args.base]
+    bases = [find(where, args.trust_remote_code) for where in args.base]
     models.quieten()
     from .. import conversion
 
-    source, base, converted = _on_disk(args, models, source, *bases)
+    source, base, converted = _on_disk(args, source, *bases)
     how = {"base": base.where, "converted": converted.where}
     how |= {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
     return _result(args, partial(conversion.convert_adapter, source.where, args.dst, **how))

@@ -6,6 +6,7 @@ The mean beside the RMS, over real text: 0 where a LayerNorm is an RMSNorm. With
 from pathlib import Path
 
 from ..paths import fitted
+from ..sources import find
 from . import common, models
 from .common import DTYPES, CliError, Result, Table, add_count, add_device, add_model, pick_device, steps
 
@@ -51,7 +52,7 @@ def read_text(file: Path | None) -> str:
 
 
 def _inspect(name: str, args, text: str, step):
-    source = models.find(name, args.trust_remote_code)
+    source = find(name, args.trust_remote_code)
     device = pick_device(args.device)
     models.quieten()
     from ..verification import inspect_norms

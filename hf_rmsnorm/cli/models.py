@@ -1,123 +1,18 @@
-"""From MODEL on the command line to a model: its folder or hub id, its config, its weights, its tokenizer."""
+"""From a source to a model: its config, its weights, its tokenizer."""
 
-import json
 import os
-import re
 import sys
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
-from ..demo import DEMO_MODELS, demo_path
+from ..sources import Source, loading
 from .common import CliError, one_line
-
-# The weights of a checkpoint in one file, or the index of its shards.
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-WEIGHTS += ("adapter_model.safetensors", "adapter_model.bin")
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
-class Source(NamedTuple):
-    """Where a model comes from: ``name`` as typed, ``where`` for `from_pretrained`."""
-
-    name: str
-    where: str
-    is_local: bool
-    trust_remote_code: bool
-
-    @property
-    def kwargs(self) -> dict:
-        """Arguments for every `from_pretrained`; only a hub id may reach for the network."""
-        return {"local_files_only": self.is_local or not _hub_answers(), "trust_remote_code": self.trust_remote_code}
-
-
-@cache
-def _hub_answers() -> bool:
-    """Asked once and without the client's own retries, which take half a minute where there is no network."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5.0)  # any answer will do
-    except Exception:  # which one depends on the client underneath, and that has changed: no answer is no answer
-        return False
-    return True
-
-
-def find(model: str, trust_remote_code: bool = False) -> Source:
-    """Resolve MODEL without touching the network."""
-    if not model.strip():
-        raise CliError("MODEL is empty: pass a local folder, a hub id such as org/name, or demo:llama")
-    if model.startswith("demo:"):
-        name = model.removeprefix("demo:")
-        if name not in DEMO_MODELS:
-            raise CliError(f"no demo {name!r}: choose one of {', '.join(f'demo:{n}' for n in DEMO_MODELS)}")
-        return Source(model, str(demo_path(name)), True, False)
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            if (folder / "adapter_config.json").is_file():
-                raise CliError(f"{model} is an adapter: merge_and_unload it into its base, save that, and pass it")
-            raise CliError(f"{model} has no config.json: pass the folder that save_pretrained wrote")
-        return Source(model, str(folder), True, trust_remote_code)
-    if folder.exists():
-        raise CliError(f"{model} is a file: pass the folder that holds it")
-    if not HUB_ID.fullmatch(model) or model.startswith("."):
-        raise CliError(f"there is no folder {model}: pass a local folder, a hub id such as org/name, or demo:llama")
-    return Source(model, model, False, trust_remote_code)
-
-
-def _cached(hub_id: str, weights: bool) -> bool:
-    """Whether the cache of the hub has the config of a model here, or all its weights."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for name in WEIGHTS if weights else ("config.json",):
-        if isinstance(found := try_to_load_from_cache(hub_id, name), str):
-            shards = json.loads(Path(found).read_text())["weight_map"].values() if "index" in name else ()
-            return all(Path(found).with_name(shard).is_file() for shard in shards)
-    return False
-
-
-@cache
-def _say_download(name: str) -> None:
-    print(f"downloading {name} from the Hub", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _loading(source: Source, what: str, weights: bool = False):
-    """Turn whatever transformers raises about a checkpoint into one line; a download is said where no bar shows it."""
-    try:
-        if not (source.is_local or sys.stderr.isatty()) and _hub_answers() and not _cached(source.where, weights):
-            _say_download(source.name)
-        yield
-    except Exception as error:
-        hub = "check the id and the network, or pass a local folder or demo:llama"
-        cure = "mend the folder, or pass another one" if source.is_local else hub
-        if "trust_remote_code" in str(error):
-            cure = "it brings its own code: read that, then pass --trust-remote-code"
-        told = f"{type(error).__name__}: {one_line(error, 300)}"
-        if isinstance(error, OSError) and not source.is_local and not _hub_answers():  # the hub's own advice is another
-            told = "the hub does not answer, and its cache here has not all of it"
-        raise CliError(f"cannot load {what} of {source.name}: {cure} ({told})") from error
-
-
-def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:
-    """The same in a folder: a hub's files, but for those patterns, are downloaded into its cache."""
-    if source.is_local:
-        return source
-    from huggingface_hub import snapshot_download
-
-    with _loading(source, "the files", weights="*.safetensors" not in ignored):
-        where = snapshot_download(source.where, ignore_patterns=ignored, local_files_only=not _hub_answers())
-    return source._replace(where=where, is_local=True)
 
 
 def _config_and_class(source: Source):
     """The config, and the class that it was saved from, where transformers has it; else an auto class that takes it."""
     import transformers
 
-    with _loading(source, "the config"):
+    with loading(source, "the config"):
         config = transformers.AutoConfig.from_pretrained(source.where, **source.kwargs)
     remote = getattr(config, "auto_map", None) or {}
     for name in () if remote else getattr(config, "architectures", None) or ():
@@ -136,7 +31,7 @@ def empty_model(source: Source):
     from accelerate import init_empty_weights
 
     config, cls = _config_and_class(source)
-    with _loading(source, "the modules"), init_empty_weights():
+    with loading(source, "the modules"), init_empty_weights():
         if hasattr(cls, "from_config"):  # an auto class
             return cls.from_config(config, trust_remote_code=source.trust_remote_code).eval()
         return cls(config).eval()
@@ -145,7 +40,7 @@ def empty_model(source: Source):
 def load_model(source: Source, dtype: str, device, instead: str = ""):
     """A model with its weights, in evaluation mode; `instead` is said of one that takes something else than a text."""
     _, cls = _config_and_class(source)
-    with _loading(source, "the weights", weights=True):
+    with loading(source, "the weights", weights=True):
         model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs).to(device).eval()
     if instead and (takes := model.main_input_name) != "input_ids":
         raise CliError(f"{source.name} is a {type(model).__name__}, which takes {takes} and not a text: {instead}")
@@ -158,7 +53,7 @@ def load_tokenizer(source: Source):
 
     if source.is_local and not any(any(Path(source.where).glob(names)) for names in ("*token*", "vocab*")):
         return None
-    with _loading(source, "the tokenizer"):
+    with loading(source, "the tokenizer"):
         return AutoTokenizer.from_pretrained(source.where, **source.kwargs)
 
 

@@ -5,6 +5,7 @@ Only the config is read: the modules are built without weights, so that a 70B mo
 
 from dataclasses import replace
 
+from ..sources import find
 from . import models
 from .common import Result, Table, add_model, pick_device
 
@@ -17,7 +18,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    source = models.find(args.model, args.trust_remote_code)
+    source = find(args.model, args.trust_remote_code)
     models.quieten()
     from .. import patch_model
     from ..ops.backend import runs_on

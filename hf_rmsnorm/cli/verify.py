@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..paths import fitted
+from ..sources import find
 from . import models
 from .common import DTYPES, Result, Table, add_count, add_device, add_model, interpret_on_cpu, pick_device, steps
 from .inspect import read_text
@@ -37,7 +38,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    source = models.find(args.model, args.trust_remote_code)
+    source = find(args.model, args.trust_remote_code)
     device = pick_device(args.device)
     interpret_on_cpu(device)
     models.quieten()

@@ -11,6 +11,7 @@ from ..paths import fitted
 from .checkpoint.staging import destination
 from .checkpoint.values import open_values
 from .checkpoint.write import Written, write_checkpoint
+from .folders import check_destination, check_source, folder_of, local, planning_reads_weights
 from .judge.folder import Verification, VerificationFailed
 from .judge.pair import Running, look_first
 from .plan import ConversionRefused
@@ -62,7 +63,8 @@ def plan_conversion(
     """What converting `src` would do, and the proof that it is exact; nothing is written.
 
     Args:
-        src: a model folder with safetensors, in one file or in shards; it is only read.
+        src: a model folder with safetensors, in one file or in shards, which is only read; or a hub id, whose files are
+            downloaded into the hub's cache; or ``"demo:gpt2"``.
         target: ``"same"``: the checkpoint's own architecture; all that writes to its residual stream is centred.
             ``"native"``: an architecture that is RMSNorm by birth and computes the same, where there is one.
         fold_affine: fold the norms' weights and biases into the linears that read them, where that is exact.
@@ -80,8 +82,9 @@ def plan_conversion(
         ConversionRefused: it cannot be converted so; the message says why.
         ConversionError: this is no whole checkpoint folder.
     """
-    _check_folders(src=src)
+    check_source("src", src)
     post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
+    src = folder_of(src, allow_pickle=allow_pickle, weights=planning_reads_weights(target, post_norm))
     loading = {"trust_remote_code": trust_remote_code, "model_class": model_class}
     if post_norm is not None:
         try:
@@ -106,12 +109,6 @@ def _converted_without(src, **loading) -> int:
     except ConversionRefused:
         return 0
     return all(norm.becomes_rms for norm in norms) and len(norms)
-
-
-def _check_folders(**folders) -> None:
-    for name, folder in folders.items():
-        if not isinstance(folder, (str, os.PathLike)):
-            raise ConversionRefused(f"{name}={folder!r}: pass the path of a folder")
 
 
 def _check(target, fold_affine, post_norm, texts, model_class, inputs) -> str | None:
@@ -196,15 +193,19 @@ def convert_checkpoint(
         ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
         VerificationFailed: what was written does not pass; it stays unpublished, beside a report.
     """
-    _check_folders(src=src, dst=dst)
+    check_source("src", src)
+    check_destination(dst)
     post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
     _check_texts("prompts", prompts)
+    if planned is not None and not isinstance(planned, PlannedConversion):
+        raise ConversionRefused(f"planned is a {type(planned).__name__}: pass what plan_conversion returned")
     other = planned is not None and target == "native" and planned.keeps_shards
     if planned is not None and (other or fold_affine or post_norm or texts):
         raise ConversionRefused("planned says how to convert: leave out target, fold_affine, post_norm and texts")
     keeps_shards = planned.keeps_shards if planned is not None else target == "same" and post_norm is None
     _check_shard_size(max_shard_size, keeps_shards)
-    destination(src, dst)  # refused before anything is planned
+    destination(local(src), dst)  # refused before anything is downloaded or planned
+    src = folder_of(src, allow_pickle=allow_pickle)
     planned = planned or plan_conversion(
         src, target=target, fold_affine=fold_affine, post_norm=post_norm, texts=texts, allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
@@ -237,9 +238,9 @@ def convert_adapter(
     with the result gives the logits of `base` with `src`, and `patch_model` runs both as RMSNorm.
 
     Args:
-        src: a folder with adapter_config.json and adapter_model.safetensors; it is only read.
+        src: a folder with adapter_config.json and adapter_model.safetensors, which is only read; or a hub id.
         dst: the folder to make, as in `convert_checkpoint`. Its adapter_config.json names `converted` as base.
-        base: the folder of the model that the adapter was trained on.
+        base: the model that the adapter was trained on: a folder, a hub id, or ``"demo:gpt2"``.
         converted: what `convert_checkpoint` made of `base`.
         model_class: the class that the adapter was trained on, where it is not the one that the base's config names.
         prompts, restart, allow_pickle, trust_remote_code, inputs, progress: as in `convert_checkpoint`.
@@ -249,7 +250,12 @@ def convert_adapter(
         ConversionRefused: the adapter cannot be converted exactly; the message says which tensor and why.
         ConversionError, VerificationFailed: as in `convert_checkpoint`.
     """
-    _check_folders(src=src, dst=dst, base=base, converted=converted)
+    for name, source in (("src", src), ("base", base), ("converted", converted)):
+        check_source(name, source)
+    check_destination(dst)
+    destination(local(src), dst)  # refused before anything is downloaded or planned
+    src = folder_of(src, allow_pickle=allow_pickle)
+    base, converted = folder_of(base, allow_pickle=allow_pickle), folder_of(converted)
     twin = make_twin(base, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
     planned = plan_adapter(src, base, converted, twin, allow_pickle=allow_pickle)
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)

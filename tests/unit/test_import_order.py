@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hf_rmsnorm"
 # From the lowest: each imports what stands above it here, nothing of its own line. `hf_rmsnorm`: the public names.
 LAYERS = (
     ("formula", "paths", "record", "demo", "derived"),
-    ("reference", "kernels"),
+    ("reference", "kernels", "sources"),
     ("ops",),
     ("fused",),
     ("patching",),

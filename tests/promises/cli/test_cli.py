@@ -479,9 +479,9 @@ def test_bad_arguments_fail_in_one_line(capsys, argv, part):
 
 
 def test_traceback_is_there_for_who_asks():
-    from hf_rmsnorm.cli.common import CliError
+    from hf_rmsnorm.sources import SourceError
 
-    with pytest.raises(CliError):
+    with pytest.raises(SourceError):
         main(["report", "./missing", "--traceback"])
 
 

@@ -250,7 +250,7 @@ def hub(monkeypatch, tmp_path):
 
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("hf_rmsnorm.cli.models._hub_answers", lambda: False)
+    monkeypatch.setattr("hf_rmsnorm.sources.hub_answers", lambda: False)
     return asked
 
 

@@ -156,11 +156,43 @@ def test_a_result_that_fails_is_not_published(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_demo_is_converted_by_its_name(tmp_path, converted):
+    convert_checkpoint("demo:gpt2", tmp_path / "dst", verify=False)
+    assert tensors(tmp_path / "dst") == tensors(converted[0])
+    assert plan_conversion("demo:gpt2").to_dict() == plan_conversion(GPT2).to_dict()
+
+
+def test_a_hub_id_is_looked_up_and_a_path_is_not(tmp_path, monkeypatch):
+    asked = []
+
+    def download(repository, *, ignore_patterns, local_files_only):
+        asked.append((repository, "*.safetensors" in ignore_patterns))
+        if repository == "org/gpt2":
+            return str(GPT2)
+        raise OSError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("hf_rmsnorm.sources.hub_answers", lambda: False)
+    assert plan_conversion("org/gpt2").to_dict() == plan_conversion(GPT2).to_dict()
+    convert_checkpoint("org/gpt2", tmp_path / "dst", verify=False)
+    assert asked == [("org/gpt2", True), ("org/gpt2", False)], "a plan needs no weights"
+    with pytest.raises(ConversionError, match="^cannot load the files of bert-base-uncased: .*the hub does not answer"):
+        convert_checkpoint("bert-base-uncased", tmp_path / "other")
+    for missing in (Path("nowhere"), str(tmp_path / "nowhere")):
+        with pytest.raises((ConversionError, ConversionRefused), match="nowhere"):
+            convert_checkpoint(missing, tmp_path / "other")
+    with pytest.raises(ConversionError, match="config.json is a file: pass the folder that holds it"):
+        convert_checkpoint(GPT2 / "config.json", tmp_path / "other")
+    with pytest.raises(ConversionError, match="^no demo 'bert': choose one of demo:llama"):
+        convert_checkpoint("demo:bert", tmp_path / "other")
+    assert asked[2:] == [("bert-base-uncased", False)] and not (tmp_path / "other").exists()
+
+
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(ConversionRefused, match="computes no LayerNorm"):
         plan_conversion(demo_path("llama"))
     with pytest.raises(ConversionRefused, match=r'no config.json: pass .*demo_path\("gpt2"\)'):
-        plan_conversion("demo:gpt2")
+        plan_conversion(tmp_path)
     bert = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
                                 intermediate_size=24))  # fmt: skip
     bert.save_pretrained(tmp_path / "bert")
@@ -332,8 +364,12 @@ def tensors(folder):
         ({"target": "native", "max_shard_size": "nonsense"}, "pass a number of bytes, or a size like '5GB'"),
         ({"target": "native", "max_shard_size": 0}, "pass a number of bytes"),
         ({"prompts": "hello"}, "pass a list of texts"),
-        ({"src": None}, "src=None: pass the path of a folder"),
-        ({"dst": 3}, "dst=3: pass the path of a folder"),
+        ({"src": None}, "src is None: pass the folder of a checkpoint, a hub id, or demo:gpt2"),
+        ({"dst": 3}, "dst is an int: pass the path of the folder to make"),
+        ({"src": {}}, "src is a dict: pass the folder of a checkpoint, a hub id, or demo:gpt2"),
+        ({"src": torch.nn.LayerNorm(4)}, "src is a LayerNorm: pass the folder of a checkpoint; save_pretrained writes"),
+        ({"dst": torch.nn.LayerNorm(4)}, "dst is a LayerNorm: pass the path of the folder to make"),
+        ({"planned": {}}, "planned is a dict: pass what plan_conversion returned"),
         ({"prompts": [""]}, "none of them empty"),
         ({"post_norm": "fit", "texts": "hello"}, "pass a list of texts"),
         ({"target": "bogus"}, "choose one of same, native"),

@@ -184,7 +184,7 @@ def test_adapter_and_bases_of_the_hub_are_downloaded(bases, tmp_path, monkeypatc
         return str(shutil.copytree(cache[repository], tmp_path / f"models--{name}" / "snapshots" / commit))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("hf_rmsnorm.cli.models._hub_answers", lambda: False)
+    monkeypatch.setattr("hf_rmsnorm.sources.hub_answers", lambda: False)
     ids = {folder: name for name, folder in cache.items()}
     command = ["convert", ids[adapter], str(tmp_path), "--base", ids[base], ids[converted], "--no-verify"]
     assert main(command) == 2 and not asked  # DST exists
