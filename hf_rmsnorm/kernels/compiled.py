@@ -13,6 +13,7 @@ import triton.language as tl
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import counting, device
+from .failure import KernelUnavailable, failed, is_of_the_device, unavailable
 from .interpreter import faithful_interpreter
 
 VECTOR = 8  # elements: 16 bytes of bf16, the widest load
@@ -106,6 +107,29 @@ class Kernel:
         vectorised = all(named[name] % VECTOR == 0 for name in ("N", *self._strides))
         return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised, {})
 
+    def load_and_launch(
+        self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0, launch: bool = True
+    ):
+        """Call this, for whoever can compute the same in plain torch.
+
+        Raises:
+            KernelUnavailable: it could not be compiled or loaded, and nothing has run.
+        """
+        if device in failed:
+            raise KernelUnavailable(failed[device])
+        try:
+            self(device, bound, args, aligned, way, launch)
+        except Exception as error:
+            if self._code(bound, args, aligned, way) in self._compiled or is_of_the_device(error):
+                raise
+            raise unavailable(error) from error
+
+    def _code(self, bound: BoundKernel, args: tuple, aligned: bool, way: int):
+        code = bound.codes[aligned][way]
+        if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
+            return code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor))
+        return code
+
     def __call__(
         self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0, launch: bool = True
     ):
@@ -126,9 +150,7 @@ class Kernel:
             with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
                 self._variants[aligned][bound.grid](*args)
             return
-        code = bound.codes[aligned][way]
-        if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
-            code = (code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor)))
+        code = self._code(bound, args, aligned, way)
         compiled = self._compiled.get(code)
         if compiled is None:
             # Not where rows are not vectorised: a thread may then have but one product of a row, and would add its own

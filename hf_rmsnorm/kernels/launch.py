@@ -87,7 +87,7 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
         args = pack(values[aligned], x, weight, bias, gate, shift, factor, residual, out_h, out, rstd, mean, eps)
         start = ready.get(codes[aligned])
         if start is None or counters or not start(args):
-            kernel(x.device, bound, args, aligned, stats)
+            kernel.load_and_launch(x.device, bound, args, aligned, stats)
         if out is not y:
             _in_order(y, order).copy_(out)
         if out_h is not h:
@@ -182,7 +182,7 @@ def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
             args = pack(values[aligned], dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, eps)
             start = bound.ready.get(bound.codes[aligned][0])
             if start is None or counters or not launch or not start(args):
-                kernel(x.device, bound, args, aligned, launch=launch)
+                kernel.load_and_launch(x.device, bound, args, aligned, launch=launch)
         if not launch:
             return dx, dw, db, dg
         if out is not dx:
@@ -204,7 +204,7 @@ def _summed(bound: BoundKernel, partials: torch.Tensor, parameter: torch.Tensor)
     args = bound.pack(bound.values[aligned], partials, total)
     start = bound.ready.get(bound.codes[aligned][0])
     if start is None or counting.active or not start(args):
-        REDUCE_PARTIALS(parameter.device, bound, args, aligned)
+        REDUCE_PARTIALS.load_and_launch(parameter.device, bound, args, aligned)
     return total
 
 

@@ -4,9 +4,10 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..formula import NormSpec, promoted
+from ..kernels.failure import KernelUnavailable
 from ..kernels.serves import unserved
 from ..reference import reference_norm
-from .backend import KERNEL_DTYPES, resolve_backend
+from .backend import KERNEL_DTYPES, give_up, resolve_backend
 from .direct import DIRECT_TYPES, is_direct, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
@@ -57,11 +58,12 @@ class _Sum(torch.autograd.Function):
         return dh, dh, None, None
 
 
-def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch.Tensor, tuple]:
+def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch.Tensor, tuple | None]:
     """(``residual + x``, what `fused_norm` takes as `precomputed` of the sum), in one launch.
 
     The norm is in no graph yet: whoever calls it puts it there, as a function of the very sum that arrives. So hooks,
-    gradients and checkpoints see the two as they are without fusion, where the sum is seen in between.
+    gradients and checkpoints see the two as they are without fusion, where the sum is seen in between. Where the kernel
+    cannot be loaded nothing is precomputed, and None stands for it.
 
     Args:
         as in `fused_add_norm`, for calls that `add_norm_backend` gives to Triton.
@@ -71,7 +73,14 @@ def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch
             if spec.functional:
                 _, weight, bias = autocast_to_float32(spec, x, weight, bias)
             weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
-    operands = weight, bias, spec, plan
+    try:
+        return _sum_and_norm(x, residual, (weight, bias, spec, plan))
+    except KernelUnavailable as error:
+        give_up(error, x.device)
+    return residual + x, None
+
+
+def _sum_and_norm(x, residual, operands: tuple) -> tuple[torch.Tensor, tuple]:
     if not torch.is_grad_enabled():
         h, *precomputed = _launch(x, residual, *operands, False)
     elif x.requires_grad or residual.requires_grad:
@@ -165,11 +174,16 @@ def fused_add_norm(
 
 
 def _fused(x, residual, weight, bias, spec, plan, keep_output):
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or residual.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return _FusedAddNorm.apply(x, residual, weight, bias, (spec, plan, keep_output))
-    return _launch(x, residual, weight, bias, spec, plan, False)[:2]
+    try:
+        if torch.is_grad_enabled() and (
+            x.requires_grad
+            or residual.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            return _FusedAddNorm.apply(x, residual, weight, bias, (spec, plan, keep_output))
+        return _launch(x, residual, weight, bias, spec, plan, False)[:2]
+    except KernelUnavailable as error:
+        give_up(error, x.device)
+    h = residual + x
+    return h, reference_norm(h, weight, bias, spec)

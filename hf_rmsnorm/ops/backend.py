@@ -1,18 +1,21 @@
 """Which implementation serves a call: the Triton kernels, the plain-torch formula, or the layer's own forward."""
 
 import os
-from functools import cache
+import threading
+import warnings
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formula import NormSpec
+from ..kernels.failure import KernelUnavailable, failed
 from ..kernels.serves import of_rows, unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, MAX_TOKEN, TILE_MAX, next_power_of_2
-from .direct import DIRECT_TYPES
+from .direct import DIRECT_TYPES, forget_plans
 from .loading import is_dtensor
-from .settings import chosen, settings
+from .settings import chosen, insists, settings
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach past the last row
@@ -21,6 +24,8 @@ MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
 _is_tracing = torch._C._is_tracing
+_left: dict[tuple, str] = {}  # devices whose kernels cannot be loaded, (type, index), and why
+_failing = threading.Lock()
 
 
 @cache
@@ -43,7 +48,36 @@ def _device_refusal(device_type: str, index: int | None) -> str | None:
 @torch.compiler.assume_constant_result
 def device_refusal(device_type: str, index: int | None = None) -> str | None:
     """Why Triton kernels cannot run on a device, or None where they can."""
+    if _left and (device_type, index) in _left:
+        return _left[device_type, index]
     return _device_refusal(device_type, index)
+
+
+def give_up(error: KernelUnavailable, device: torch.device) -> None:
+    """Leave a device to plain torch from now on, as its kernels cannot be loaded; a warning says so once.
+
+    Within a backward, forwards are left when it ends: a checkpoint runs some of them again, as they were.
+
+    Raises:
+        KernelUnavailable: the error, where `use_backend("triton")` insists on the kernels.
+    """
+    if insists():
+        raise error
+    with _failing:
+        first = device not in failed
+        failed.setdefault(device, str(error))
+    if torch._C._current_graph_task_id() == -1:
+        _leave(device)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, device))
+    if first:
+        then = f"On {device} patched modules run their own forward from now on; after the cure, start Python again."
+        warnings.warn(f"hf_rmsnorm: {error}\n{then}", RuntimeWarning, stacklevel=2)
+
+
+def _leave(device: torch.device) -> None:
+    _left[device.type, device.index] = failed[device].replace("\n", ". ")
+    forget_plans()
 
 
 def left_alone(x: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """The direct launch: which calls need no dispatcher, and what is kept of them so that the next like them are quick."""
 
+import weakref
 from collections.abc import Callable
 from functools import cache
 
@@ -7,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ..kernels.failure import KernelUnavailable
 from .settings import chosen
 
 try:
@@ -64,6 +66,9 @@ def under_transform() -> bool:
     return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
 
 
+_caches: list[weakref.ref] = []
+
+
 class LaunchCache(dict):
     """Plans of calls that the kernels serve, by their `launch_key`: the next such call skips the checks.
 
@@ -78,6 +83,7 @@ class LaunchCache(dict):
     MOST = 8_192  # generation with a growing prompt makes one per length
 
     def __init__(self):
+        _caches.append(weakref.ref(self, _caches.remove))
         self._alike: dict[tuple, Callable] = {}
         self.last: dict[torch.Size, tuple] = {}
         self.recent = NOTHING
@@ -88,12 +94,18 @@ class LaunchCache(dict):
             each.clear()
 
     def keep(self, key: tuple, backend: str, make: Callable, *operands):
-        """The plan ``make(*operands)`` of a call, kept by its key; None where another backend serves it."""
+        """The plan ``make(*operands)`` of a call, kept by its key; None where another backend serves it.
+
+        None too where the launch code cannot be loaded: who launches without a plan finds that out, and says it.
+        """
         if backend != "triton":
             return None
         if len(self) >= self.MOST:
             self.clear()
-        plan = self[key] = make(*operands)
+        try:
+            plan = self[key] = make(*operands)
+        except KernelUnavailable:
+            return None
         return plan
 
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
@@ -115,6 +127,14 @@ class LaunchCache(dict):
                 known = self._alike[key] = check if weight is not None else lambda x, _, *bias: check(x, *bias)
             self.last[x.shape] = known, key, plan
         return key, plan
+
+
+def forget_plans() -> None:
+    """Empty every launch cache: each call is asked anew what serves it."""
+    for reference in list(_caches):
+        plans = reference()
+        if plans is not None:
+            plans.clear()
 
 
 def is_watched() -> bool:

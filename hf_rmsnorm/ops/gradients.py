@@ -6,7 +6,9 @@ from operator import itemgetter
 import torch
 
 from ..formula import NormSpec
+from ..kernels.failure import KernelUnavailable
 from ..reference import input_of_output, reference_backward, reference_norm, reference_qk_backward, reference_qk_norm
+from .backend import give_up
 from .direct import alike_to, is_direct, is_watched, under_transform
 from .from_output import note_backward
 from .loading import kernels, qk_kernels
@@ -55,18 +57,23 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
     if from_output:
         note_backward()
     asked = need, from_output, dh is None
-    if plan is not None and not (compiling or torch.is_grad_enabled() or is_watched()):
-        like, alike, serve = plan.last[0]
-        if like == asked and alike((dy, x, weight, bias, gate, rstd, mean, dh)):
-            return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps)
-    x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
-    seen_through = not compiling and _seen_through(dy, dh)
-    if not (compiling or seen_through) and is_direct(dy, x, weight, bias, gate, dh):
-        grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output, plan)
-        if plan is not None:
-            alike = _check_of(dy, x, weight, bias, gate, rstd, mean, dh)
-            plan.last[0] = asked, alike, kernels().backward_like(plan, dy, x, need, from_output, dh)
-        return grads
+    try:
+        if plan is not None and not (compiling or torch.is_grad_enabled() or is_watched()):
+            like, alike, serve = plan.last[0]
+            if like == asked and alike((dy, x, weight, bias, gate, rstd, mean, dh)):
+                return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps)
+        x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
+        seen_through = not compiling and _seen_through(dy, dh)
+        if not (compiling or seen_through) and is_direct(dy, x, weight, bias, gate, dh):
+            grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output, plan)
+            if plan is not None:
+                alike = _check_of(dy, x, weight, bias, gate, rstd, mean, dh)
+                plan.last[0] = asked, alike, kernels().backward_like(plan, dy, x, need, from_output, dh)
+            return grads
+    except KernelUnavailable as error:
+        give_up(error, dy.device)
+        seen_through = True  # in plain torch, as for these
+        x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
     if from_output:
         return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
     if seen_through:
@@ -111,7 +118,11 @@ def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
 
         return differentiable(formula, operands[:6], (dq, dk), need)
     if not compiling and is_direct(*operands, dq, dk):
-        return qk_kernels().qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, tuple(need))
+        try:
+            return qk_kernels().qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, tuple(need))
+        except KernelUnavailable as error:
+            give_up(error, q.device)
+        return reference_qk_backward(dq, dk, *operands, spec, need)
     mean = rstd.new_empty(0) if mean is None else mean
     grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
     return wanted(grads, [n and d is not None for n, d in zip(need, (dq, dk) * 3, strict=True)])

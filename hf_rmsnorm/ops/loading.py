@@ -5,20 +5,30 @@ from functools import cache
 
 import torch
 
+from ..kernels.failure import unavailable
+
 
 @cache
 def kernels():
-    """The launch code of the norms."""
-    from ..kernels import launch
+    """The launch code of the norms.
 
+    Raises:
+        KernelUnavailable: Triton cannot be imported, or reads no source of the kernels.
+    """
+    try:
+        from ..kernels import launch
+    except Exception as error:
+        raise unavailable(error) from error
     return launch
 
 
 @cache
 def qk_kernels():
-    """The launch code of queries and keys."""
-    from ..kernels import launch_qk
-
+    """The launch code of queries and keys; raises as `kernels` does."""
+    try:
+        from ..kernels import launch_qk
+    except Exception as error:
+        raise unavailable(error) from error
     return launch_qk
 
 

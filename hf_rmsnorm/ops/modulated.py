@@ -3,9 +3,10 @@
 import torch
 
 from ..formula import NormSpec
+from ..kernels.failure import KernelUnavailable
 from ..kernels.serves import of_rows, unserved
 from ..reference import reference_norm
-from .backend import resolve_backend
+from .backend import give_up, resolve_backend
 from .direct import is_direct, under_transform, version
 from .gradients import differentiable
 from .loading import kernels
@@ -49,15 +50,21 @@ class _Modulated(torch.autograd.Function):
 
 def _norm_gradients(dy, h, weight, bias, scale, shift, rstd, mean, spec, need):
     """The gradients of h and of the four behind it."""
+    def formula(h, weight, bias, scale, shift):
+        y = reference_norm(h, weight, bias, spec) * (1 + scale)
+        return (y if shift is None else y + shift,)
+
+    operands = h, weight, bias, scale, shift
     if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
-
-        def formula(h, weight, bias, scale, shift):
-            y = reference_norm(h, weight, bias, spec) * (1 + scale)
-            return (y if shift is None else y + shift,)
-
-        return differentiable(formula, (h, weight, bias, scale, shift), (dy,), need)
+        return differentiable(formula, operands, (dy,), need)
     each = scale.expand(h.shape)
-    dh, dweight, dbias, dscale = kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need[:4], each)
+    try:
+        dh, dweight, dbias, dscale = kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need[:4], each)
+    except KernelUnavailable as error:
+        give_up(error, dy.device)
+        leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(operands, need, strict=True)]
+        grads = differentiable(formula, tuple(leaves), (dy,), need)
+        return [g if g is None else g.detach() for g in grads]
     dscale = None if dscale is None else dscale.sum_to_size(scale.shape)
     return dh, dweight, dbias, dscale, dy.sum_to_size(shift.shape) if need[4] else None
 
@@ -103,7 +110,11 @@ def modulated_norm(
         return None
     weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
     rest = residual, factor, weight, bias, scale, shift, spec
-    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-        return _Modulated.apply(x, *rest)
-    y, _, _, h = _launch(x, *rest, False)
+    try:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+            return _Modulated.apply(x, *rest)
+        y, _, _, h = _launch(x, *rest, False)
+    except KernelUnavailable as error:
+        give_up(error, x.device)
+        return None
     return h, y

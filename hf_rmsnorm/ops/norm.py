@@ -5,8 +5,9 @@ from functools import lru_cache
 import torch
 
 from ..formula import NormSpec, Rounding
+from ..kernels.failure import KernelUnavailable
 from ..reference import in_groups, reference_norm
-from .backend import resolve_backend
+from .backend import give_up, resolve_backend
 from .direct import LaunchCache, is_direct, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
@@ -94,26 +95,32 @@ def plan_of(x, weight, bias, spec, residual=None):
 
 
 def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_output=False):
-    """`fused_norm` where the kernels serve it.
+    """`fused_norm` where the kernels serve it; in plain torch where they turn out not to be loadable.
 
     Args:
         plan: what `plan_of` answered for such tensors; if None, the operator is called where that is to be seen.
         the rest: as in `fused_norm`; parameters contiguous.
     """
-    if not torch.is_grad_enabled():
-        if plan is not None and precomputed is None and (serve := plan.serve[False]) is not None:
-            return serve(x, weight, bias, gate, None, spec.eps)[0]
-    elif (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (gate is not None and gate.requires_grad)
-    ):
-        if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
-            return _launch_forward(x, weight, bias, gate, spec, True)[0]
-        apply = _FusedNorm.apply if plan is None else _apply
-        return apply(x, weight, bias, gate, (spec, plan, precomputed, keep_output))
-    return precomputed[0] if precomputed is not None else _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
+    try:
+        if not torch.is_grad_enabled():
+            if plan is not None and precomputed is None and (serve := plan.serve[False]) is not None:
+                return serve(x, weight, bias, gate, None, spec.eps)[0]
+        elif (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (gate is not None and gate.requires_grad)
+        ):
+            if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
+                return _launch_forward(x, weight, bias, gate, spec, True)[0]
+            apply = _FusedNorm.apply if plan is None else _apply
+            return apply(x, weight, bias, gate, (spec, plan, precomputed, keep_output))
+        if precomputed is not None:
+            return precomputed[0]
+        return _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
+    except KernelUnavailable as error:
+        give_up(error, x.device)
+    return reference_norm(x, weight, bias, spec, gate)
 
 
 def autocasts_functional(spec: NormSpec, device_type: str) -> bool:

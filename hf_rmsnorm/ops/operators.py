@@ -1,11 +1,13 @@
 """The registered operators: what `torch.compile`, `torch.export` and tensor subclasses see of the kernels."""
 
+from collections.abc import Callable
 from types import NoneType
 from typing import get_args, get_type_hints
 
 import torch
 
 from ..formula import NormSpec
+from ..kernels.failure import KernelUnavailable
 from ..kernels.rows import heads_of, row_order
 from ..kernels.serves import unserved
 from ..reference import (
@@ -16,7 +18,7 @@ from ..reference import (
     reference_qk_norm,
     reference_stats,
 )
-from .backend import qk_fits, refusal
+from .backend import give_up, qk_fits, refusal
 from .direct import is_direct
 from .loading import kernels, qk_kernels
 
@@ -105,40 +107,63 @@ def _empty_output(x, spec, dtype):
     return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 
+def _unless_unavailable(launch: Callable, device: torch.device, *operands):
+    """``launch(*operands)``, or None where the kernels turn out not to be loadable."""
+    try:
+        return launch(*operands)
+    except KernelUnavailable as error:
+        give_up(error, device)
+        return None
+
+
 def _forward(x, weight, bias, gate, *formula):
     spec, stats = spec_from(weight, bias, formula)
+    made = None
     if is_direct(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
-        y, rstd, mean, _ = kernels().norm_forward(x, weight, bias, spec, stats, gate)
-    else:
+        made = _unless_unavailable(_launch_norm, x.device, x, weight, bias, spec, stats, gate)
+    if made is None:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
         y.copy_(reference_norm(x, weight, bias, spec, gate))
         rstd, mean = reference_stats(x, spec, weight, gate) if stats else (None, None)
         return y, *(_none(x) if t is None else t.view(x.shape[:-1]) for t in (rstd, mean))
+    y, rstd, mean, _ = made
     return y, *(_by_row(t, x, spec, weight, bias) for t in (rstd, mean))
+
+
+def _launch_norm(*operands):
+    return kernels().norm_forward(*operands)
 
 
 def _add_forward(x, residual, weight, bias, *formula):
     spec, stats = spec_from(weight, bias, formula)
     refused = unserved(spec, "residual sum") or refusal(x, weight, bias, spec)
     if refused is None and is_direct(x, residual, weight, bias):
-        y, rstd, mean, h = kernels().norm_forward(x, weight, bias, spec, stats, None, residual)
-        return h, y, *(_by_row(t, h, spec, weight, bias) for t in (rstd, mean))
+        made = _unless_unavailable(_launch_norm, x.device, x, weight, bias, spec, stats, None, residual)
+        if made is not None:
+            y, rstd, mean, h = made
+            return h, y, *(_by_row(t, h, spec, weight, bias) for t in (rstd, mean))
     h = residual + x
     return h, *_forward(h, weight, bias, None, *formula)
 
 
 def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     spec, need = spec_from(weight, bias, formula)
+    grads = None
     if is_direct(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
         rstd, mean = (_flat(t, x, spec, weight, bias) for t in (rstd, mean))
         mean = mean if spec.centered else None
-        grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, tuple(need), gate, dh)
-    else:
+        operands = dy, x, weight, bias, rstd, mean, spec, tuple(need), gate, dh
+        grads = _unless_unavailable(_launch_norm_backward, x.device, *operands)
+    if grads is None:
         dx, dweight, dbias, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
         dx = dx if dx is None or dh is None else dh + dx
         dx, dgate = (g if g is None else _empty_output(x, spec, g.dtype).copy_(g) for g in (dx, dgate))
         grads = (dx, dweight, dbias, dgate)
     return tuple(_none(x) if g is None else g for g in grads)
+
+
+def _launch_norm_backward(*operands):
+    return kernels().norm_backward(*operands)
 
 
 def _qk_served(q, k, parameters, cos, sin, spec) -> bool:
@@ -152,8 +177,11 @@ def _qk_served(q, k, parameters, cos, sin, spec) -> bool:
 def _qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, way, *formula):
     parameters = q_weight, k_weight, q_bias, k_bias
     spec, stats = spec_from(q_weight, q_bias, formula)
+    made = None
     if _qk_served(q, k, parameters, cos, sin, spec):
-        yq, yk, rstd, mean = qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, way)
+        made = _unless_unavailable(_launch_qk, q.device, q, k, parameters, cos, sin, spec, stats, way)
+    if made is not None:
+        yq, yk, rstd, mean = made
     else:
         yq, yk = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, way)
         rstd = mean = None
@@ -161,6 +189,10 @@ def _qk_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, way, *formul
             rstd, mean = zip(*(_qk_stats(x, w, spec) for x, w in ((q, q_weight), (k, k_weight))), strict=True)
             rstd, mean = torch.cat(rstd), torch.cat(mean) if spec.centered else None
     return yq, yk, *(_none(q) if t is None else t for t in (rstd, mean))
+
+
+def _launch_qk(*operands):
+    return qk_kernels().qk_norm_forward(*operands)
 
 
 def _qk_stats(x, weight, spec):
@@ -173,16 +205,21 @@ def _qk_stats(x, weight, spec):
 def _qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, rstd, mean, *formula):
     parameters = q_weight, k_weight, q_bias, k_bias
     spec, need = spec_from(q_weight, q_bias, formula)
+    grads = None
     if _qk_served(q, k, parameters, cos, sin, spec) and is_direct(dq, dk):
-        launch = qk_kernels()
-        if not rstd.numel():  # of DTensors, whose forward kept none
-            *_, rstd, mean = launch.qk_norm_forward(q, k, parameters, cos, sin, spec, True)
-        mean = mean if spec.centered else None
-        grads = launch.qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, tuple(need))
-    else:
+        operands = dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, tuple(need)
+        grads = _unless_unavailable(_launch_qk_backward, q.device, *operands)
+    if grads is None:
         grads = list(reference_qk_backward(dq, dk, q, k, *parameters, cos, sin, spec, need))
         grads[:2] = (g if g is None else torch.empty_like(x).copy_(g) for g, x in zip(grads, (q, k), strict=False))
     return tuple(_none(q) if g is None else g for g in grads)
+
+
+def _launch_qk_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, need):
+    if not rstd.numel():  # of DTensors, whose forward kept none
+        *_, rstd, mean = _launch_qk(q, k, parameters, cos, sin, spec, True)
+    mean = mean if spec.centered else None
+    return qk_kernels().qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, need)
 
 
 def _fake_forward(x, weight, bias, gate, *formula):

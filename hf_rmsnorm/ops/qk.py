@@ -3,8 +3,9 @@
 import torch
 
 from ..formula import NormSpec
-from ..reference import as_normed, by_heads, reference_norm, rotated
-from .backend import qk_fits, resolve_backend
+from ..kernels.failure import KernelUnavailable
+from ..reference import as_normed, by_heads, reference_norm, reference_qk_norm, rotated
+from .backend import give_up, qk_fits, resolve_backend
 from .direct import DIRECT_TYPES, is_direct, under_transform
 from .gradients import qk_gradients
 from .loading import is_dtensor, load_sharding_rules, qk_kernels
@@ -113,11 +114,15 @@ def fused_qk_norm(
             normed = (by_heads(one(as_normed(x, weight), weight, bias, spec), x, weight) for x, weight, bias in sides)
             return tuple(y if cos is None else rotated(y, cos, sin, way=way) for y in normed)
     parameters = q_weight, k_weight, q_bias, k_bias
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, *parameters)):
-        if _is_compiling():  # as in `fused_norm`
-            return _launch_forward(q, k, parameters, cos, sin, spec, True, way)[:2]
-        return _FusedQKNorm.apply(q, k, *parameters, cos, sin, spec, way, plan)
-    return _launch_forward(q, k, parameters, cos, sin, spec, False, way, plan)[:2]
+    try:
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, *parameters)):
+            if _is_compiling():  # as in `fused_norm`
+                return _launch_forward(q, k, parameters, cos, sin, spec, True, way)[:2]
+            return _FusedQKNorm.apply(q, k, *parameters, cos, sin, spec, way, plan)
+        return _launch_forward(q, k, parameters, cos, sin, spec, False, way, plan)[:2]
+    except KernelUnavailable as error:
+        give_up(error, q.device)
+    return reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, way)
 
 
 def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None) -> str:

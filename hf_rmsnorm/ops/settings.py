@@ -3,6 +3,8 @@
 import threading
 from dataclasses import dataclass
 
+import torch
+
 CHOICES = {"while_compiling": ("operator", "formula")}
 BACKENDS = ("auto", "triton", "reference")
 
@@ -43,6 +45,13 @@ class _Chosen(threading.local):
 
 
 chosen = _Chosen()
+_insisting: list = []  # an entry for each `use_backend("triton")` that is entered, in whatever thread
+
+
+def insists() -> bool:
+    """Whether the kernels are insisted on. A backward may run in a thread of autograd's own, so there any thread's."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return bool(_insisting) if in_backward else chosen.backend == "triton"
 
 
 class use_backend:
@@ -76,10 +85,14 @@ class use_backend:
     def __enter__(self):
         self._previous.append(chosen.backend)
         chosen.backend = self.name
+        if self.name == "triton":
+            _insisting.append(self)
         return self
 
     def __exit__(self, *exc):
         chosen.backend = self._previous.pop()
+        if self.name == "triton":
+            _insisting.pop()
 
 
 def chosen_backend() -> str:

@@ -3,8 +3,9 @@
 import torch
 
 from ..formula import NormSpec
+from ..kernels.failure import KernelUnavailable
 from ..reference import reference_backward, reference_norm
-from .backend import resolve_backend
+from .backend import give_up, resolve_backend
 from .direct import is_direct
 from .gradients import differentiable
 from .loading import kernels
@@ -30,12 +31,17 @@ class _NormOfSummands(torch.autograd.Function):
                 return (reference_norm(total + rest, weight, bias, spec).to(dy.dtype),)
 
             return *differentiable(formula, (total, weight, bias), (dy,), need), *[None] * 4
-        if backend == "triton":
-            grads = kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need)
-        else:
-            grads = reference_backward(dy, h, weight, bias, spec, need)
-        dx, dweight, dbias, _ = grads
+        dx, dweight, dbias, _ = _gradients(dy, h, weight, bias, rstd, mean, spec, need, backend)
         return None if dx is None else dx.to(total.dtype), dweight, dbias, *[None] * 4
+
+
+def _gradients(dy, h, weight, bias, rstd, mean, spec, need, backend):
+    if backend == "triton":
+        try:
+            return kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need)
+        except KernelUnavailable as error:
+            give_up(error, dy.device)
+    return reference_backward(dy, h, weight, bias, spec, need)
 
 
 def norm_of_summands(
@@ -62,6 +68,14 @@ def norm_of_summands(
     if backend == "triton" and not is_direct(left, right, weight, bias):
         backend = "reference"
     weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+    try:
+        return _computed(total, left, right, weight, bias, spec, backend)
+    except KernelUnavailable as error:
+        give_up(error, total.device)
+    return _computed(total, left, right, weight, bias, spec, "reference")
+
+
+def _computed(total, left, right, weight, bias, spec, backend):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (total, weight, bias)):
         return _NormOfSummands.apply(total, weight, bias, left, right, spec, backend)
     return _launch(left, right, weight, bias, spec, backend, False)[0]

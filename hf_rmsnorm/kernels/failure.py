@@ -1,0 +1,75 @@
+"""Why a kernel cannot be compiled, built or loaded on a machine, and what to do about it."""
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import torch
+
+COMPILER = "install a C compiler, gcc for one, or name yours: CC=/path/to/gcc"
+HEADERS = "install the headers of Python (python3-dev, or python3-devel), or name another C compiler: CC=/path/to/gcc"
+PTXAS = "name the one of a CUDA toolkit, or of Triton's wheel: TRITON_PTXAS_PATH=/path/to/ptxas"
+SOURCES = "install hf_rmsnorm with its .py files: Triton compiles kernels from their source"
+DRIVER = "name the folder of the GPU driver's libcuda.so.1: TRITON_LIBCUDA_PATH=/path/to/folder"
+CACHE = "name a folder on a local disk that has space and can be written to: TRITON_CACHE_DIR=/path/to/folder"
+UNKNOWN = (
+    "see that there are a C compiler (CC=), python3-dev and a folder to write to (TRITON_CACHE_DIR=); "
+    "else report it with what `hf-rmsnorm env` prints"
+)
+# What Triton, and what it calls, say of each.
+_CURES = (
+    (r"Python\.h", HEADERS),
+    (r"C compiler|\b(gcc|clang|cc)\b", COMPILER),
+    (r"ptxas", PTXAS),
+    (r"source code|Python file", SOURCES),
+    (r"libcuda", DRIVER),
+    (r"\[Errno|cache|shared object", CACHE),
+)
+# A driver says as much of its GPU, whoever asks next; but for what it says of the code that it is to load.
+_OF_THE_DEVICE = re.compile(
+    r"(CUDA|HIP|driver) error|Triton Error \[(?!.*(PTX|image|symbol|function))|out of memory|illegal memory access"
+    r"|misaligned address|device-side assert|launch failure|captur",
+    re.IGNORECASE,
+)
+_DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_MOST = 300  # characters of a cause
+
+# By device, what the first failure there said: kernels are not tried again there.
+failed: dict[torch.device, str] = {}
+
+
+class KernelUnavailable(RuntimeError):
+    """A kernel could not be compiled, built or loaded, so nothing has run. Its text is the cause, and then the cure."""
+
+
+def unavailable(error: Exception) -> KernelUnavailable:
+    """What is said of an error that Triton, the compiler or the loader raised."""
+    cause = _cause(error)
+    cure = next((cure for pattern, cure in _CURES if re.search(pattern, cause)), UNKNOWN)
+    return KernelUnavailable(f"kernels cannot be compiled here: {cause}\nWhat to do: {cure}")
+
+
+def is_of_the_device(error: Exception) -> bool:
+    """Whether an error says something of the device, or of a kernel that ran, and nothing of one to be compiled."""
+    if isinstance(error, _DEVICE_ERRORS) or type(error).__name__ == "InterpreterError":
+        return True
+    return isinstance(error, RuntimeError) and _OF_THE_DEVICE.search(str(error)) is not None
+
+
+def _cause(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return _failed_command(error)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not isinstance(error, RuntimeError):
+        text = f"{type(error).__name__}: {text}"
+    return text[:_MOST]
+
+
+def _failed_command(error: subprocess.CalledProcessError) -> str:
+    command = [error.cmd] if isinstance(error.cmd, str) else [str(word) for word in error.cmd]
+    said = f"{command[0]} ended with exit code {error.returncode}"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    builds_for_python = "ptxas" not in command[0]
+    return f"{said}: {header} is not there" if builds_for_python and not header.exists() else said[:_MOST]
