@@ -75,6 +75,7 @@ class Kernel:
         order = [", ".join(names) if own else f"*values[{i // 2}]" for i, (own, names) in enumerate(runs)]
         self._pack = eval(f"lambda values, {', '.join(operands)}: ({', '.join(order)})")
         self._compiled: dict = {}
+        self._failed_on: set[torch.device] = set()
         if not INTERPRETED:
             names = [p.name for p in function.params if not p.is_constexpr]
             integers = [name for name in names if not name.isupper()]
@@ -115,14 +116,16 @@ class Kernel:
         Raises:
             KernelUnavailable: it could not be compiled or loaded, and nothing has run.
         """
-        if device in failed:
+        if device in self._failed_on and device in failed:
             raise KernelUnavailable(failed[device])
         try:
             self(device, bound, args, aligned, way, launch)
         except Exception as error:
             if self._code(bound, args, aligned, way) in self._compiled or is_of_the_device(error):
                 raise
+            self._failed_on.add(device)
             raise unavailable(error) from error
+        self._failed_on.discard(device)
 
     def _code(self, bound: BoundKernel, args: tuple, aligned: bool, way: int):
         code = bound.codes[aligned][way]

@@ -35,7 +35,7 @@ _OF_THE_DEVICE = re.compile(
 _DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _MOST = 300  # characters of a cause
 
-# By device, what the first failure there said: kernels are not tried again there.
+# By device, what the first failure there said: what failed is not tried again there.
 failed: dict[torch.device, str] = {}
 
 
@@ -45,8 +45,8 @@ class KernelUnavailable(RuntimeError):
 
 def unavailable(error: Exception) -> KernelUnavailable:
     """What is said of an error that Triton, the compiler or the loader raised."""
-    cause = _cause(error)
-    cure = next((cure for pattern, cure in _CURES if re.search(pattern, cause)), UNKNOWN)
+    cause = _cause(error).rstrip(".")
+    cure = next((cure for pattern, cure in _CURES if re.search(pattern, cause, re.IGNORECASE)), UNKNOWN)
     return KernelUnavailable(f"kernels cannot be compiled here: {cause}\nWhat to do: {cure}")
 
 

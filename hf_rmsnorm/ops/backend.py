@@ -76,7 +76,7 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
 
 
 def _leave(device: torch.device) -> None:
-    _left[device.type, device.index] = failed[device].replace("\n", ". ")
+    _left[device.type, device.index] = "; ".join(failed[device].splitlines())
     forget_plans()
 
 

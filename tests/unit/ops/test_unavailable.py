@@ -1,0 +1,225 @@
+"""A kernel that cannot be compiled or loaded: one warning with the cause and the cure, and then plain torch."""
+
+import errno
+import subprocess
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hf_rmsnorm import patch_model, rms_norm, use_backend
+from hf_rmsnorm.kernels import failure
+from hf_rmsnorm.ops import backend, describe_backend
+from hf_rmsnorm.ops.backend import device_refusal
+from hf_rmsnorm.ops.direct import forget_plans
+
+pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
+if device_refusal("cpu") is None:
+    from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
+
+    from hf_rmsnorm.kernels.compiled import Kernel
+else:
+    InterpreterError = OutOfResources = PTXASError = lambda *_: None
+
+NO_COMPILER = "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+IDS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """``fail(error, word)``: from now on each kernel whose name holds the word raises; the names of those that did."""
+    real = Kernel.__call__
+
+    def start(error, word=""):
+        tried = []
+
+        def call(self, *args, **kwargs):
+            if word not in self.name:
+                return real(self, *args, **kwargs)
+            tried.append(self.name)
+            raise error
+
+        monkeypatch.setattr(Kernel, "__call__", call)
+        return tried
+
+    yield start
+    for state in (failure.failed, backend._left):
+        state.clear()
+    forget_plans()
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8))
+
+
+def step(model):
+    """The logits of a training step, and all gradients."""
+    model.zero_grad()
+    made = model(input_ids=IDS, labels=IDS)
+    made.loss.backward()
+    return made.logits.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def alike(made, wanted):
+    return torch.equal(made[0], wanted[0]) and all(map(torch.equal, made[1], wanted[1]))
+
+
+@pytest.mark.parametrize(
+    "error, cause, cure",
+    [
+        (RuntimeError(NO_COMPILER), "Failed to find C compiler", "CC="),
+        (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "/usr/bin/gcc ended with exit code 1", "CC="),
+        (RuntimeError("main.c:2: fatal error: Python.h: No such file"), "Python.h", "python3-dev"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/c/norm.cubin"), "/c/norm.cubin", "TRITON_CACHE_DIR="),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/opt/gcc"), "/opt/gcc", "CC="),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/.triton"), "/root/.triton", "TRITON_CACHE_DIR="),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left", "TRITON_CACHE_DIR="),
+        (RuntimeError("Cannot find ptxas"), "ptxas", "TRITON_PTXAS_PATH="),
+        (PTXASError("Internal Triton PTX codegen error"), "PTXASError", "TRITON_PTXAS_PATH="),
+        (OutOfResources(300_000, 200_000, "shared memory"), "shared memory", "hf-rmsnorm env"),
+        (OSError("could not get source code"), "could not get source code", "with its .py files"),
+        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "kernel image", "hf-rmsnorm env"),
+    ],
+)
+def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
+    x, weight = torch.randn(2, 8), torch.rand(8)
+    wanted = rms_norm(x.double(), weight.double()).float()
+    tried = fail(error)
+    with pytest.warns(RuntimeWarning) as seen:
+        made = [rms_norm(x, weight) for _ in range(2)]
+    first, *rest = str(seen[0].message).splitlines()
+    assert len(seen) == 1 and first.startswith("hf_rmsnorm: ") and cause in first and cure in " ".join(rest)
+    assert all(torch.allclose(y, wanted) for y in made) and len(tried) == 1
+    kind, reason = describe_backend("cpu")
+    assert kind == "original" and cause in reason and cure in reason
+
+
+@pytest.mark.parametrize(
+    "error, word",
+    [
+        (RuntimeError(NO_COMPILER), ""),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/.triton"), "backward"),
+        (OSError(errno.ENOSPC, "No space left on device"), "reduce"),
+    ],
+)
+@pytest.mark.parametrize("make", [llama, qwen3])
+def test_a_model_trains_as_if_it_were_not_patched(make, error, word, fail):
+    model = make()
+    wanted = step(model)
+    assert patch_model(model).layers[0].fused
+    tried = fail(error, word)
+    with pytest.warns(RuntimeWarning, match="hf_rmsnorm") as seen:
+        first = step(model)
+    assert len(seen) == 1 and tried and len(tried) == len(set(tried))  # each once
+    times = len(tried)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(first[1], wanted[1], strict=True))
+    assert word or alike(first, wanted)
+    assert alike(step(model), wanted)  # its own forward, from the end of that backward on
+    assert len(tried) == times
+
+
+def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
+    norms = nn.ModuleList(nn.RMSNorm(8, eps=1e-6) for _ in range(3))
+    patch_model(norms)
+    fail(FileNotFoundError(errno.ENOENT, "No such file", "/c/norm.cubin"), "backward")
+    x = y = torch.randn(2, 8, requires_grad=True)
+    for norm in norms:
+        y = checkpoint(lambda x, norm=norm: norm(x) * 2, y, use_reentrant=False)
+    with pytest.warns(RuntimeWarning, match="TRITON_CACHE_DIR"):
+        y.sum().backward()
+    assert describe_backend("cpu")[0] == "original" and x.grad is not None
+
+
+def test_the_triton_backend_raises_the_same_words(fail):
+    x = torch.randn(2, 8, requires_grad=True)
+    tried = fail(RuntimeError(NO_COMPILER), "backward")
+    words = "cannot be compiled here: Failed to find C(.|\n)*CC="
+    with use_backend("triton"), pytest.raises(RuntimeError, match=words):
+        rms_norm(x, torch.ones(8)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="Failed to find C"):
+        rms_norm(x, torch.ones(8)).sum().backward()
+    assert len(tried) == 2
+    with use_backend("triton"), pytest.raises(RuntimeError, match=words):
+        rms_norm(x, torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        InterpreterError("IndexError()"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_another_error_is_raised_as_it_is(error, fail, recwarn):
+    fail(error)
+    with pytest.raises(type(error)) as raised:
+        rms_norm(torch.randn(2, 8), torch.ones(8))
+    assert raised.value is error and not recwarn and describe_backend("cpu")[0] == "triton"
+
+
+def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
+    def hook(*_):
+        raise FileNotFoundError(errno.ENOENT, "No such file", "the user's own")
+
+    norms = nn.Sequential(nn.RMSNorm(8, eps=1e-6))
+    patch_model(norms)
+    norms[0].register_forward_hook(hook)
+    with pytest.raises(FileNotFoundError, match="the user's own"):
+        norms(torch.randn(2, 8))
+    assert not recwarn and describe_backend("cpu")[0] == "triton"
+
+
+def test_two_threads_are_warned_once(fail):
+    fail(RuntimeError(NO_COMPILER))
+    both, made = threading.Barrier(2), []
+
+    def run():
+        both.wait()
+        made.append(rms_norm(torch.ones(2, 8), torch.ones(8)))
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(made) == 2 and len([w for w in seen if "hf_rmsnorm" in str(w.message)]) == 1
+
+
+def test_only_the_device_that_fails_is_left(fail, monkeypatch):
+    monkeypatch.setattr(backend, "_device_refusal", lambda *_: None)
+    fail(RuntimeError(NO_COMPILER))
+    with pytest.warns(RuntimeWarning, match="On cpu"):
+        rms_norm(torch.ones(2, 8), torch.ones(8))
+    assert describe_backend("cpu")[0] == "original" and describe_backend("cuda:1")[0] == "triton"
+
+
+@pytest.mark.parametrize("word", ["", "backward"])
+def test_a_compiled_graph_goes_on_in_plain_torch(word, fail):
+    model = nn.Sequential(nn.RMSNorm(8, eps=1e-6), nn.Linear(8, 8), nn.LayerNorm(8))
+    x = torch.randn(2, 8)
+    model(x).square().sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    patch_model(model)
+    fail(RuntimeError(NO_COMPILER), word)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.warns(RuntimeWarning, match="hf_rmsnorm") as seen:
+        for _ in range(2):
+            model.zero_grad()
+            compiled(x).square().sum().backward()
+    assert len([w for w in seen if "hf_rmsnorm" in str(w.message)]) == 1
+    assert all(torch.allclose(p.grad, w, atol=1e-5) for p, w in zip(model.parameters(), wanted, strict=True))
