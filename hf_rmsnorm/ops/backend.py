@@ -72,7 +72,7 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, device))
     if first:
         then = f"On {device} patched modules run their own forward from now on; after the cure, start Python again."
-        warnings.warn(f"hf_rmsnorm: {error}\n{then}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"hf_rmsnorm: {error}\n{then}", stacklevel=2)
 
 
 def _leave(device: torch.device) -> None:

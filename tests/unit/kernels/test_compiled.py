@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="there is nothing to launch without Triton"
 
 from hf_rmsnorm.kernels import compiled, launch, launch_qk  # noqa: E402
 from hf_rmsnorm.kernels.compiled import VECTOR, Kernel  # noqa: E402
+from hf_rmsnorm.kernels.failure import KernelUnavailable  # noqa: E402
 
 KERNELS = {kernel.name: kernel for kernel in (*launch.KERNELS, *launch_qk.KERNELS)}
 
@@ -88,6 +89,20 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(monkeypa
     capturing = False
     kernel(torch.device("cpu"), bound, (1, 2), True)
     assert [args[-2:] for args in told] == [(1, 2)]
+
+
+@pytest.mark.skipif(compiled.INTERPRETED, reason="the interpreter loads nothing")
+def test_what_fails_to_compile_is_unavailable_and_what_fails_once_loaded_is_not(monkeypatch):
+    def raises(*_, **__):
+        raise FileNotFoundError("not there")
+
+    kernel, loaded = KERNELS["reduce_partials"], SimpleNamespace(run=raises, function=0, packed_metadata=0)
+    bound, _, _ = bound_by_number(kernel)
+    for warmup, error in ((raises, KernelUnavailable), (lambda *_, **__: loaded, FileNotFoundError)):
+        monkeypatch.setattr(kernel, "_compiled", {})
+        monkeypatch.setattr(kernel, "_variants", {True: SimpleNamespace(warmup=warmup)})
+        with pytest.raises(error, match="not there"):  # of the latter, as a hook of Triton raises it
+            kernel.load_and_launch(torch.device("cpu"), bound, (1, 2), True)
 
 
 def test_both_variants_and_every_way_have_a_code_of_their_own():

@@ -94,7 +94,7 @@ def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
     x, weight = torch.randn(2, 8), torch.rand(8)
     wanted = rms_norm(x.double(), weight.double()).float()
     tried = fail(error)
-    with pytest.warns(RuntimeWarning) as seen:
+    with pytest.warns(UserWarning) as seen:
         made = [rms_norm(x, weight) for _ in range(2)]
     first, *rest = str(seen[0].message).splitlines()
     assert len(seen) == 1 and first.startswith("hf_rmsnorm: ") and cause in first and cure in " ".join(rest)
@@ -117,7 +117,7 @@ def test_a_model_trains_as_if_it_were_not_patched(make, error, word, fail):
     wanted = step(model)
     assert patch_model(model).layers[0].fused
     tried = fail(error, word)
-    with pytest.warns(RuntimeWarning, match="hf_rmsnorm") as seen:
+    with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
         first = step(model)
     assert len(seen) == 1 and tried and len(tried) == len(set(tried))  # each once
     times = len(tried)
@@ -127,6 +127,65 @@ def test_a_model_trains_as_if_it_were_not_patched(make, error, word, fail):
     assert len(tried) == times
 
 
+class Adaptive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64, elementwise_affine=False)
+
+    def forward(self, x, scale, shift):
+        return self.norm(x) * (1 + scale) + shift
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64) + 0.5)
+
+    def forward(self, x, gate):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (self.weight * y.to(x.dtype)) * nn.functional.silu(gate.float())
+
+
+@pytest.mark.parametrize("word", ["", "backward"])
+@pytest.mark.parametrize(
+    "module, operands, options",
+    [
+        (Adaptive, 3, {}),
+        (Gated, 2, {}),
+        (lambda: nn.Sequential(nn.RMSNorm(64, eps=1e-6)), 1, {"memory_efficient": True}),
+    ],
+    ids=["modulated", "gated", "from the output"],
+)
+def test_other_families_have_the_right_gradients(module, operands, options, word, fail):
+    model = module()
+    inputs = [torch.randn(2, 5, 64, requires_grad=True) for _ in range(operands)]
+    asked, dy = [*inputs, *model.parameters()], torch.randn(2, 5, 64)
+    y = model(*inputs)
+    wanted = torch.autograd.grad(y, asked, dy)
+    patch_model(model, **options)
+    tried = fail(RuntimeError(NO_COMPILER), word)
+    with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
+        made = model(*inputs)
+        gradients = torch.autograd.grad(made, asked, dy)
+    assert len(seen) == 1 and len(tried) == 1
+    assert torch.allclose(made, y, atol=1e-6)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(gradients, wanted, strict=True))
+    assert torch.equal(model(*inputs), y)
+
+
+@pytest.mark.parametrize("word", ["", "backward"])
+def test_a_server_s_order_of_rounding_stays(word, fail):
+    model = llama().bfloat16()
+    patch_model(model, numerics="vllm")
+    with use_backend("reference"):
+        wanted = step(model)
+    fail(RuntimeError(NO_COMPILER), word)
+    with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
+        made = step(model)
+    assert len(seen) == 1 and torch.equal(made[0], wanted[0])
+    assert all(torch.allclose(a, b, rtol=0.05, atol=1e-2) for a, b in zip(made[1], wanted[1], strict=True))
+
+
 def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
     norms = nn.ModuleList(nn.RMSNorm(8, eps=1e-6) for _ in range(3))
     patch_model(norms)
@@ -134,7 +193,7 @@ def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
     x = y = torch.randn(2, 8, requires_grad=True)
     for norm in norms:
         y = checkpoint(lambda x, norm=norm: norm(x) * 2, y, use_reentrant=False)
-    with pytest.warns(RuntimeWarning, match="TRITON_CACHE_DIR"):
+    with pytest.warns(UserWarning, match="TRITON_CACHE_DIR"):
         y.sum().backward()
     assert describe_backend("cpu")[0] == "original" and x.grad is not None
 
@@ -145,7 +204,7 @@ def test_the_triton_backend_raises_the_same_words(fail):
     words = "cannot be compiled here: Failed to find C(.|\n)*CC="
     with use_backend("triton"), pytest.raises(RuntimeError, match=words):
         rms_norm(x, torch.ones(8)).sum().backward()
-    with pytest.warns(RuntimeWarning, match="Failed to find C"):
+    with pytest.warns(UserWarning, match="Failed to find C"):
         rms_norm(x, torch.ones(8)).sum().backward()
     assert len(tried) == 2
     with use_backend("triton"), pytest.raises(RuntimeError, match=words):
@@ -203,7 +262,7 @@ def test_two_threads_are_warned_once(fail):
 def test_only_the_device_that_fails_is_left(fail, monkeypatch):
     monkeypatch.setattr(backend, "_device_refusal", lambda *_: None)
     fail(RuntimeError(NO_COMPILER))
-    with pytest.warns(RuntimeWarning, match="On cpu"):
+    with pytest.warns(UserWarning, match="On cpu"):
         rms_norm(torch.ones(2, 8), torch.ones(8))
     assert describe_backend("cpu")[0] == "original" and describe_backend("cuda:1")[0] == "triton"
 
@@ -217,7 +276,7 @@ def test_a_compiled_graph_goes_on_in_plain_torch(word, fail):
     patch_model(model)
     fail(RuntimeError(NO_COMPILER), word)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.warns(RuntimeWarning, match="hf_rmsnorm") as seen:
+    with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
         for _ in range(2):
             model.zero_grad()
             compiled(x).square().sum().backward()
