@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from hf_rmsnorm.cli.common import CliError, Result
+from hf_rmsnorm.paths import did_you_mean
 
 HEADS = ("target", "variant", "kernel", "N", "warps", "registers", "spilled", "blocks", "shared", "widths")
 ROW = "{:7} {:20} {:22} {:>6} {:>6} {:>10} {:>8} {:>7} {:>7}  {}"
@@ -61,7 +62,8 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
     def choose(part: str, known) -> list[str]:
         chosen = part.split(",") if part else list(known)
         if unknown := [c for c in chosen if c not in known]:
-            raise CliError(f"{text}: {', '.join(unknown)} is not one of {', '.join(known)}")
+            like = did_you_mean(unknown[0], known)
+            raise CliError(f"{text}: {', '.join(unknown)} is not one of {', '.join(known)}{like}")
         return chosen
 
     targets, variants, sizes, *_ = [*text.split(":"), "", ""]

@@ -1,6 +1,6 @@
 """The commands that measure norms and models and host costs, beside each other in one run.
 
-Without a GPU, what needs one is left out, and named.
+What needs a GPU says so at once where there is none; --device cpu leaves that out, and names it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from hf_rmsnorm.cli.common import (
     pick_device,
     save_figure,
 )
+from hf_rmsnorm.paths import did_you_mean
 
 FORMAT = 1
+COUNTS = "counts what a decoder layer dispatches and saves, and times nothing"
 GPU_TOKENS, CPU_TOKENS = [1, 2048, 8192, 16384], [1, 4]
 
 
@@ -35,10 +37,18 @@ class Measurement:
         measure: of (arguments, shapes by name, device type, dtype) the part of the result that is its own.
         tokens: what ``--tokens`` means, or None where it has no such option.
         draws: on which devices there is something to draw.
+        on_cpu: what ``--device cpu`` does, of what needs a GPU otherwise.
     """
 
-    def __init__(self, doc: str, measure: Callable, tokens: str | None = None, draws: tuple[str, ...] = ()):
-        self.__doc__, self.measure, self.tokens, self.draws = doc, measure, tokens, draws
+    def __init__(
+        self,
+        doc: str,
+        measure: Callable,
+        tokens: str | None = None,
+        draws: tuple[str, ...] = (),
+        on_cpu: str = "",
+    ):
+        self.__doc__, self.measure, self.tokens, self.draws, self.on_cpu = doc, measure, tokens, draws, on_cpu
 
     def add_arguments(self, parser) -> None:
         parser.add_argument("--models", metavar="NAMES", help="shapes of these, comma-separated (default: all real)")
@@ -57,8 +67,11 @@ class Measurement:
         every = SHAPES | TINY
         names = args.models.split(",") if args.models else list(SHAPES)
         if unknown := [name for name in names if name not in every]:
-            raise CliError(f"no such shape: {', '.join(unknown)}; choose among {', '.join(every)}")
+            like = did_you_mean(unknown[0], every)
+            raise CliError(f"no such shape: {', '.join(unknown)}; choose among {', '.join(every)}{like}")
         device = pick_device(args.device)
+        if self.on_cpu and args.device is None and device.type == "cpu":
+            raise CliError(f"{args.command} needs a GPU, and torch sees none here: --device cpu {self.on_cpu}")
         if device.type not in ("cpu", "cuda"):
             raise CliError(f"this measures on cuda devices and on the cpu, not on {device.type}: pass --device cpu")
         picture = getattr(args, "plot", None)
@@ -160,10 +173,12 @@ COMMANDS = {
         """Norms of real models' shapes beside Hugging Face eager, F.rms_norm, torch.compile, Liger and Quack.
 
 RMSNorm, residual add + norm and q/k norms; each implementation is first judged against float64, then timed with a cold
-L2 beside the copy bandwidth of the same run. On a CPU they are judged in Triton's interpreter, and not timed.""",
+L2 beside the copy bandwidth of the same run. With --device cpu they are judged in Triton's interpreter, and not
+timed.""",
         _kernels,
         "numbers of tokens, comma-separated (default 1,2048,8192,16384; on a CPU 1,4)",
         ("cuda",),
+        "judges the kernels in Triton's interpreter, which takes minutes and times nothing",
     ),
     "host": Measurement(
         """What a call costs the host, and what a decoder layer dispatches and saves; needs no GPU.""",
@@ -174,10 +189,12 @@ L2 beside the copy bandwidth of the same run. On a CPU they are judged in Triton
         """Tokens per second of random 8-layer models before and after the patch, and beside Liger's norms.""",
         _models,
         "new tokens (default 128)",
+        on_cpu=COUNTS,
     ),
     "train": Measurement(
         """Time and peak memory of a training step of random 8-layer models before and after the patch.""",
         _models,
         "tokens of a step (default 4096)",
+        on_cpu=COUNTS,
     ),
 }

@@ -41,6 +41,7 @@ from xml.etree import ElementTree
 
 from benchmarks import gpu_report
 from hf_rmsnorm.cli.common import CliError, Result
+from hf_rmsnorm.paths import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2
@@ -229,7 +230,8 @@ def run(args) -> Result:
     """Run the sections one by one, each with the time that is left to it."""
     only = args.only.split(",") if args.only else list(SECTIONS)
     if unknown := [name for name in only if name not in SECTIONS]:
-        raise CliError(f"no such section: {', '.join(unknown)}; choose among {', '.join(SECTIONS)}")
+        like = did_you_mean(unknown[0], SECTIONS)
+        raise CliError(f"no such section: {', '.join(unknown)}; choose among {', '.join(SECTIONS)}{like}")
     start = time.monotonic()
     os.environ["TRITON_INTERPRET"] = "1" if args.dry_run else "0"
     with tempfile.TemporaryDirectory() as name:

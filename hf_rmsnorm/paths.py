@@ -1,5 +1,6 @@
-"""Text for people: module paths that differ in their numbers written as one, and lines that fit."""
+"""Text for people: module paths that differ in their numbers written as one, lines that fit, a word that is meant."""
 
+import difflib
 import math
 import re
 import textwrap
@@ -42,3 +43,10 @@ def _ranges(numbers: Iterable[int]) -> str:
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0])]
     texts = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return texts[0] if texts == [f"{runs[0][0]}"] else f"[{','.join(texts)}]"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What to add to an error about a word: the known one that is like it, if there is any."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, 1, cutoff=0.5)
+    return f"; did you mean {names[close[0]]}?" if close else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .demo import DEMO_MODELS, demo_path
+from .paths import did_you_mean
 
 # The weights of a checkpoint in one file, or the index of its shards.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -59,7 +60,8 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
     if model.startswith("demo:"):
         name = model.removeprefix("demo:")
         if name not in DEMO_MODELS:
-            raise SourceError(f"no demo {name!r}: choose one of {', '.join(f'demo:{n}' for n in DEMO_MODELS)}")
+            known = ", ".join(f"demo:{n}" for n in DEMO_MODELS)
+            raise SourceError(f"no demo {name!r}: choose one of {known}{did_you_mean(name, DEMO_MODELS)}")
         return Source(model, str(demo_path(name)), True, False)
     folder = Path(model).expanduser()
     if folder.is_dir():

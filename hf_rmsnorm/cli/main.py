@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from .. import __version__
+from ..paths import did_you_mean
 from . import bench, convert, env, inspect, report, verify
 from .common import CliError, one_line, say
 
@@ -17,18 +18,41 @@ COMMANDS = (report, verify, inspect, convert, bench, env)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, and whose options may stand between positional arguments."""
+    """An ArgumentParser whose options may stand between positional arguments.
+
+    Its errors are one line, which names the known word that is like a misspelt one.
+    """
 
     _mixed = False
 
     def parse_known_args(self, args=None, namespace=None):
-        if self._subparsers is not None or self._mixed:  # which the method below asks again
+        if self._mixed:  # which the method below asks again
+            return super().parse_known_args(args, namespace)
+        if self._subparsers is not None:
+            self._refuse_unknown((sys.argv[1:] if args is None else args)[:1])  # before it asks for a COMMAND
             return super().parse_known_args(args, namespace)
         self._mixed = True
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            parsed, unknown = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._mixed = False
+        self._refuse_unknown(unknown)
+        return parsed, unknown
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Refuse what is spelt as an option and is the beginning of none."""
+        for word in words:
+            name = word.partition("=")[0]
+            known = [*self._option_string_actions]
+            if name.startswith("-") and not any(option.startswith(name) for option in known):
+                self.error(f"unrecognized arguments: {word}{did_you_mean(name, known)}")
+
+    def _check_value(self, action, value) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices))
+            raise
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")

@@ -1,7 +1,6 @@
 """`HfRmsNormCallback`: a patch for whatever model a Trainer trains, at the moment that suits it."""
 
 import contextlib
-import difflib
 import inspect
 import os
 import sys
@@ -16,6 +15,7 @@ from ..ops.backend import runs_on
 from ..patching import PatchReport, patch_model
 from ..patching.api import check_options, repatch_model
 from ..patching.converted import conversion_of
+from ..paths import did_you_mean
 from .finetuned import TRAINED, Recentre, mark_as_rms
 
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")  # whose level and handlers are Transformers'
@@ -200,6 +200,5 @@ def _check_name(name: str) -> None:
     if name in PATCH_OPTIONS:
         return
     known = [*PATCH_OPTIONS, "recentre", "train_as_rms"]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    cure = f"did you mean {near[0]}?" if near else f"choose among {', '.join(known)}"
-    raise TypeError(f"HfRmsNormCallback takes the arguments of patch_model, and there is no {name!r}: {cure}")
+    cure = did_you_mean(name, known) or f"; choose among {', '.join(known)}"
+    raise TypeError(f"HfRmsNormCallback takes the arguments of patch_model, and there is no {name!r}{cure}")

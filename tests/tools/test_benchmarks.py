@@ -312,12 +312,25 @@ def test_help_imports_nothing_heavy():
     assert "python -m benchmarks gpu --dry-run" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["kernels", "generate", "train"])
+def test_what_needs_a_gpu_says_so_before_it_imports_anything(capsys, monkeypatch, name):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(command.Measurement, "_result", None)  # which measures
+    assert main([name]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert f"error: {name} needs a GPU, and torch sees none here: --device cpu " in err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["kernels", "--models", "tiny,GPT-5"], "no such shape: GPT-5; choose among Llama-3-8B"),
         (["kernels", "--tokens", "4,0"], "0 is below 1"),
         (["nothing"], "invalid choice"),
+        (["kernals"], "did you mean kernels?"),
+        (["kernels", "--tokenz", "4"], "did you mean --tokens?"),
+        (["kernels", "--models", "qwen-8b"], "did you mean Qwen3-8B?"),
         (["kernels", "--plot", "x.png"], "host --plot draws host costs"),
         (["train", "--models", "tiny", "--out", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
     ],
