@@ -46,8 +46,8 @@ def run(args) -> Result:
     from ..ops.backend import describe_backend
     from ..patching.converted import conversion_of
     from ..verification.context import prompt_length
+    from ..verification.equivalence import why_nothing_ran
     from ..verification.recorded import as_recorded
-    from ..verification.report import NOTHING_RAN
 
     backend, reason = describe_backend(device)
     if backend != "triton":  # its own forward against itself would prove nothing
@@ -88,15 +88,17 @@ def run(args) -> Result:
 
     # A conversion is judged by its own formula, in whatever runs it; of the others the kernels are in question.
     idle = backend != "triton" and not any(conversion for _, conversion in runs)
-    passed = all(report.passed for report, _ in runs) and not idle
+    if idle:
+        why = f"{why_nothing_ran(device).partition(', or pass')[0]}; in plain torch the formulas agree"
+        runs = [(replace(report, nothing_ran=True, why_nothing_ran=why), None) for report, _ in runs]
+    passed = all(report.passed for report, _ in runs)
     told, blocks = [], []
     for report, conversion in runs:
         state = conversion and ("trained" if conversion.trained else "doubted" if conversion.doubt else "centred")
         doubt = conversion.doubt if conversion else ""
         told.append({**report.to_dict(), "conversion": state, "conversion_doubt": doubt})
-        agreed = report.passed and idle
-        verdict = f"{NOTHING_RAN}; in plain torch the formulas agree" if agreed else report.verdict
-        blocks += [f"{source.name} in {report.dtype}: {verdict}", Table(report.rows(), report)]
+        head = fitted(f"{source.name} in {report.dtype}: {report.headline}", 4)
+        blocks += [head, Table(report.rows(), report.table)]
         blocks += [fitted("  " + _SAID[state].format(count=len(conversion.norms), doubt=doubt))] if conversion else []
         blocks.append("")
     blocks.append(fitted(f"Backend {backend} on {device}: {reason}."))

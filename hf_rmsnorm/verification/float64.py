@@ -5,14 +5,18 @@ their forward in float32, because they say so (``hidden_states.to(torch.float32)
 rotary tables, router scores). Here the arithmetic is lifted underneath the model instead, operator by operator.
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
+
+from .quantised import holds_codes, own_dtype, quantised_modules
 
 aten = torch.ops.aten
 
@@ -23,6 +27,7 @@ _GATHERS = {aten.embedding, aten.index, aten.index_select}
 # These compare the dtypes of their inputs before they reach an operator, so their inputs are widened earlier.
 _CHECK_DTYPES = {getattr(F, f"{name}{n}d") for name in ("conv", "conv_transpose") for n in (1, 2, 3)}
 _CHECK_DTYPES.add(F.scaled_dot_product_attention)
+_NAMESPACES_OF_TORCH = ("aten", "prims")
 
 
 def widen(value):
@@ -32,9 +37,18 @@ def widen(value):
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
+def _widened(value):
+    return widen(value) if _is_narrow(value) else value
+
+
 def _is_narrow(value) -> bool:
     floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
     return floating and value.dtype not in (torch.float64, torch.complex128)
+
+
+def _narrow_to(dtype: torch.dtype, value):
+    """A float64 tensor in another dtype; all else as is."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
 
 
 def _holds_narrow(value) -> bool:
@@ -53,8 +67,12 @@ def _facts(func) -> tuple[list[bool], bool]:
 
 
 class _WidenEarly(TorchFunctionMode):
+    def __init__(self, mode: "Float64Mode"):
+        super().__init__()
+        self._mode = mode
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _CHECK_DTYPES:
+        if func in _CHECK_DTYPES and not self._mode.paused:
             args, kwargs = tree_map(widen, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -76,6 +94,17 @@ class Float64Mode(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.paused = False
+
+    def call_in(self, dtype: torch.dtype, forward: Callable, *args, **kwargs):
+        """What `forward` returns where this mode does nothing: its float64 inputs in a dtype, its result widened."""
+        before, self.paused = self.paused, True
+        try:
+            args, kwargs = tree_map(partial(_narrow_to, dtype), (args, kwargs))
+            y = forward(*args, **kwargs)
+        finally:
+            self.paused = before
+        return y if before else tree_map(_widened, y)
 
     @torch.no_grad()
     def __exit__(self, *error):
@@ -85,10 +114,18 @@ class Float64Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         written, takes_dtype = _facts(func)
+        if func.namespace not in _NAMESPACES_OF_TORCH and any(map(holds_codes, tree_iter((args, kwargs)))):
+            # It reads codes, as bitsandbytes' dequantize_4bit does, and has no float64: float32 is its widest.
+            if written:
+                raise RuntimeError(f"{func._schema.name} writes in place: its forward cannot be repeated in float64")
+            return self.call_in(torch.float32, func, *args, **kwargs)
         if func is not aten.lift_fresh.default and func.is_view:
             return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
-        for write, value in zip(written, args, strict=False):
+        rest = (kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]) if written else ()
+        for write, value in zip(written, (*args, *rest), strict=False):
             if write and _is_narrow(value):
                 # What it holds exactly was chosen among stored values; float64 arithmetic leaves more digits.
                 if func is aten.copy_.default and bool((args[1] == args[1].to(value.dtype)).all()):
@@ -106,7 +143,7 @@ class Float64Mode(TorchDispatchMode):
             return y
         if makes and _is_narrow(y):
             y = func(*args, **{**kwargs, "dtype": _WIDE.get(y.dtype, y.dtype)})  # made in the default dtype
-        return widen(y) if isinstance(y, torch.Tensor) else tree_map(lambda v: widen(v) if _is_narrow(v) else v, y)
+        return widen(y) if isinstance(y, torch.Tensor) else tree_map(_widened, y)
 
 
 @contextmanager
@@ -134,11 +171,16 @@ def _plain_state(model: torch.nn.Module):
 
 
 @contextmanager
-def in_float64(model: torch.nn.Module):
+def in_float64(model: nn.Module, dtypes: Mapping[nn.Module, torch.dtype] | None = None):
     """Inside, calls of ``model`` compute in float64 without gradients; the model is the same before and after.
 
     It may be in any floating dtype, on any device that has float64, and so may its inputs; floating outputs are
     float64. Fused kernels (flash attention, grouped experts) that take none give way to Transformers' eager code.
+    Modules with quantised weights are called in the dtype that ``dtypes`` says, or else in the model's.
     """
-    with _plain_state(model), torch.no_grad(), Float64Mode(), _WidenEarly():
+    mode, usual = Float64Mode(), own_dtype(model)
+    with _plain_state(model), torch.no_grad(), mode, _WidenEarly(mode):
+        for module in quantised_modules(model):
+            dtype = (dtypes or {}).get(module, usual)
+            vars(module)["forward"] = partial(mode.call_in, dtype, module.forward)
         yield model

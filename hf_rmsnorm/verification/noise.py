@@ -94,12 +94,19 @@ class Sizes:
 
 
 def compare_logits(
-    reference: list[torch.Tensor], candidate: list[torch.Tensor], exact: list[torch.Tensor], are_logits: bool = True
+    reference: list[torch.Tensor],
+    candidate: list[torch.Tensor],
+    exact: list[torch.Tensor],
+    are_logits: bool = True,
+    quantised: bool = False,
 ) -> tuple[LogitDifference, NoiseFloor]:
     """Measure logits against each other, and both against those of the reference in float64.
 
     For each input they are (tokens, vocabulary), in the dtype the model returned. The floor leaves out hidden words
     (-inf or the lowest value of a dtype); where only one model hides them, ``max_abs`` is infinite.
+
+    A model with quantised weights rounds its activations to half precision or to codes, whatever its logits' dtype: an
+    ulp of float32 in a norm tips one of these steps or it does not. So its last rounding counts as one of bfloat16.
     """
     triples = [each for each in zip(reference, candidate, exact, strict=True) if each[0].numel()]
     if not triples:
@@ -118,7 +125,7 @@ def compare_logits(
             continue
         divergence.add(_kl(r, c))
         agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
-    dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
+    dtype = torch.bfloat16 if quantised else torch.promote_types(reference[0].dtype, candidate[0].dtype)
     max_step, rms_step = ulp(torch.tensor([size.max, size.rms], dtype=torch.float64), dtype).tolist()
     reasons = {
         "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights": not finite,

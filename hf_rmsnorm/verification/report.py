@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..paths import fitted
 from .checks import GradientCheck, NormCheck
 from .noise import LogitDifference, NoiseFloor
 
 _SHOWN = 6
-NOTHING_RAN = "nothing to verify: no kernel ran"
+NOTHING_VERIFIED = "NOTHING VERIFIED"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GreedyComparison:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """The outcome of :func:`verify_equivalence`; ``print(report)`` is a table with a verdict on every line.
+    """The outcome of :func:`verify_equivalence`; printed, a verdict with its reason and a table.
 
     Attributes:
         model: class name of the reference.
@@ -82,10 +82,13 @@ class EquivalenceReport:
             or q and k norm with what rotates them.
         gradients: of each patched norm and each of those; None if they were not asked for.
         nothing_ran: no kernel served the candidate, which is the reference patched: it was compared with itself.
+        why_nothing_ran: the reason, and the cure.
         greedy: whether both generate the same tokens.
         launches: Triton kernels that the candidate launched, by kernel name; empty if none ran.
         backend: what `use_backend` was to choose for the candidate; None left the choice in force.
         numerics: whose order of rounding the candidate's norms have, with its version; "" where it is their own.
+        quantised: how many modules of each class have quantised weights. Their own arithmetic runs in the float64 run
+            too, so it is not judged.
     """
 
     model: str
@@ -101,6 +104,8 @@ class EquivalenceReport:
     gradients: tuple[GradientCheck, ...] | None = None
     nothing_ran: bool = False
     numerics: str = ""
+    why_nothing_ran: str = ""
+    quantised: dict[str, int] = field(default_factory=dict)
 
     @property
     def norms_passed(self) -> bool:
@@ -127,13 +132,38 @@ class EquivalenceReport:
 
     @property
     def verdict(self) -> str:
-        """``"PASS"``, ``"FAIL"``, or that there was nothing to verify."""
-        return "PASS" if self.passed else NOTHING_RAN if self.agrees else "FAIL"
+        """``"PASS"``, ``"FAIL"`` or ``"NOTHING VERIFIED"``."""
+        return "PASS" if self.passed else NOTHING_VERIFIED if self.agrees else "FAIL"
+
+    @property
+    def headline(self) -> str:
+        """The verdict, and what there is to know of it: what failed, or why nothing was verified and the cure."""
+        missed = self.unreached
+        if self.verdict == NOTHING_VERIFIED:
+            why = self.why_nothing_ran or "no kernel ran"
+        elif self.verdict == "FAIL":
+            why = self.noise_floor.reason or ", ".join(self._failed())
+        elif missed:
+            more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
+            why = f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}"
+        else:
+            why = ""
+        return f"{self.verdict}: {why}" if why else self.verdict
+
+    def _failed(self) -> list[str]:
+        verdicts = {
+            "(a) errors to float64": self.noise_floor.passed,
+            "(b) norm by norm": self.norms_passed,
+            "computed together": all(check.passed for check in self.fused),
+            "gradients": all(check.passed for check in self.gradients or ()),
+            "greedy generation": self.greedy.passed,
+        }
+        return [name for name, passed in verdicts.items() if not passed]
 
     def to_dict(self) -> dict:
         """Every field and verdict as plain JSON values; a number that is not finite becomes a string."""
         data = dataclasses.asdict(self)
-        data |= _properties(self, "passed", "verdict", "norms_passed", "unreached")
+        data |= _properties(self, "passed", "verdict", "headline", "norms_passed", "unreached")
         data["noise_floor"] |= _properties(self.noise_floor, "allowed_max", "allowed_rms", "passed")
         data["greedy"] |= _properties(self.greedy, "equal", "passed")
         if self.greedy.first_difference is not None:
@@ -141,14 +171,27 @@ class EquivalenceReport:
         return plain(data)
 
     def __str__(self) -> str:
-        head, *rows = self.rows()
+        return f"{fitted(self.headline, 4)}\n{self.table}"
+
+    @property
+    def table(self) -> str:
+        """What was compared, a line each, under what it was compared on."""
+        (_, *head), *rows = self.rows()
         forms = {2: "  {:4}{}", 3: "  {:4}  {:<26} : {}"}
-        return fitted(
-            "\n".join([": ".join(head[1:]), *(forms[len(row)].format(*row).rstrip(" :") for row in rows)]), 35
-        )
+        lines = (forms[len(row)].format(*row).rstrip(" :") for row in rows)
+        return fitted("\n".join([": ".join(head), *lines]), 35)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Verdict, what was compared, what was found: of each line of the report."""
+        """Of each line of the table: PASS, FAIL or nothing, what was compared, what was seen.
+
+        Nothing passes where no kernel ran, or where the outputs cannot be compared.
+        """
+        rows = [*self._output_lines(), *self._norm_lines(), *self._piece_lines(), *self._other_lines()]
+        if self.noise_floor.reason or self.nothing_ran:
+            rows = [("" if verdict == "PASS" else verdict, *rest) for verdict, *rest in rows]
+        return rows
+
+    def _output_lines(self) -> list[tuple[str, ...]]:
         logits, floor = self.logits, self.noise_floor
         errors = "reference {:.3g}, candidate {:.3g}, allowed {:.3g}"
         largest = errors.format(floor.reference_max, floor.candidate_max, floor.allowed_max)
@@ -159,13 +202,20 @@ class EquivalenceReport:
         if logits.vocabulary:
             size, what = f"{logits.tokens} tokens, vocabulary {logits.vocabulary}", "logits"
             difference = f"{means}, {kl}, top-1 equal {logits.top1_agreement:.2%}"
+        comparable = not floor.reason
         lines = [
             _line(f"{self.model}, {self.dtype} on {self.device}", size),
             _line(f"{what} against reference", difference),
-            _line("(a) max error to float64", largest, floor.max_passed, floor.reason),
-            _line("    RMS error to float64", rms, floor.rms_passed),
-            *self._norm_lines(),
+            _line("(a) max error to float64", largest, floor.max_passed and comparable, floor.reason),
+            _line("    RMS error to float64", rms, floor.rms_passed and comparable),
         ]
+        if self.quantised:
+            classes = ", ".join(f"{count} {name}" for name, count in self.quantised.items())
+            lines.append(_line("    not in float64", f"{classes}: quantised, run in their own dtype in every run"))
+        return lines
+
+    def _piece_lines(self) -> list[tuple[str, ...]]:
+        lines = []
         if self.fused:
             failed = sorted((check for check in self.fused if not check.passed), key=lambda check: -check.off)
             reasons = [(check.path, check.reason) for check in failed]
@@ -175,16 +225,14 @@ class EquivalenceReport:
             errors = "error {0.ours_max:.3g}, eager's {0.eager_max:.3g}"
             reasons = [(name, check.reason or errors.format(check)) for name, check in failed.items()]
             lines += _section("    gradients", self.gradients, "as near to float64 as eager's", reasons)
+        return lines
+
+    def _other_lines(self) -> list[tuple[str, ...]]:
         counts = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
-        lines += [
+        return [
             _line("greedy generation", self.greedy.words, self.greedy.passed if self.greedy.sequences else None),
             _line("Triton kernels launched", counts or "none: the candidate ran in plain torch"),
         ]
-        missed = self.unreached
-        more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
-        gap = f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}" if missed else ""
-        idle = self.agrees and self.nothing_ran
-        return [*lines, (NOTHING_RAN, "") if idle else _line("equivalent", gap, self.passed)]
 
     @property
     def _originals(self) -> str:

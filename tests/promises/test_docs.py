@@ -51,6 +51,8 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, m
     monkeypatch.setattr(backend, "describe_backend", lambda device: on_a_cpu)
     if "from kernels import" in block.code:
         pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
+    if "BitsAndBytesConfig" in block.code:
+        pytest.importorskip("bitsandbytes", reason="the quantiser that this is for, of the extra 'test'")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})

@@ -303,17 +303,18 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
     import hf_rmsnorm
 
     class Verdict:
-        passed, verdict, dtype = False, "FAIL", "bfloat16"
+        passed, headline, dtype = False, "FAIL: greedy generation", "bfloat16"
+        table = "a table"
 
         def to_dict(self):
             return {"passed": False}
 
         def rows(self):
-            return [("", "model", "size"), ("FAIL", "equivalent", "")]
+            return [("", "model", "size"), ("FAIL", "greedy generation", "")]
 
     monkeypatch.setattr(hf_rmsnorm, "verify_equivalence", lambda *args, **kwargs: Verdict(), raising=False)
     code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "bf16")
-    assert code == 1 and "demo:llama in bfloat16: FAIL" in out
+    assert code == 1 and "demo:llama in bfloat16: FAIL: greedy generation\na table" in out
 
 
 def test_verify_exits_with_1_where_no_kernel_can_run(capsys, monkeypatch):
@@ -321,7 +322,9 @@ def test_verify_exits_with_1_where_no_kernel_can_run(capsys, monkeypatch):
 
     monkeypatch.setattr(backend, "device_refusal", lambda *_: "there is no kernel here")
     code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "fp32", "--max-tokens", "4", "--max-new-tokens", "2")
-    assert code == 1 and out.startswith("demo:llama in float32: nothing to verify: no kernel ran; in plain torch")
+    told = " ".join(out.split())
+    assert told.startswith("demo:llama in float32: NOTHING VERIFIED: no kernel ran, as there is no kernel here: set ")
+    assert code == 1 and "in plain torch the formulas agree" in told and "PASS" not in told
 
 
 # env
@@ -473,6 +476,11 @@ def test_a_folder_without_weights_fails_with_the_cure(capsys, tmp_path, command)
     [
         ([], "COMMAND"),
         (["patch"], "invalid choice"),
+        (["verfy", "demo:llama"], "did you mean verify?"),
+        (["--verison"], "did you mean --version?"),
+        (["verify", "demo:llama", "--max-tokenz", "4"], "did you mean --max-tokens?"),
+        (["verify", "demo:llama", "--dtype", "bf61"], "did you mean bf16?"),
+        (["verify", "demo:lama"], "did you mean llama?"),
         (["report"], "MODEL"),
         (["report", "demo:llama", "--include", "no.such.*"], "no.such.*"),
         (["verify", "demo:llama", "--dtype", "int8"], "int8"),

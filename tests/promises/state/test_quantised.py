@@ -5,7 +5,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend, verify_equivalence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What a float32 norm makes of a bfloat16 input.
@@ -64,7 +64,8 @@ LINEARS = {
     "bitsandbytes 8-bit": bitsandbytes_8bit,
     "bitsandbytes 4-bit": bitsandbytes_4bit,
 }
-states = [pytest.mark.parametrize("family", FAMILIES), pytest.mark.parametrize("kind", LINEARS)]
+KINDS = [pytest.param(k, marks=pytest.mark.full) if k.startswith("bitsandbytes") else k for k in LINEARS]
+states = [pytest.mark.parametrize("family", FAMILIES), pytest.mark.parametrize("kind", KINDS)]
 
 
 def marked(test):
@@ -152,6 +153,17 @@ def test_gradients_of_norms_between_frozen_quantised_linears(family, kind):
         torch.testing.assert_close(a, b, rtol=2.0**-6, atol=2.0**-8 * b.abs().max().item())
 
 
+@pytest.mark.parametrize("kind", [*KINDS[:3], "bitsandbytes 4-bit"])
+def test_verification_runs_quantised_linears_in_their_own_dtype(kind):
+    model = quantised("llama", kind)
+    report = verify_equivalence(model, inputs=ids, max_new_tokens=2, backward=True, backend="reference")
+    linear = type(model.lm_head).__name__
+    assert report.passed and report.quantised == {linear: 15} == report.to_dict()["quantised"]
+    assert 0 < report.noise_floor.reference_max < 0.5  # of logits of about 1, where unwritten memory is anything
+    assert f"15 {linear}: quantised, run in their own dtype in every run" in " ".join(str(report).split())
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", ["patch first", "quantised first"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torchao_int8_weight_only(family, order, fused_calls):
@@ -173,3 +185,5 @@ def test_torchao_int8_weight_only(family, order, fused_calls):
         outputs.append(flow(model))
     assert torch.equal(outputs[1][0], outputs[0][0]) and outputs[1][1] == outputs[0][1]
     assert len(fused_calls) == len(tiny_models.norms(model))
+    report = verify_equivalence(model, inputs=ids, max_new_tokens=2, backend="reference")
+    assert report.passed and report.quantised == {"Linear": 15}

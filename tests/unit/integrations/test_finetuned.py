@@ -314,7 +314,7 @@ def test_verify_says_which_it_found(small, tmp_path, capsys):
     model.config.hf_rmsnorm["computes"] = "rms_norm"
     model.save_pretrained(tmp_path / "trained")
     out = verified(capsys, tmp_path / "trained")
-    assert "converted, then trained as RMSNorm, as its config.json says" in out and "PASS equivalent" in out
+    assert "converted, then trained as RMSNorm, as its config.json says" in out and ": PASS " in out
     assert main(["verify", str(tmp_path / "trained"), "--json", "--max-tokens", "8", "--max-new-tokens", "0"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert found["conversion"] == "trained" and found["conversion_doubt"] == ""

@@ -280,7 +280,7 @@ def test_a_norm_the_inputs_do_not_reach_is_named():
     lines = str(report).splitlines()
     (line,) = [line for line in lines if line.strip().startswith("spare")]
     assert "not reached" in line and "PASS" not in line
-    assert lines[-1].split()[:2] == ["PASS", "equivalent"] and "1 not reached: spare" in lines[-1]
+    assert lines[0] == "PASS: nothing is known of 1 not reached: spare"
 
 
 def test_nothing_is_proven_where_no_norm_is_reached():
@@ -304,7 +304,7 @@ def test_report_prints_a_verdict_per_line_and_gives_plain_json():
     assert any(line.split()[:2] == ["FAIL", "(b)"] for line in lines)
     (at,) = (i for i, line in enumerate(lines) if line.split()[:2] == ["FAIL", "model.layers.1.input_layernorm"])
     assert "differ" in " ".join(lines[at : at + 2]) and all(len(line) <= 100 for line in lines)
-    assert lines[-1].split() == ["FAIL", "equivalent"]
+    assert lines[0] == "FAIL: (b) norm by norm"
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert data["passed"] is False and data["noise_floor"]["passed"] is True and data["norms_passed"] is False
     assert data["greedy"]["equal"] is True and data["norms"][0]["path"] == "model.layers.1.input_layernorm"
@@ -317,7 +317,22 @@ def test_report_of_infinite_numbers_is_plain_json():
         candidate.model.norm.weight[0] = math.nan
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     assert not report.passed
+    assert str(report).startswith("FAIL: the candidate gives NaN or infinity where the reference does not")
+    assert "PASS" not in str(report)
+    (line,) = (line for line in str(report).splitlines() if "model.norm" in line)
+    assert line.split()[0] == "FAIL"
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["noise_floor"]["candidate_max"] == "inf"
+
+
+def test_nothing_passes_where_both_give_nan():
+    model = tiny_models.build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3] = math.nan
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, backend="reference")
+    lines = str(report).splitlines()
+    assert lines[0].startswith("FAIL: the reference gives NaN or infinity in float64 too")
+    assert not report.passed and "PASS" not in str(report)
+    assert [line.split()[0] for line in lines if "to float64" in line] == ["FAIL", "FAIL"]
 
 
 # --- the models are left alone ------------------------------------------------------------------------------------

@@ -199,8 +199,11 @@ def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
     monkeypatch.setattr(backend, "device_refusal", lambda *_: "there is no kernel here")
     model = tiny_models.build("llama", hidden_size=72).eval()  # of a size that no launch is kept for
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
-    assert report.nothing_ran and not report.passed and report.verdict == "nothing to verify: no kernel ran"
-    assert str(report).endswith("nothing to verify: no kernel ran") and report.to_dict()["verdict"] == report.verdict
+    assert report.nothing_ran and not report.passed and report.verdict == report.to_dict()["verdict"]
+    assert report.verdict == "NOTHING VERIFIED"
+    told = " ".join(str(report).split())
+    assert told.startswith("NOTHING VERIFIED: no kernel ran, as there is no kernel here: set TRITON_INTERPRET=1")
+    assert 'or pass backend="reference"' in told and "PASS" not in told
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, backend="reference")
     assert report.passed and not report.launches, "the plain formula is not the model's own forward"
 

@@ -1,0 +1,103 @@
+"""Quantised weights in a float64 run: never read by arithmetic that does not know what their codes mean."""
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from hf_rmsnorm import verify_equivalence
+from hf_rmsnorm.verification.float64 import in_float64
+
+IDS = tiny_models.token_ids(2, 8)
+
+
+class Packed(nn.Module):
+    """As GPTQ's: eight values of four bits in an int32, and a forward that knows its own dtype alone."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.abs().amax(1, keepdim=True) / 7
+        codes = (linear.weight / scale).round().add(8).to(torch.int32).unflatten(1, (-1, 8))
+        self.register_buffer("qweight", sum(codes[..., i] << 4 * i for i in range(8)).to(torch.int32))
+        self.register_buffer("scales", scale)
+        self.act = nn.Identity()
+
+    def unpacked(self):
+        codes = torch.stack([self.qweight >> 4 * i & 15 for i in range(8)], -1).flatten(1) - 8
+        return codes.to(self.scales.dtype) * self.scales
+
+    def forward(self, x):
+        y = torch.full((*x.shape[:-1], len(self.scales)), float("nan"), dtype=x.dtype)  # memory that no kernel writes
+        if x.dtype == self.scales.dtype:
+            y.copy_(x @ self.unpacked().T)
+        return y
+
+
+class Float8(nn.Module):
+    """Its codes are floating numbers in one byte."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x):
+        assert x.dtype == torch.bfloat16
+        return x @ self.weight.to(x.dtype).T
+
+
+@torch.library.custom_op("hf_rmsnorm_tests::unpack", mutates_args=())
+def unpack(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if scale.dtype != torch.float32:
+        raise RuntimeError(f"scale must be float32, got {scale.dtype}")
+    return codes * scale
+
+
+class ReadsCodes(nn.Module):
+    """Reads the codes of a child outside of it, by an operator that has no float64, as DoRA does."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.base = nn.Module()
+        scale = linear.weight.abs().amax(1, keepdim=True).float() / 127
+        self.base.register_buffer("weight", (linear.weight.float() / scale).round().to(torch.int8))
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x):
+        return x @ unpack(self.base.weight, self.scale).to(x.dtype).T
+
+
+def replaced(make):
+    model = tiny_models.build("llama", torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj = make(layer.mlp.down_proj)
+    return model
+
+
+@pytest.mark.parametrize("make", [Packed, Float8, ReadsCodes])
+def test_a_model_with_codes_for_weights_is_verified(make):
+    report = verify_equivalence(replaced(make), inputs=IDS, max_new_tokens=2, backend="reference")
+    assert report.passed and 0 < report.noise_floor.reference_max < 0.1
+    assert report.quantised == {"Module" if make is ReadsCodes else make.__name__: 2}
+
+
+def test_the_float64_run_is_that_of_the_unpacked_weights():
+    model = replaced(Packed)
+    plain = tiny_models.build("llama", torch.bfloat16)
+    for layer, other in zip(model.model.layers, plain.model.layers, strict=True):
+        other.mlp.down_proj.weight.data = layer.mlp.down_proj.unpacked()
+    with in_float64(model):
+        a = model(IDS).logits
+    with in_float64(plain):
+        b = plain(IDS).logits
+    assert a.dtype == torch.float64 and 0 < (a - b).abs().max() < 0.01
+    assert "forward" not in vars(model.model.layers[0].mlp.down_proj)
+
+
+def test_a_small_mask_beside_plain_weights_changes_nothing():
+    """Old models of users' own code keep their causal mask as uint8 in the attention."""
+    model = tiny_models.build("llama")
+    attention = model.model.layers[0].self_attn
+    attention.register_buffer("bias", torch.ones(8, 8, dtype=torch.uint8).tril())
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
+    assert report.passed and not report.quantised and "quantised" not in str(report)
