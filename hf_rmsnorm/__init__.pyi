@@ -1,4 +1,4 @@
-"""The public names and where they are: read by type checkers, and by `hf_rmsnorm` itself when one is asked for."""
+"""The public names, for type checkers. `hf_rmsnorm/__init__.py` has the same list."""
 
 from .conversion import convert_adapter as convert_adapter
 from .conversion import convert_checkpoint as convert_checkpoint

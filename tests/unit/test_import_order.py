@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_rmsnorm"
 # From the lowest: each imports what stands above it here, nothing of its own line. `hf_rmsnorm`: the public names.
 LAYERS = (
-    ("formula", "paths", "record", "demo", "derived"),
+    ("formula", "paths", "record", "demo"),
     ("reference", "kernels", "sources"),
     ("ops",),
     ("fused",),

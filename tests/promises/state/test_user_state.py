@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import tiny_models
@@ -196,16 +195,6 @@ def test_torch_save_loads_patched_in_a_new_process(tmp_path):
     subprocess.run([sys.executable, "-c", LOAD, *files], check=True, env=environment)
     unpatch_model(model)
     assert torch.equal(torch.load(tmp_path / "y.pt"), model(x8()))
-
-
-def test_a_whole_model_that_an_older_version_pickled_says_what_to_do():
-    """Made by the version before `hf_rmsnorm.fused`: torch.save of a patched Sequential(LayerNorm, LlamaRMSNorm)."""
-    file = Path(__file__).parent / "patched_by_an_older_version.pt"
-    with pytest.raises(ImportError, match="older hf_rmsnorm.*with that version, unpatch_model it") as raised:
-        torch.load(file, weights_only=False)
-    assert "\n" not in str(raised.value)
-    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        torch.load(file)
 
 
 def test_another_patchers_instance_forward_is_named_and_left_alone(fused_calls):
