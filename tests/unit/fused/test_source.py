@@ -110,7 +110,7 @@ def test_code_in_odd_words_computes_the_same_and_a_changed_file_is_not_believed(
                 with use_backend(backend):
                     patch_model(model, fuse_residual=False)
                     expected = model(x)
-                    found[cls.__name__] = fused(patch_model(model))[0]
+                    found[cls.__name__] = fused(patch_model(model, fuse_residual=True))[0]
                     assert torch.equal(model(x), expected), cls
     assert {name for name, what in found.items() if what.startswith("+ n2")} == {"Walrus", "Decorated", "Nested"}
     assert "variables of the function around it" in found["Closed"] and "private name" in found["Private"]

@@ -114,7 +114,7 @@ def test_axolotls_yaml_has_the_options(axolotl, tmp_path, capsys):
 
 
 def test_a_wrong_option_is_told_when_axolotl_reads_the_yaml(axolotl):
-    with pytest.raises(TypeError, match="no 'memory': did you mean memory_efficient?"):
+    with pytest.raises(TypeError, match="no 'memory'; did you mean memory_efficient?"):
         axolotl_reads(plugin(hf_rmsnorm={"memory": True}))
     with pytest.raises(ValueError, match="hf_rmsnorm\n.*valid dictionary"):
         axolotl_reads(plugin(hf_rmsnorm="memory_efficient"))
@@ -144,7 +144,7 @@ def test_swift_trains_a_patched_model_where_the_yaml_names_the_callback(swift, t
 
 
 def test_a_wrong_option_is_told_when_swift_reads_the_plugin(swift):
-    with pytest.raises(TypeError, match="no 'memory': did you mean memory_efficient?"):
+    with pytest.raises(TypeError, match="no 'memory'; did you mean memory_efficient?"):
         importlib.import_module(f"{INTEGRATIONS}.swift").register(memory=True)
 
 

@@ -126,9 +126,9 @@ TAKES = "HfRmsNormCallback takes the arguments of patch_model, and there is no "
         (["-m", "no_such_trainer.cli"], "cannot run -m no_such_trainer.cli: No module named 'no_such_trainer'"),
         (["--strict=True", "SCRIPT"], "--strict=True is no option: options are NAME=VALUE, without dashes; "
          "--help says how to call this"),
-        (["memory=True", "SCRIPT"], f"{TAKES}'memory': did you mean memory_efficient?"),
-        (["numeric=vllm", "SCRIPT"], f"{TAKES}'numeric': did you mean numerics?"),
-        (["xyz=1", "SCRIPT"], f"{TAKES}'xyz': choose among include, exclude, strict, fuse_residual, memory_efficient, "
+        (["memory=True", "SCRIPT"], f"{TAKES}'memory'; did you mean memory_efficient?"),
+        (["numeric=vllm", "SCRIPT"], f"{TAKES}'numeric'; did you mean numerics?"),
+        (["xyz=1", "SCRIPT"], f"{TAKES}'xyz'; choose among include, exclude, strict, fuse_residual, memory_efficient, "
          "numerics, recentre, train_as_rms"),
         (["numerics=vlm", "SCRIPT"], "numerics is 'vlm': choose one of model, vllm, sglang, torch"),
         (["strict=true", "SCRIPT"], "patch_model's strict is 'true': pass True or False"),

@@ -292,7 +292,7 @@ def test_options_go_to_patch_model(tmp_path):
     assert fused(made.model) == 5 and not callback.report.layers
     with pytest.raises(ValueError, match="matches the path of no norm"):
         make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback(include="nowhere.*"))
-    with pytest.raises(TypeError, match="no 'memory': did you mean memory_efficient?"):
+    with pytest.raises(TypeError, match="no 'memory'; did you mean memory_efficient?"):
         HfRmsNormCallback(memory=True)
     with pytest.raises(TypeError, match="train_as_rms is 1: pass True or False"):
         HfRmsNormCallback(train_as_rms=1)
