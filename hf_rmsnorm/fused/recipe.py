@@ -9,6 +9,7 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import formula_refusal, keeps_output, parameters_refusal
+from ..ops.direct import autocast_enabled
 from ..ops.norm import autocasts_functional
 
 InputLayout = Literal["last", "channels_first", "heads"]
@@ -141,7 +142,7 @@ class Recipe:
             (self.dims is not None and x.dim() not in self.dims)
             or (self.only_float32 and x.dtype != torch.float32)
             or (self.input_written and x.dtype != torch.float32 and torch.is_grad_enabled())
-            or (self.not_under_autocast and torch.is_autocast_enabled(x.device.type))
+            or (self.not_under_autocast and autocast_enabled(x.device.type))
         ):
             return None
         if self.layout == "channels_first":

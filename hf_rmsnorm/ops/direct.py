@@ -24,6 +24,15 @@ _is_tracing = torch._C._is_tracing
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _cuda_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # which torch.cuda's own calls
 _count_modes = torch._C._len_torch_dispatch_stack
+_autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for this type of device; not for one that has no autocast, as meta."""
+    try:
+        return torch.is_autocast_enabled(device_type)
+    except RuntimeError:  # unknown device type for autocast
+        return False
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:
@@ -110,7 +119,7 @@ class LaunchCache(dict):
 
     def find(self, x: torch.Tensor, weight, bias, functional: bool) -> tuple:
         """(key, plan) of a call that nobody compiles: plan is None where none is kept, key too where none can be."""
-        if type(x) not in DIRECT_TYPES or (functional and torch.is_autocast_enabled(x.device.type)):
+        if type(x) not in DIRECT_TYPES or (functional and _autocast_anywhere() and autocast_enabled(x.device.type)):
             return None, None
         try:
             found = alike, key, plan = self.last.get(x.shape, NOTHING)
@@ -173,7 +182,7 @@ def launch_key(
         or _count_modes()
         or under_transform()
         or _is_wrapped(x)  # what functorch has left behind, which autograd.Function unwraps
-        or (functional and torch.is_autocast_enabled(x.device.type))
+        or (functional and _autocast_anywhere() and autocast_enabled(x.device.type))
     ):
         return None
     if weight is None:

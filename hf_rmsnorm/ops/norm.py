@@ -8,7 +8,7 @@ from ..formula import NormSpec, Rounding
 from ..kernels.failure import KernelUnavailable
 from ..reference import in_groups, reference_norm
 from .backend import give_up, resolve_backend
-from .direct import LaunchCache, is_direct, under_transform
+from .direct import LaunchCache, autocast_enabled, is_direct, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
 from .loading import kernels, load_sharding_rules
@@ -125,7 +125,7 @@ def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_outp
 
 def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
     """Whether F.layer_norm, or F.rms_norm, computes in float32: is it on an accelerator's autocast list for that?"""
-    return device_type != "cpu" and torch.is_autocast_enabled(device_type) and (spec.centered or _lists_rms_norm)
+    return device_type != "cpu" and autocast_enabled(device_type) and (spec.centered or _lists_rms_norm)
 
 
 def autocast_to_float32(spec: NormSpec, *tensors):

@@ -6,7 +6,7 @@ from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
 from ..reference import as_normed, by_heads, reference_norm, reference_qk_norm, rotated
 from .backend import give_up, qk_fits, resolve_backend
-from .direct import DIRECT_TYPES, is_direct, under_transform
+from .direct import DIRECT_TYPES, autocast_enabled, is_direct, under_transform
 from .gradients import qk_gradients
 from .loading import is_dtensor, load_sharding_rules, qk_kernels
 from .norm import fused_norm
@@ -134,7 +134,7 @@ def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None
     if not qk_fits(q, k, (q_weight, k_weight, q_bias, k_bias), spec, cos, sin):
         return "original"
     # Under autocast these have operators of torch that compute in float32.
-    if (spec.functional or spec.rounding == "every_step") and torch.is_autocast_enabled(q.device.type):
+    if (spec.functional or spec.rounding == "every_step") and autocast_enabled(q.device.type):
         return "original"
     if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "original"

@@ -15,6 +15,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+from hf_rmsnorm.ops.direct import autocast_enabled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
@@ -218,3 +219,35 @@ def test_no_forward_of_the_models_own_modules_runs():
     ran = set(calls)
     assert ran and not ran & set(model)
     assert not {p.data_ptr() for m in ran for p in m.parameters()} & {p.data_ptr() for p in model.parameters()}
+
+
+@pytest.mark.parametrize("built_there", [True, False])
+def test_a_patched_norm_runs_on_meta_as_unpatched(built_there):
+    with torch.device("meta" if built_there else "cpu"):
+        model = nn.Sequential(nn.LayerNorm(84), nn.RMSNorm(84), LlamaRMSNorm(84), GemmaRMSNorm(84))
+    patch_model(model, strict=True, memory_efficient=True)
+    model.to("meta")
+    x = torch.empty(2, 3, 84, device="meta", requires_grad=True)
+    y = model(x)
+    assert y.is_meta and y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.is_meta and x.grad.shape == x.shape
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of another device
+        assert model(x).shape == x.shape
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_patched_model_runs_on_meta_with_its_sums_and_attentions(family, monkeypatch):
+    monkeypatch.setattr("hf_rmsnorm.fused.layer.LEAST_ELEMENTS", 0)
+    model, there = tiny_models.build(family).to("meta"), ids.to("meta")
+    model.config.pad_token_id = None  # else Transformers looks for it among the ids
+    expected = model(there).logits.shape
+    patch_model(model, strict=True)
+    for graded in (True, False):
+        with torch.set_grad_enabled(graded):
+            assert model(there).logits.shape == expected
+
+
+@pytest.mark.parametrize("device_type", ["meta", "fpga", "vulkan", "cpu"])
+def test_no_device_is_asked_for_an_autocast_that_it_has_not(device_type):
+    assert not autocast_enabled(device_type)
