@@ -115,7 +115,7 @@ def norm_backward(
         need: whether dx, dweight, dbias and (with a gate) dgate are wanted.
         dh: x's shape, any strides: another gradient of x, added to dx before that is rounded; or None. Not with a gate.
         from_output: x is what the forward returned, in the dtype and with the order of rows of its input; mean is None.
-        forward: the plan of the forward, which keeps those of its backwards.
+        forward: the plan of the forward, which keeps those of its backwards; the operands are what its `saved` says.
         launch: False only loads the kernels; what is returned is not written then.
 
     Returns:
@@ -126,7 +126,7 @@ def norm_backward(
     """
     device, plan = x.device, None
     if forward is not None:  # the rest is as it was there
-        key = _backward_key(dy, x, need, from_output, dh)
+        key = _backward_key(dy, x, need, gate, dh, from_output)
         plan = forward.backward.get(key)
     if plan is None:
         limits = device_limits(device.type, device.index)
@@ -140,13 +140,15 @@ def norm_backward(
     return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps, launch)
 
 
-def backward_like(forward: ForwardPlan, dy, x, need: tuple[bool, ...], from_output: bool, dh) -> Callable:
+def backward_like(forward: ForwardPlan, dy, x, need: tuple[bool, ...], gate, dh, from_output: bool) -> Callable:
     """What serves backwards like one that was launched: (dy, x, weight, bias, rstd, mean, gate, dh, eps)."""
-    return forward.backward[_backward_key(dy, x, need, from_output, dh)].serve[need]
+    return forward.backward[_backward_key(dy, x, need, gate, dh, from_output)].serve[need]
 
 
-def _backward_key(dy, x, need, from_output, dh) -> tuple:  # x may be the output, which lies otherwise
-    return dy.stride(), dy.dtype, x.stride(), need, from_output, None if dh is None else (dh.stride(), dh.dtype)
+def _backward_key(dy, x, need, gate, dh, from_output) -> tuple:  # x may be the output, which lies otherwise
+    other = gate if dh is None else dh
+    like_other = None if other is None else (other.stride(), other.dtype)
+    return dy.stride(), dy.dtype, x.stride(), need, from_output, like_other
 
 
 def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:

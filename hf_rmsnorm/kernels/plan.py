@@ -12,6 +12,7 @@ from ..formula import NormSpec
 from . import backward, backward_wide, forward
 from .compiled import BoundKernel, Kernel
 from .rows import RowAddress, flat_strides, heads_of, row_order
+from .saved import Saved, saved_of_rows
 from .serves import of_rows, require
 from .sizes import COLUMNS, backward_config, forward_config, reduce_config
 
@@ -40,12 +41,13 @@ class ForwardPlan:
     that is read. `sum_dtype` and `sum_strides` are those of residual + x, and `keeps_sum` says that it is rounded and
     returned. `blank` has the shape and dtype of a statistic. `in_place` says that nothing is copied, neither operands
     nor outputs. `backward` holds the plans of backwards of such calls, and `serve` what launches it, without statistics
-    and with. `last` is what was asked of the last backward, what tells that operands are like those, and what launches
-    it for them.
+    and with. `saved` is what a backward expects of x (or the sum), weight, bias, gate, rstd and mean. `last` is what
+    was asked of the last backward, what tells that operands are like those, and what launches it for them.
     """
 
     launch: BoundKernel
     loop: bool
+    shape: torch.Size
     rows: int
     centered: bool
     order: tuple[int, ...] | None
@@ -63,6 +65,7 @@ class ForwardPlan:
     sum_like_input: bool
     flat_sum: bool
     in_place: bool
+    saved: tuple[Saved | None, ...]
     backward: dict
     serve: list
     last: list
@@ -168,6 +171,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=
     """
     heads = heads_of(weight, bias)
     dtypes = (x.device, x.dtype, *map(_dtype, (weight, bias, gate, residual, shift, factor)))
+    shapes = x.shape, *(None if t is None else t.shape for t in (weight, bias))
     other = residual if gate is None else gate
 
     def make() -> ForwardPlan:
@@ -190,9 +194,11 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=
         kernel, grid = NORM_FORWARD_LOOP if config.loop else NORM_FORWARD, (-(-rows // (config.rows * heads)), heads, 1)
         keys = ((*dtypes, output_dtype, keep_sum, stats) for stats in (False, True))
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)
+        read_again = {"x" if residual is None else "residual + x": total, "weight": weight, "bias": bias}
+        read_again["scale" if spec.gate is None else "gate"] = gate
         return ForwardPlan(
-            launch=kernel.bind(grid, config.num_warps, named, *keys), loop=config.loop, rows=rows,
-            centered=spec.centered, order=order, x=x_rows, other=other_rows,
+            launch=kernel.bind(grid, config.num_warps, named, *keys), loop=config.loop, shape=x.shape,
+            rows=rows, centered=spec.centered, order=order, x=x_rows, other=other_rows,
             alone=all(t is None for t in (bias, gate, residual, shift, factor)), blank=_blank(x.device, rows),
             output_dtype=output_dtype,
             memory_format=memory_format, flat_output=flat_output, sum_dtype=total.dtype, flat_sum=flat_sum,
@@ -200,11 +206,11 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=
             keeps_sum=keep_sum, sum_strides=None if residual is None else total.stride(),
             sum_like_input=total.dtype == x.dtype and total.stride() == _empty_like(x).stride(),
             in_place=not (x_rows.copy or other_rows.copy) and flat_output and (residual is None or flat_sum),
-            backward={}, serve=[None, None], last=[(None, None, None)],
+            saved=saved_of_rows(read_again, rows), backward={}, serve=[None, None], last=[(None, None, None)],
         )  # fmt: skip
 
     strides = x.stride(), None if other is None else other.stride()
-    return remember(("forward", x.shape, strides, dtypes, spec.but_eps, heads, keep_sum), make)
+    return remember(("forward", shapes, strides, dtypes, spec.but_eps, keep_sum), make)
 
 
 def backward_plan(

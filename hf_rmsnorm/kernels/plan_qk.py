@@ -1,6 +1,6 @@
 """What a launch on queries and keys depends on besides the tensors' memory, worked out once per shape and strides."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -9,6 +9,7 @@ from ..formula import NormSpec, promoted
 from . import qk, qk_backward
 from .compiled import BoundKernel, Kernel
 from .plan import formula_constants, remember
+from .saved import Saved, saved_of_rows
 from .serves import require
 from .sizes import (
     MAX_TOKEN,
@@ -38,16 +39,21 @@ PROGRAMS_PER_SM = 4  # of the backward: what its registers leave room for
 class QKPlan:
     """One launch, with outputs of `strides` and `dtype`; a forward has a code without statistics and one with.
 
-    A backward has so many partial sums of the weights' gradients, and `sum`, which adds them up.
+    A backward has so many partial sums of the weights' gradients, and `sum`, which adds them up. Of a forward, `saved`
+    is what its backward expects of q, k, their weights and biases, cos, sin, rstd and mean. `last` is what tells that
+    gradients and these are like those of the last backward.
     """
 
     launch: BoundKernel
     strides: tuple[tuple[int, ...], tuple[int, ...]]
+    device: torch.device
     dtype: torch.dtype
     rows: int
     centered: bool
     partials: int = 0
     sum: BoundKernel | None = None
+    saved: tuple[Saved | None, ...] = ()
+    last: list = field(default_factory=list)
 
 
 def _output_strides(x: torch.Tensor, cos: torch.Tensor | None, row_major: bool, way: str = "") -> tuple[int, ...]:
@@ -126,10 +132,14 @@ def forward_plan(q, k, weights, cos, spec: NormSpec, way: str = "") -> QKPlan:
         addresses = {"q": q.stride(), "k": k.stride(), "yq": outputs[0], "yk": outputs[1]}
         named = _named(q, k, weights, cos, spec, config, addresses) | {"ONCE": once, "PAIRS": "pairs" in way}
         keys = ((*dtypes, spec.has_bias, way, stats) for stats in (False, True))
+        rows = _rows(q) + _rows(k)
+        read_again = {"q": q, "k": k, "the weight of q": weights[0], "the weight of k": weights[1]}
+        biases = weights if spec.has_bias else (None, None)  # shapes and dtypes are those of the weights
+        read_again |= {"the bias of q": biases[0], "the bias of k": biases[1], "cos": cos, "sin": cos}
         return QKPlan(
-            launch=QK_NORM_FORWARD.bind(grid, warps, named, *keys), strides=outputs,
+            launch=QK_NORM_FORWARD.bind(grid, warps, named, *keys), strides=outputs, device=q.device,
             dtype=dtype if cos is None or once else promoted(dtype, cos.dtype),
-            rows=_rows(q) + _rows(k), centered=spec.centered,
+            rows=rows, centered=spec.centered, saved=saved_of_rows(read_again, rows),
         )  # fmt: skip
 
     return remember(("qk forward", like, dtypes, spec.but_eps, way), make)
@@ -170,7 +180,8 @@ def backward_plan(dq, dk, q, k, weights, cos, spec: NormSpec, need: tuple[bool, 
         grid, keys = (-(-max(wide, wide_k) // reduce.block), 2, 1), ((*dtypes, need[at : at + 2]) for at in (2, 4))
         return QKPlan(
             launch=QK_NORM_BACKWARD.bind((parts, 1, 1), config.num_warps, named, dtypes), strides=outputs,
-            dtype=q.dtype, rows=_rows(q) + _rows(k), centered=spec.centered, partials=q_sums * wide + k_sums * wide_k,
+            device=q.device, dtype=q.dtype, rows=_rows(q) + _rows(k), centered=spec.centered,
+            partials=q_sums * wide + k_sums * wide_k,
             sum=QK_REDUCE_PARTIALS.bind(grid, reduce.num_warps, of_sum | {"ROWS": reduce.rows}, *keys),
         )  # fmt: skip
 

@@ -170,7 +170,9 @@ def fused_add_norm(
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-    return _fused(x, residual, weight, bias, spec, None, keep_output)
+    if not _is_compiling() and is_direct(x, residual, weight, bias):
+        plan = kernels().forward_plan(x, weight, bias, None, spec, residual)
+    return _fused(x, residual, weight, bias, spec, plan, keep_output)
 
 
 def _fused(x, residual, weight, bias, spec, plan, keep_output):

@@ -7,7 +7,15 @@ import torch
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
-from ..reference import input_of_output, reference_backward, reference_norm, reference_qk_backward, reference_qk_norm
+from ..kernels.saved import Saved, require_saved
+from ..reference import (
+    input_of_output,
+    reference_backward,
+    reference_norm,
+    reference_qk_backward,
+    reference_qk_norm,
+    rotated,
+)
 from .backend import give_up
 from .direct import alike_to, is_direct, is_watched, under_transform
 from .from_output import note_backward
@@ -46,11 +54,17 @@ def _check_of(*operands: torch.Tensor | None) -> Callable[[tuple], bool]:
     return lambda others: check(*pick(others))
 
 
-def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, plan, strides, need, dh=None):
+def norm_gradients(
+    dy, x, weight, bias, gate, rstd, mean, spec, from_output, plan, strides, need, dh=None, formula=None
+):
     """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs; `dh`, another gradient of x, is in dx.
 
     Under `from_output` x is what the norm returned. `plan` is that of the forward, if one was made, and `strides` are
-    those that x had there.
+    those that x had there. `formula` is what computes (the output,) of x, weight, bias and gate in plain torch,
+    where that is not `spec`.
+
+    Raises:
+        RuntimeError: an operand has another shape, dtype or device than the forward read.
     """
     dh = dh if need[0] else None
     compiling = _is_compiling()
@@ -62,13 +76,15 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
             like, alike, serve = plan.last[0]
             if like == asked and alike((dy, x, weight, bias, gate, rstd, mean, dh)):
                 return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps)
+        if plan is not None and not compiling:
+            _require_saved_rows(plan, (x, weight, bias, gate, rstd, mean), dy, dh)
         x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
         seen_through = not compiling and _seen_through(dy, dh)
         if not (compiling or seen_through) and is_direct(dy, x, weight, bias, gate, dh):
             grads = kernels().norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, from_output, plan)
             if plan is not None:
                 alike = _check_of(dy, x, weight, bias, gate, rstd, mean, dh)
-                plan.last[0] = asked, alike, kernels().backward_like(plan, dy, x, need, from_output, dh)
+                plan.last[0] = asked, alike, kernels().backward_like(plan, dy, x, need, gate, dh, from_output)
             return grads
     except KernelUnavailable as error:
         give_up(error, dy.device)
@@ -76,6 +92,8 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
         x, weight, bias, rstd, mean = as_saved(strides, x, weight, bias, rstd, mean)
     if from_output:
         return _gradients_from_output(dy, x, weight, bias, rstd, spec, need, dh)
+    if formula is not None:
+        return _gradients_of(formula, (x, weight, bias, gate), dy, need)
     if seen_through:
         if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
             grads = differentiable(
@@ -86,6 +104,18 @@ def norm_gradients(dy, x, weight, bias, gate, rstd, mean, spec, from_output, pla
         return grads if dh is None else (dh + grads[0], *grads[1:])
     mean = rstd.new_empty(0) if mean is None else mean
     return wanted(norm_backward_op(dy, x, weight, bias, gate, dh, rstd, mean, *spec_args(spec), list(need)), need)
+
+
+def _gradients_of(formula: Callable, inputs: tuple, dy, need) -> list:
+    if torch.is_grad_enabled():  # create_graph
+        return differentiable(formula, inputs, (dy,), need)
+    leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, need, strict=True)]
+    return [g if g is None else g.detach() for g in differentiable(formula, tuple(leaves), (dy,), need)]
+
+
+def _require_saved_rows(plan, tensors: tuple, dy, dh) -> None:
+    gradients = Saved("the gradient", plan.shape), Saved("the gradient of the sum", plan.shape)
+    require_saved(plan.blank.device, (*plan.saved, *gradients), (*tensors, dy, dh))
 
 
 def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
@@ -101,13 +131,27 @@ def _gradients_from_output(dy, y, weight, bias, rstd, spec, need, dh):
     return dx, *grads
 
 
-def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
-    """The gradients of q, k, their weights and biases inside a backward; saved: these, cos, sin, rstd, mean."""
-    q, k, *parameters, cos, sin, rstd, mean = qk_as_saved(saved)
-    operands = q, k, *parameters, cos, sin
+def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need, way: str = "", plan=None):
+    """The gradients of q, k, their weights and biases inside a backward; saved: these, cos, sin, rstd, mean.
+
+    `way` is how the forward rotated, and `plan` is its own, if one was made.
+
+    Raises:
+        RuntimeError: an operand has another shape, dtype or device than the forward read.
+    """
     if dq is None and dk is None:
         return (None,) * 6
     compiling = _is_compiling()
+    if plan is None or compiling:
+        saved = qk_as_saved(saved)
+    elif not plan.last or not plan.last[0]((dq, dk, *saved)):
+        saved = _qk_checked(plan, dq, dk, saved)
+    q, k, *parameters, cos, sin, rstd, mean = saved
+    # The kernels take back no pairs, and round every operator where the tables have the dtype of q.
+    if "pairs" in way or ("once" in way and cos.dtype == q.dtype):
+        dq, dk = (d if d is None else rotated(d, cos, sin, True, way) for d in (dq, dk))
+        cos = sin = None
+    operands = q, k, *parameters, cos, sin
     if not compiling and _seen_through(dq, dk):
         if not torch.is_grad_enabled():
             return reference_qk_backward(dq, dk, *operands, spec, need)
@@ -126,3 +170,14 @@ def qk_gradients(dq, dk, saved: tuple, spec: NormSpec, need):
     mean = rstd.new_empty(0) if mean is None else mean
     grads = qk_norm_backward_op(dq, dk, *operands, rstd, mean, *spec_args(spec), list(need))
     return wanted(grads, [n and d is not None for n, d in zip(need, (dq, dk) * 3, strict=True)])
+
+
+def _qk_checked(plan, dq, dk, saved: tuple) -> tuple:
+    """What was saved, once it is what the forward read, as the kernels read it."""
+    q, k, *_ = plan.saved
+    gradients = Saved("the gradient of q", q.shape), Saved("the gradient of k", k.shape)
+    require_saved(plan.device, (*gradients, *plan.saved), (dq, dk, *saved))
+    as_read = qk_as_saved(saved)
+    if as_read is saved:  # else those like them are laid out too
+        plan.last[:] = [_check_of(dq, dk, *saved)]
+    return as_read

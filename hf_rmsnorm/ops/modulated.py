@@ -4,11 +4,12 @@ import torch
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
+from ..kernels.saved import Saved, require_saved
 from ..kernels.serves import of_rows, unserved
 from ..reference import reference_norm
 from .backend import give_up, resolve_backend
-from .direct import is_direct, under_transform, version
-from .gradients import differentiable
+from .direct import is_direct, state, under_transform
+from .gradients import norm_gradients
 from .loading import kernels
 from .norm import autocasts_functional
 
@@ -18,60 +19,67 @@ class _Modulated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, factor, *rest):
-        weight, bias, scale, shift, spec = rest
-        y, rstd, mean, h = _launch(x, residual, factor, *rest, True)
+        weight, bias, scale, _, spec = rest
+        plan, (y, rstd, mean, h) = _launch(x, residual, factor, *rest, True)
         of_factor = x if factor is not None and ctx.needs_input_grad[2] else None
+        normed = x if h is None else h
         # A copy of the scale, as the operators keep the factor made of it: it may be written to behind them.
-        kept = weight, bias, scale.clone(), shift, rstd, mean
-        ctx.save_for_backward(of_factor, factor, x if h is None else h, *kept)
-        ctx.spec, ctx.scale = spec, (scale, version(scale))
+        ctx.save_for_backward(of_factor, factor, normed, weight, bias, scale.clone(), rstd, mean)
+        ctx.spec, ctx.plan, ctx.strides = spec, plan, normed.stride()
+        ctx.factor_shape = None if factor is None else factor.shape
+        ctx.scale = scale, state(scale)
         ctx.set_materialize_grads(False)
         return h, y
 
     @staticmethod
     def backward(ctx, dh, dy):
-        x, factor, *operands, rstd, mean = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: in which the scale is itself
-            operands[3], known = ctx.scale
-            if version(operands[3]) != known:
-                raise RuntimeError("create_graph=True differentiates by a scale that was written to since the forward")
+        x, factor, *operands = ctx.saved_tensors
         need, need_x, need_residual, need_factor = ctx.needs_input_grad, *ctx.needs_input_grad[:3]
-        of_norm = None, None, None, None, None
+        if factor is not None:
+            like = dy if dh is None else dh
+            expected = Saved("x", like.shape, like.dtype), Saved("factor", ctx.factor_shape, like.dtype)
+            require_saved(like.device, expected, (x, factor))
+        of_norm = None, None, None, None
         if dy is not None:
-            of_norm = _norm_gradients(dy, *operands, rstd, mean, ctx.spec, (any(need[:3]), *need[3:7]))
+            of_norm = _norm_gradients(ctx, dy, *operands, (any(need[:3]), *need[3:6]))
         dtotal, *others = of_norm
         if dh is not None:
             dtotal = dh if dtotal is None else dh + dtotal
         dx = dtotal if factor is None or not need_x or dtotal is None else dtotal * factor
         gated = need_factor and dtotal is not None
         dfactor = (dtotal * x).sum_to_size(factor.shape) if gated else None
-        return dx if need_x else None, dtotal if need_residual else None, dfactor, *others, None
+        dshift = dy if need[6] else None  # which autograd sums to the shift's shape
+        return dx if need_x else None, dtotal if need_residual else None, dfactor, *others, dshift, None
 
 
-def _norm_gradients(dy, h, weight, bias, scale, shift, rstd, mean, spec, need):
-    """The gradients of h and of the four behind it."""
-    def formula(h, weight, bias, scale, shift):
-        y = reference_norm(h, weight, bias, spec) * (1 + scale)
-        return (y if shift is None else y + shift,)
+def _norm_gradients(ctx, dy, h, weight, bias, scale, rstd, mean, need):
+    """The gradients of h and of the three behind it."""
+    spec, plan = ctx.spec, ctx.plan
+    if torch.is_grad_enabled():  # create_graph: in which the scale is itself
+        scale = _scale_itself(scale, *ctx.scale)
 
-    operands = h, weight, bias, scale, shift
-    if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable
-        return differentiable(formula, operands, (dy,), need)
-    each = scale.expand(h.shape)
-    try:
-        dh, dweight, dbias, dscale = kernels().norm_backward(dy, h, weight, bias, rstd, mean, spec, need[:4], each)
-    except KernelUnavailable as error:
-        give_up(error, dy.device)
-        leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(operands, need, strict=True)]
-        grads = differentiable(formula, tuple(leaves), (dy,), need)
-        return [g if g is None else g.detach() for g in grads]
-    dscale = None if dscale is None else dscale.sum_to_size(scale.shape)
-    return dh, dweight, dbias, dscale, dy.sum_to_size(shift.shape) if need[4] else None
+    def formula(h, weight, bias, scale):
+        return (reference_norm(h, weight, bias, spec) * (1 + scale),)
+
+    operands = h, weight, bias, scale.expand(plan.shape), rstd, mean
+    grads = norm_gradients(dy, *operands, spec, False, plan, ctx.strides, need, formula=formula)
+    dh, dweight, dbias, dscale = grads
+    return dh, dweight, dbias, None if dscale is None else dscale.sum_to_size(scale.shape)
+
+
+def _scale_itself(kept: torch.Tensor, scale: torch.Tensor, known: tuple) -> torch.Tensor:
+    require_saved(kept.device, (Saved("scale", kept.shape, kept.dtype),), (scale,))
+    if state(scale) != known:
+        raise RuntimeError("create_graph=True differentiates by a scale that was written to since the forward")
+    return scale
 
 
 def _launch(x, residual, factor, weight, bias, scale, shift, spec, stats):
+    """The plan, and what it launched."""
+    launch = kernels()
     scale, shift, factor = (t if t is None else t.expand(x.shape) for t in (scale, shift, factor))
-    return kernels().norm_forward(x, weight, bias, spec, stats, scale, residual, shift=shift, factor=factor)
+    plan = launch.forward_plan(x, weight, bias, scale, spec, residual, True, shift, factor)
+    return plan, launch.norm_forward(x, weight, bias, spec, stats, scale, residual, plan, True, shift, factor)
 
 
 def modulated_norm(
@@ -113,7 +121,7 @@ def modulated_norm(
     try:
         if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
             return _Modulated.apply(x, *rest)
-        y, _, _, h = _launch(x, *rest, False)
+        _, (y, _, _, h) = _launch(x, *rest, False)
     except KernelUnavailable as error:
         give_up(error, x.device)
         return None

@@ -26,6 +26,8 @@ class _FusedNorm(torch.autograd.Function):
         if precomputed is None and plan is not None and (serve := plan.serve[True]) is not None:
             y, rstd, mean, _ = serve(x, weight, bias, gate, None, spec.eps)
         else:
+            if plan is None and not _is_compiling() and is_direct(x, weight, bias, gate):
+                plan = kernels().forward_plan(x, weight, bias, gate, spec)
             y, rstd, mean = precomputed or _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
         keep_output = keep_output and serves_as_input(y, x, weight, bias, spec)
         kept, mean = (y, None) if keep_output else (x, mean)

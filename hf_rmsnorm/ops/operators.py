@@ -9,6 +9,7 @@ import torch
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
 from ..kernels.rows import heads_of, row_order
+from ..kernels.saved import Saved, require_saved, require_saved_of
 from ..kernels.serves import unserved
 from ..reference import (
     as_normed,
@@ -148,6 +149,9 @@ def _add_forward(x, residual, weight, bias, *formula):
 
 def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     spec, need = spec_from(weight, bias, formula)
+    rows, parameters = {"x": x, "gate": gate, "dh": dh}, {"weight": weight, "bias": bias}
+    require_saved_of(dy, rows, parameters, {"rstd": rstd, "mean": mean if spec.centered else None})
+    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
     grads = None
     if is_direct(x, weight, bias, gate) and refusal(x, weight, bias, spec, gate) is None:
         rstd, mean = (_flat(t, x, spec, weight, bias) for t in (rstd, mean))
@@ -205,6 +209,7 @@ def _qk_stats(x, weight, spec):
 def _qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, rstd, mean, *formula):
     parameters = q_weight, k_weight, q_bias, k_bias
     spec, need = spec_from(q_weight, q_bias, formula)
+    _require_saved_heads(q, k, dq, dk, rstd)
     grads = None
     if _qk_served(q, k, parameters, cos, sin, spec) and is_direct(dq, dk):
         operands = dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, tuple(need)
@@ -220,6 +225,13 @@ def _launch_qk_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, ne
         *_, rstd, mean = _launch_qk(q, k, parameters, cos, sin, spec, True)
     mean = mean if spec.centered else None
     return qk_kernels().qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, need)
+
+
+def _require_saved_heads(q, k, dq, dk, rstd) -> None:
+    like_q, like_k = (x if d is None else d for x, d in ((q, dq), (k, dk)))
+    rows = (like_q.numel() + like_k.numel()) // max(1, like_q.shape[-1])
+    expected = Saved("q", like_q.shape), Saved("k", like_k.shape), Saved("rstd", (rows,))
+    require_saved(q.device, expected, (q, k, rstd if rstd.numel() else None))  # DTensors keep no statistics
 
 
 def _fake_forward(x, weight, bias, gate, *formula):
@@ -284,9 +296,11 @@ def as_saved(strides: tuple[int, ...], x: torch.Tensor, *rows: torch.Tensor | No
 
 
 def qk_as_saved(tensors: tuple) -> tuple:
-    """The same for queries and keys: columns of unit stride, as the kernels read them."""
-    cos, sin = tensors[6:8]
-    if all(t is None or t.stride(-1) == 1 for t in tensors) and (cos is None or cos.stride() == sin.stride()):
+    """The same for queries and keys: columns of unit stride and parameters without gaps, as the kernels read them."""
+    parameters, (cos, sin) = tensors[2:6], tensors[6:8]
+    in_place = all(t is None or t.stride(-1) == 1 for t in tensors)
+    in_place = in_place and all(t is None or t.is_contiguous() for t in parameters)
+    if in_place and (cos is None or cos.stride() == sin.stride()):
         return tensors
     return tuple(t if t is None else t.contiguous() for t in tensors)
 

@@ -19,21 +19,18 @@ class _FusedQKNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec, way, plan):
         parameters = q_weight, k_weight, q_bias, k_bias
+        if plan is None and is_direct(q, k, *parameters, cos, sin):
+            plan = qk_plan_of(q, k, parameters[:2], spec, cos, way)
         yq, yk, rstd, mean = _launch_forward(q, k, parameters, cos, sin, spec, True, way, plan)
         ctx.save_for_backward(q, k, *parameters, cos, sin, rstd, mean)
-        ctx.spec, ctx.way = spec, way
+        ctx.call = spec, way, plan
         ctx.set_materialize_grads(False)
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        saved = ctx.saved_tensors
-        *operands, cos, sin, rstd, mean = saved
-        # The kernels take back no pairs, and round every operator where the tables have the dtype of q.
-        if "pairs" in ctx.way or ("once" in ctx.way and cos.dtype == saved[0].dtype):
-            dq, dk = (d if d is None else rotated(d, cos, sin, True, ctx.way) for d in (dq, dk))
-            saved = *operands, None, None, rstd, mean
-        grads = qk_gradients(dq, dk, saved, ctx.spec, ctx.needs_input_grad[:6])
+        spec, way, plan = ctx.call
+        grads = qk_gradients(dq, dk, ctx.saved_tensors, spec, ctx.needs_input_grad[:6], way, plan)
         return *grads, None, None, None, None, None
 
 

@@ -4,11 +4,13 @@ import torch
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
+from ..kernels.saved import require_saved_of
 from ..reference import reference_backward, reference_norm
 from .backend import give_up, resolve_backend
 from .direct import is_direct
 from .gradients import differentiable
 from .loading import kernels
+from .operators import as_saved
 
 
 class _NormOfSummands(torch.autograd.Function):
@@ -16,13 +18,17 @@ class _NormOfSummands(torch.autograd.Function):
     def forward(ctx, total, weight, bias, left, right, spec, backend):
         y, rstd, mean = _launch(left, right, weight, bias, spec, backend, True)
         ctx.save_for_backward(total, left, right, weight, bias, rstd, mean)
-        ctx.call = spec, backend
+        ctx.call = spec, backend, left.stride(), right.stride()
         return y
 
     @staticmethod
     def backward(ctx, dy):
         total, left, right, weight, bias, rstd, mean = ctx.saved_tensors
-        spec, backend = ctx.call
+        spec, backend, *strides = ctx.call
+        rows, parameters = {"residual + x": total, "residual": left, "x": right}, {"weight": weight, "bias": bias}
+        require_saved_of(dy, rows, parameters, {"rstd": rstd, "mean": mean})
+        left, weight, bias, rstd, mean = as_saved(strides[0], left, weight, bias, rstd, mean)
+        (right,) = as_saved(strides[1], right)
         h, need = left.float() + right.float(), tuple(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable, as a function of the sum
 

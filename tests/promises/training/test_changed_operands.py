@@ -1,0 +1,221 @@
+"""A tensor replaced through `.data` between forward and backward raises, as in eager; nothing is read past its end.
+
+Offloading by hand does it, and so does a ZeRO-3 whose weights are not gathered for the backward.
+"""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_rmsnorm import NormSpec, patch_model, use_backend
+from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm
+from hf_rmsnorm.ops.modulated import modulated_norm
+from hf_rmsnorm.ops.unrounded import norm_of_summands
+
+ROWS, SIZE, HEADS, LENGTH = 6, 64, 2, 3
+LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
+GATED = NormSpec(False, 1e-6, gate="silu_after")
+LAYER = NormSpec(True, 1e-6, has_bias=True, functional=True)
+QK = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias", "cos", "sin")
+
+
+def some(*shape, seed, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensors(*shapes, dtype=torch.float32):
+    """Results of an operator, as activations are; each of another seed."""
+    return [some(*shape, seed=seed, dtype=dtype).requires_grad_() * 1 for seed, shape in enumerate(shapes)]
+
+
+def patched(module, memory_efficient):
+    module = nn.Sequential(module)
+    patch_model(module, strict=True, memory_efficient=memory_efficient)
+    return module
+
+
+def norm(module=None, memory_efficient=False):
+    module = patched(module or LlamaRMSNorm(SIZE), memory_efficient)
+    (x,) = tensors((ROWS, SIZE))
+    return {"x": x, **dict(module[0].named_parameters())}, module(x)
+
+
+def layer_norm():
+    return norm(nn.LayerNorm(SIZE))
+
+
+def from_output():
+    return norm(nn.LayerNorm(SIZE), memory_efficient=True)
+
+
+def frozen_norm():
+    return norm(LlamaRMSNorm(SIZE).requires_grad_(False))
+
+
+def gate():
+    x, gate, weight = tensors((ROWS, SIZE), (ROWS, SIZE), (SIZE,))
+    return {"x": x, "gate": gate, "weight": weight}, fused_norm(x, weight, None, GATED, gate=gate)
+
+
+def residual_sum():
+    x, residual, weight = tensors((ROWS, SIZE), (ROWS, SIZE), (SIZE,))
+    h, y = fused_add_norm(x, residual, weight, None, LLAMA)
+    return {"x": x, "residual": residual, "weight": weight}, h + y
+
+
+def queries_and_keys():
+    heads = 1, HEADS, LENGTH, SIZE
+    q, k, q_weight, k_weight = tensors(heads, heads, (SIZE,), (SIZE,))
+    cos, sin = some(1, LENGTH, SIZE, seed=8), some(1, LENGTH, SIZE, seed=9)
+    yq, yk = fused_qk_norm(q, k, q_weight, k_weight, LLAMA, cos, sin)
+    return dict(zip(QK, (q, k, q_weight, k_weight, None, None, cos, sin), strict=True)), yq + yk
+
+
+def weights_of_heads():
+    heads = 1, HEADS, LENGTH, SIZE
+    q, k, *parameters = tensors(heads, heads, *[(HEADS, SIZE)] * 4)
+    yq, yk = fused_qk_norm(q, k, *parameters[:2], LAYER, None, None, *parameters[2:])
+    return dict(zip(QK, (q, k, *parameters), strict=False)), yq + yk
+
+
+def modulation():
+    of_rows, of_all = (ROWS, SIZE), (SIZE,)
+    x, residual, factor, weight, bias, scale, shift = tensors(*[of_rows] * 2, *[of_all] * 5)
+    h, y = modulated_norm(x, weight, bias, LAYER, scale, shift, residual, factor)
+    operands = x, residual, factor, weight, bias, scale, shift
+    return dict(zip(("x", "residual", "factor", "weight", "bias", "scale", "shift"), operands, strict=True)), h + y
+
+
+def unrounded():
+    left, right, weight = tensors((ROWS, SIZE), (ROWS, SIZE), (SIZE,), dtype=torch.bfloat16)
+    total = left + right
+    return {"total": total, "weight": weight}, norm_of_summands(total, left, right, weight, None, LLAMA)
+
+
+def compiled():
+    x, weight = tensors((ROWS, SIZE), (SIZE,))
+    function = torch.compile(lambda x, w: fused_norm(x, w, None, LLAMA), backend="aot_eager", fullgraph=True)
+    return {"x": x, "weight": weight}, function(x, weight)
+
+
+def compiled_queries():
+    heads = 1, HEADS, LENGTH, SIZE
+    q, k, weight = tensors(heads, heads, (SIZE,))
+    function = torch.compile(lambda q, k, w: fused_qk_norm(q, k, w, w, LLAMA), backend="aot_eager", fullgraph=True)
+    return {"q": q, "k": k, "q_weight": weight}, sum(function(q, k, weight))
+
+
+def empty(t):
+    return t.new_empty(0)
+
+
+def short(t):
+    return t[..., :1, :].clone() if t.dim() > 1 else t[:1].clone()
+
+
+def narrow(t):
+    return t.bfloat16()
+
+
+def apart(t):
+    """The same values, with gaps between them."""
+    return torch.stack((t, t), dim=-1)[..., 0]
+
+
+def turned(t):
+    """The same values, column by column."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def step(kind, name="", change=None, create_graph=False):
+    """The gradients of all operands, where one is replaced between forward and backward."""
+    with use_backend("triton"):
+        operands, y = kind()
+        leaves = [t for t in operands.values() if t is not None and t.requires_grad]
+        if change is not None:
+            operands[name].data = change(operands[name].detach())
+        return torch.autograd.grad(y.float().square().sum(), leaves, create_graph=create_graph)
+
+
+CHANGED = [
+    (norm, "x", short), (norm, "x", empty), (norm, "x", narrow), (norm, "weight", empty), (norm, "weight", narrow),
+    (frozen_norm, "weight", empty),
+    (layer_norm, "x", short), (layer_norm, "weight", short), (layer_norm, "bias", empty),
+    (from_output, "weight", empty), (from_output, "bias", narrow),
+    (gate, "x", short), (gate, "gate", short), (gate, "gate", narrow), (gate, "weight", empty),
+    (residual_sum, "weight", empty), (residual_sum, "weight", narrow),
+    (queries_and_keys, "q", short), (queries_and_keys, "k", empty), (queries_and_keys, "q_weight", empty),
+    (queries_and_keys, "k_weight", narrow), (queries_and_keys, "cos", short), (queries_and_keys, "sin", narrow),
+    (weights_of_heads, "q_weight", short), (weights_of_heads, "k_bias", empty),
+    (modulation, "x", short), (modulation, "factor", empty), (modulation, "weight", short), (modulation, "bias", empty),
+    (unrounded, "total", short), (unrounded, "weight", empty),
+    (compiled, "x", short), (compiled, "weight", empty), (compiled_queries, "q", short),
+]  # fmt: skip
+WORDS = {f"{x}_{what}": f"the {what} of {x}" for x in "qk" for what in ("weight", "bias")} | {"total": "residual \\+ x"}
+
+
+def named(case):
+    return getattr(case, "__name__", case)
+
+
+@pytest.mark.parametrize(("kind", "name", "change"), CHANGED, ids=named)
+def test_an_operand_of_another_shape_or_dtype_is_named(kind, name, change):
+    step(kind)  # whose launch is kept
+    with pytest.raises(RuntimeError, match=f"^{WORDS.get(name, name)} changed between forward and backward") as error:
+        step(kind, name, change)
+    assert "\n" not in str(error.value)
+    step(kind)  # nor is the call after it any other
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        (norm, "x", short), (gate, "gate", short), (queries_and_keys, "q", short), (queries_and_keys, "cos", short),
+        (modulation, "weight", short), (modulation, "scale", short),
+    ],
+    ids=named,
+)  # fmt: skip
+def test_a_gradient_that_is_differentiated_asks_the_same(kind, name, change):
+    with pytest.raises(RuntimeError, match=f"^{name} changed between forward and backward"):
+        step(kind, name, change, create_graph=True)
+
+
+def test_a_scale_of_other_values_is_differentiated_by_no_more():
+    with pytest.raises(RuntimeError, match="a scale that was written to"):
+        step(modulation, "scale", torch.zeros_like, create_graph=True)
+
+
+def test_the_error_says_what_was_expected_and_what_is_there():
+    with pytest.raises(RuntimeError) as error:
+        step(norm, "x", short)
+    assert str(error.value) == (
+        "x changed between forward and backward: the backward expects shape (6, 64) of float32 on cpu, and finds "
+        "shape (1, 64) of float32 on cpu; keep what a forward has read as it is until its backward has run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        (norm, "x", turned), (norm, "weight", apart), (layer_norm, "bias", apart), (gate, "gate", turned),
+        (queries_and_keys, "q", turned), (queries_and_keys, "q_weight", apart), (queries_and_keys, "cos", turned),
+        (weights_of_heads, "k_weight", turned), (modulation, "weight", apart), (modulation, "factor", apart),
+        (unrounded, "weight", apart), (compiled, "x", turned), (compiled, "weight", apart),
+    ],
+    ids=named,
+)  # fmt: skip
+def test_the_same_values_with_other_strides_give_the_same_gradients(kind, name, change):
+    for _ in range(2):
+        for ours, usual in zip(step(kind, name, change), step(kind), strict=True):
+            torch.testing.assert_close(ours, usual)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(residual_sum, "residual"), (residual_sum, "x"), (modulation, "residual"), (modulation, "shift")],
+    ids=named,
+)
+def test_what_no_backward_reads_may_go(kind, name):
+    for ours, usual in zip(step(kind, name, empty), step(kind), strict=True):
+        assert torch.equal(ours, usual)
