@@ -36,9 +36,11 @@ class Chip:
     shared_limit: int  # bytes one program may use
     shared_total: int = 0  # bytes of a multiprocessor; 0 where occupancy is not modelled
     max_warps: int = 64
+    shared_reserve: int = 1_024  # bytes that the driver takes of each block
 
 
 CHIPS = {
+    "sm_75": Chip(GPUTarget("cuda", 75, 32), 40, 65_536, 65_536, 32, shared_reserve=0),
     "sm_80": Chip(GPUTarget("cuda", 80, 32), 108, 166_912, 167_936),
     "sm_86": Chip(GPUTarget("cuda", 86, 32), 84, 101_376, 102_400, 48),
     "sm_90": Chip(GPUTarget("cuda", 90, 32), 132, 232_448, 233_472),

@@ -28,11 +28,11 @@ def read_nvidia(compiled, arguments: list[str], chip, disassemble: bool) -> dict
         machine = {next((w for w, mark in SASS_WIDTHS.items() if mark in s.split(".")), 4) for s in suffixes}
         if machine != {width for _, width in accesses}:
             raise ValueError(f"ptxas accesses memory by {machine} bytes, the PTX by {accesses}")
-    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared + chip.shared_reserve
     blocks = min(
         65_536 // (-(-registers // 8) * 8 * 32 * warps),  # registers are handed out to warps by 8 a thread
         chip.max_warps // warps,
-        chip.shared_total // (shared + 1_024),  # the driver takes 1 KB of each block
+        chip.shared_total // max(shared, 1),
     )
     return {"registers": registers, "spilled": stack, "blocks": blocks, "widths": _widths(accesses, arguments)}
 

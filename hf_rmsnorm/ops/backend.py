@@ -37,12 +37,21 @@ def _device_refusal(device_type: str, index: int | None) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device_type == "cuda":
-        if torch.version.hip is None and torch.cuda.get_device_capability(index) < (8, 0):
-            return f"this GPU has compute capability {torch.cuda.get_device_capability(index)}; Triton needs 8.0"
-        return None
+        return _nvidia_refusal(index) if torch.version.hip is None else None
     if device_type == "xpu":
         return None
     return f"Triton has no backend for {device_type} tensors"
+
+
+def _nvidia_refusal(index: int | None) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= (7, 5):
+        return None
+    if capability == (7, 0) and "sm_70" in torch.cuda.get_arch_list():  # a V100: newer builds of torch leave it out
+        return None
+    number = ".".join(map(str, capability))
+    served = "7.5 (T4, RTX 20) and newer, and a V100 with a torch built for sm_70"
+    return f"this GPU has compute capability {number}; the kernels serve {served}"
 
 
 @torch.compiler.assume_constant_result

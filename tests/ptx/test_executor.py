@@ -216,6 +216,18 @@ def test_halves_are_compared_as_numbers():
             assert computed(body, pair, other)[:4].tolist() == expected
 
 
+def test_bytes_are_picked_out_of_two_registers():
+    """0x7632 takes the upper half of either, as a chip without bfloat16 packs two; the fourth bit asks for a sign."""
+    a, b = np.array([0x3F80_1234, 0x0011_2233], np.int32), np.array([0x4049_5678, 0x7F00_80FF], np.int32)
+    for chosen, expected in (("0x7632U", [0x4049_3F80, 0x7F00_0011]), ("0x00C4", [0x3434_0078, 0x3333_FFFF])):
+        assert computed(f"prmt.b32 %r9, %r20, %r21, {chosen};", a, b)[:2].tolist() == expected, chosen
+
+
+def test_nan_is_found_in_either_operand():
+    a, b = floats(1, np.nan, 1, np.nan), floats(1, 1, np.nan, np.inf)
+    assert computed("setp.nan.f32 %p2, %r20, %r21;\nselp.b32 %r9, 1, 0, %p2;", a, b)[:4].tolist() == [0, 1, 1, 1]
+
+
 def test_integers():
     a, b = [-7, 7, -7, 2**31 - 1, 5, -(2**31)], [2, -2, -2, 3, 7, 3]
     given = np.array(a, np.int32), np.array(b, np.int32)

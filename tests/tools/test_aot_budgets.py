@@ -21,7 +21,8 @@ GATED = ("mamba-bf16", "qwen3_next-bf16", "gated_layernorm-bf16")
 TOKENS = ("qk_whole", "qk_weighted")
 OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "SHIFT", "FACTOR", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK",
             "DXQ", "DXK", "COS", "SIN")  # fmt: skip
-SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_LIMIT = {"sm_75": 65_536, "sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448,
+                "gfx942": 65_536}  # fmt: skip
 
 DEFAULT = (
     "sm_90:llama-bf16",
@@ -49,6 +50,9 @@ DEFAULT = (
     "sm_90:qk_rotary-bf16-unaligned,qk_rotary-fp32:128",
     "sm_80,sm_90,gfx942:qk_whole-bf16,qk_weighted-bf16:64,128",
     "sm_80,sm_90,sm_100,gfx942:modulated-bf16,add_modulated-bf16:1152,3072",
+    "sm_75:llama-bf16,llama-fp16,add_llama-bf16:128,4096",
+    "sm_75:llama-bf16:65536",
+    "sm_75:qk_rotary-bf16:128",
 )
 EVERYTHING = ("::",)
 budgeted = pytest.mark.skipif(
@@ -99,7 +103,7 @@ def test_every_kernel_compiles_for_every_target(kernels):
     rows = {"norm_forward", "norm_backward", "reduce_partials"}
     wide = {"norm_forward_loop", "norm_backward_loop", "norm_backward_columns"}
     heads = {"qk_norm_forward", "qk_norm_backward", "qk_reduce_partials"}
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+    for target in ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942"):
         assert names[target] == rows | wide | heads, target
 
 

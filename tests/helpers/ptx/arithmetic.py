@@ -90,14 +90,28 @@ FLOAT = {
 ROUNDED = {"rn", "full", "approx"}  # those that are approximate are exact here unless they are to be blurred
 
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-           "ge": np.greater_equal, "neu": np.not_equal}  # fmt: skip
+           "ge": np.greater_equal, "neu": np.not_equal, "nan": lambda a, b: np.isnan(a) | np.isnan(b)}  # fmt: skip
 INTEGER = {  # x and y are the type as unsigned and as it is
     "add": ("xx", np.add), "sub": ("xx", np.subtract), "mul.lo": ("xx", np.multiply), "and": ("xx", np.bitwise_and),
     "or": ("xx", np.bitwise_or), "xor": ("xx", np.bitwise_xor), "not": ("x", np.invert), "min": ("yy", np.minimum),
     "mad.lo": ("xxx", lambda a, b, c: a * b + c), "neg": ("x", lambda a: a.dtype.type(0) - a),
     "max": ("yy", np.maximum), "div": ("yy", lambda a, b: (a - np.fmod(a, b)) // b), "rem": ("yy", np.fmod),
 }  # fmt: skip
+
+
+def _picked(a, b, how):
+    """Four bytes of the eight of a and b, each named by four bits of `how`; the highest asks for that byte's sign."""
+    both, picked = b.astype(u64) << 32 | a, u32.type(0)
+    for place in range(4):
+        four = how.astype(u64) >> (4 * place)
+        byte = (both >> ((four & 7) * 8)) & 255
+        sign = np.where(byte & 128, 255, 0)
+        picked = picked | (np.where(four & 8, sign, byte).astype(u32) << (8 * place))
+    return picked
+
+
 EXACT = {
+    "prmt.b32": ("www", _picked),
     "mul.wide.s32": ("ss", lambda a, b: np.multiply(a, b, dtype=i64)),
     "mul.wide.u32": ("ww", lambda a, b: np.multiply(a, b, dtype=u64)),
     "mad.wide.s32": ("ssq", lambda a, b, c: np.multiply(a, b, dtype=i64) + c),

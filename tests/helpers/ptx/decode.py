@@ -186,7 +186,7 @@ class Kernel:
 
 def _constant(text: str, kind: str):
     try:
-        value = int("0" if text == "global_smem" else re.sub("^0[fF](?=.{8}$)", "0x", text), 0)
+        value = int("0" if text == "global_smem" else re.sub("^0[fF](?=.{8}$)", "0x", text).removesuffix("U"), 0)
     except ValueError:
         raise Unknown(f"operand {text}") from None
     if kind == "p":

@@ -1,4 +1,4 @@
-"""A Triton driver for sm_90 whose launches, on CPU tensors, are executed from their PTX."""
+"""A Triton driver for sm_90, or another NVIDIA chip, whose launches, on CPU tensors, are executed from their PTX."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from .machine import Machine
 
 TRITON = "3.9.0"  # the version whose PTX is spoken
 RUN_BY = "HF_RMSNORM_TESTS_RUN_BY"  # in the environment: by what pytest's workers run kernels, as pytest itself does
-SMS, SHARED_LIMIT = 2, 232_448  # few multiprocessors, so that persistent loops are walked
+CHIP = "HF_RMSNORM_TESTS_SM"  # in the environment: what is compiled for, 90 without it
+SHARED_LIMIT = {70: 98_304, 75: 65_536, 90: 232_448}  # bytes that one program may use
+SMS = 2  # few multiprocessors, so that persistent loops are walked
 
 
 class Driver(StubDriver):
@@ -24,10 +26,10 @@ class Driver(StubDriver):
         launches: where each launch is kept, as (kernel, grid, bytes of shared memory, arguments); or None.
     """
 
-    def __init__(self):
+    def __init__(self, chip: int):
         from triton.backends.compiler import GPUTarget
 
-        super().__init__(GPUTarget("cuda", 90, 32), SHARED_LIMIT)
+        super().__init__(GPUTarget("cuda", chip, 32), SHARED_LIMIT[chip])
         self.utils.load_binary = lambda name, binary, shared, device: (None, Kernel(binary.decode()), 0, 0, 1024)
         self.machine, self.launches = Machine(), None
 
@@ -54,10 +56,10 @@ def _stop_at_ptx(backend=None, stages=None, options=None, language=None, capabil
 def run_kernels_on_cpu() -> bool:
     """Make this process and its children run kernels on CPU tensors; before triton is imported.
 
-    Where Triton is the version whose PTX is spoken, this process and pytest's workers compile for sm_90 and execute the
-    PTX; elsewhere, where TRITON_INTERPRET is set already and in other children, Triton's interpreter runs them. The
-    package serves CPU tensors where TRITON_INTERPRET is 1, so that is what the environment says; Triton by itself is
-    told otherwise.
+    Where Triton is the version whose PTX is spoken, this process and pytest's workers compile for the chip that CHIP
+    names and execute the PTX; elsewhere, where TRITON_INTERPRET is set already and in other children, Triton's
+    interpreter runs them. The package serves CPU tensors where TRITON_INTERPRET is 1, so that is what the environment
+    says; Triton by itself is told otherwise.
 
     Returns whether PTX is executed.
     """
@@ -78,7 +80,8 @@ def run_kernels_on_cpu() -> bool:
     knobs.runtime.interpret = False
     knobs.propagate_env = True
     knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
-    driver.set_active(Driver())  # as `driver.active` from now on
-    limits = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_LIMIT)
+    chip = int(os.environ.get(CHIP, 90))
+    driver.set_active(Driver(chip))  # as `driver.active` from now on
+    limits = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_LIMIT[chip])
     torch.cpu.get_device_properties = lambda index=None: limits  # torch has none for the CPU
     return True

@@ -201,7 +201,10 @@ def test_gradients_of_bad_rows_are_eagers_row_by_row(make, memory_efficient):
 
 
 def train_scaled(model):
-    """Losses, the scale after each step, and whether a step was taken, in float16 autocast with a scale too large."""
+    """What a float16 autocast makes of a scale too large.
+
+    Returns by step the loss, the scale after it and whether it was taken; and the weights behind the last one.
+    """
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**18, growth_interval=3)
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(7):
@@ -215,17 +218,28 @@ def train_scaled(model):
         optimizer.zero_grad()
         taken = not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
         seen.append((loss.item(), scaler.get_scale(), taken))
-    return seen
+    return seen, dict(model.named_parameters())
 
 
 @ways
 @families
 def test_steps_whose_scaled_gradients_overflow_are_skipped_as_in_eager(family, way):
-    plain, patched = train_scaled(build(family)), train_scaled(build(family, way))
+    (plain, weights), (patched, ours) = train_scaled(build(family)), train_scaled(build(family, way))
     taken = [step for *_, step in plain]
     assert False in taken and taken.count(True) >= 3
     assert [step[1:] for step in patched] == [step[1:] for step in plain]
     assert [loss for loss, *_ in patched] == pytest.approx([loss for loss, *_ in plain], rel=2e-3)
+    for name in norm_parameters(build(family)):  # others' gradients may be noise around 0, which AdamW makes a step of
+        torch.testing.assert_close(ours[name], weights[name], rtol=0, atol=2e-5, msg=name)
+
+
+@ways
+def test_steps_of_a_gradient_scaler_on_the_formulas_in_torch_leave_eagers_weights(way):
+    """How a T4 trains, which has no bfloat16: the same bits in every weight."""
+    with use_backend("reference"):
+        (plain, weights), (patched, ours) = train_scaled(build("llama")), train_scaled(build("llama", way))
+    assert patched == plain and {True, False} == {taken for *_, taken in plain}
+    assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
 
 
 # Parameters of several dtypes

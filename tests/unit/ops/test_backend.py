@@ -107,7 +107,8 @@ def test_the_largest_and_the_smallest_are_served(x, weight, bias, spec, gate):
 @pytest.mark.parametrize(
     "device_type, hip, capability, served",
     [
-        ("cuda", None, (8, 0), True), ("cuda", None, (7, 5), False), ("cuda", "6.4", (7, 5), True),
+        ("cuda", None, (8, 0), True), ("cuda", None, (7, 5), True), ("cuda", None, (7, 2), False),
+        ("cuda", None, (6, 1), False), ("cuda", "6.4", (6, 1), True),
         ("xpu", None, None, True), ("mps", None, None, False), ("cpu", None, None, False), ("meta", None, None, False),
     ],
 )  # fmt: skip
@@ -117,6 +118,17 @@ def test_which_devices_kernels_run_on(device_type, hip, capability, served, monk
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     assert (_device_refusal.__wrapped__(device_type, 0) is None) == served
+
+
+@pytest.mark.parametrize("built_for, served", [(["sm_70", "sm_75"], True), (["sm_75", "sm_80"], False)])
+def test_a_v100_is_served_where_torch_is_built_for_it(built_for, served, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+    said = _device_refusal.__wrapped__("cuda", 0)
+    assert said is None if served else said.startswith("this GPU has compute capability 7.0; the kernels serve 7.5 (T4")
 
 
 def test_row_numbers_stay_below_32_bits_in_the_last_tile():
