@@ -11,8 +11,10 @@ from typing import Literal
 
 import torch
 
-if torch.__version__ < "2.10":  # which brings a Triton older than 3.6
-    raise ImportError(f"hf_rmsnorm needs torch 2.10 or newer, this is {torch.__version__}: pip install -U torch")
+# A container's 2.10.0a0+b4e4ee81d3 is a 2.10 here, and compares as older.
+TORCH_RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+if TORCH_RELEASE < (2, 8):  # which brings a Triton older than 3.4
+    raise ImportError(f"hf_rmsnorm needs torch 2.8 or newer, this is {torch.__version__}: pip install -U torch")
 
 Rounding = Literal["once", "before_weight", "weight_dtype", "rstd", "every_step"]
 ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype", "rstd", "every_step")

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from ..formula import NormSpec, Rounding
+from ..formula import TORCH_RELEASE, NormSpec, Rounding
 from ..kernels.failure import KernelUnavailable
 from ..reference import in_groups, reference_norm
 from .backend import give_up, resolve_backend
@@ -15,7 +15,7 @@ from .loading import kernels, load_sharding_rules
 from .operators import norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
-_lists_rms_norm = torch.__version__ >= "2.12"
+_lists_rms_norm = TORCH_RELEASE >= (2, 12)
 
 
 class _FusedNorm(torch.autograd.Function):

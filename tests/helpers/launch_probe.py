@@ -57,6 +57,15 @@ def compiles():
     }
 
 
+def tell_launches(function):
+    """Make Triton call a function before each launch, or with None nothing."""
+    hooks = triton.knobs.runtime
+    if not hasattr(hooks.launch_enter_hook, "calls"):  # Triton 3.4 keeps one function, later ones a chain of them
+        hooks.launch_enter_hook = function
+        return
+    hooks.launch_enter_hook.calls[:] = [] if function is None else [function]
+
+
 def views(aligned):
     """Rows in many numbers and at many strides; every third value is one or a multiple of 16."""
     shift = 0 if aligned else 1
@@ -174,17 +183,17 @@ def of_rows(recorder, target):
                 )
             recorder.launches.clear()
 
-    hook, told = triton.knobs.runtime.launch_enter_hook, []
+    told = []
     dense = torch.empty(3, N, dtype=torch.bfloat16)
     step(dense, dense)
     facts["unhooked"] = [launched[2][6:9] for launched in recorder.launches]
     recorder.launches.clear()
-    hook.add(told.append)
+    tell_launches(told.append)
     step(dense, dense)
     for _, _, arguments in recorder.launches:
         metadata, enter, _ = arguments[6:9]
         enter(metadata)  # as a launcher that launches does
-    hook.remove(told.append)
+    tell_launches(None)
     facts["hooked"] = [metadata.get()["name"] for metadata in told]
     recorder.launches.clear()
 

@@ -73,6 +73,24 @@ def test_train(tmp_path):
         torch.testing.assert_close(finished[1][name], trained, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_compile():
+    """A step of a patched model that is compiled is one graph, in which the kernels are launched."""
+    ids, model = ids_of(TEXT[:16]), load("llama")
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    patch_model(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with use_backend("triton"), count_launches() as launches:
+        after = compiled(ids, labels=ids, use_cache=False).loss
+        after.backward()
+    assert launches.total() > model.config.num_hidden_layers
+    torch.testing.assert_close(after, loss, rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_convert(tmp_path):
     convert_checkpoint(demo_path("gpt2"), tmp_path / "rms")
     converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "rms").eval()
