@@ -23,7 +23,7 @@ class Window:
         spanned = (sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1) * (0 not in self.shape)
         self.size, real = spanned * self.item, tensor.data_ptr()
         self.start, self.end = real, real + self.size
-        self.address = (number + 1 << SPACING) + real % 4096
+        self.address = (number + 1 << SPACING) + 4096 + real % 4096  # what lies shortly before it is still near it
         self.shift = real % 64  # the array of bytes starts at a multiple of 64
         padded = -(-(self.shift + self.size) // 64) * 64
         about = {"data": (real - self.shift, False), "shape": (padded,), "typestr": "|u1", "version": 3}
