@@ -3,22 +3,24 @@
 from collections import defaultdict
 from pathlib import Path
 
-CASES = {"quick": 1, "all": 4}  # at most so many cases of a test function
+CASES = {"quick": 1, "all": 3}  # of each test function; of one that is marked full, one
 
 
 def choose(tier: str, items: list, named_files: set[Path]) -> list:
     """The tests of `items` that `tier` runs, in their order. Of a named file all run but the nightly ones."""
     if tier == "nightly":
         return items
-    by_function = defaultdict(list)
+    items = [item for item in items if not _has(item, "nightly")]
+    chosen = {item for item in items if item.path in named_files}
+    groups = defaultdict(list)
     for item in items:
-        by_function[item.nodeid.partition("[")[0]].append(item)
-    chosen = set()
-    for cases in by_function.values():
-        named = cases[0].path in named_files
-        cases = [case for case in cases if named or _in_tier(case, tier)]
-        chosen.update(cases if named else spread(cases, CASES[tier]))
-    return [item for item in items if item in chosen and not item.get_closest_marker("nightly")]
+        groups[item.nodeid.partition("[")[0], _has(item, "full")].append(item)
+    for (_, is_full), cases in groups.items():
+        if not is_full:
+            chosen.update(spread(cases, CASES[tier]))
+        elif tier == "all":
+            chosen.update(spread(cases, 1))
+    return [item for item in items if item in chosen]
 
 
 def spread(items: list, count: int) -> list:
@@ -29,7 +31,5 @@ def spread(items: list, count: int) -> list:
     return [items[round(last * step / max(count - 1, 1))] for step in range(count)]
 
 
-def _in_tier(item, tier: str) -> bool:
-    if item.get_closest_marker("nightly") is not None:
-        return False
-    return tier == "all" or item.get_closest_marker("full") is None
+def _has(item, marker: str) -> bool:
+    return item.get_closest_marker(marker) is not None

@@ -392,6 +392,7 @@ SHORT = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("command", SHORT)
@@ -446,6 +447,7 @@ def test_a_hub_id_out_of_reach_fails_with_the_cure(capsys, monkeypatch):
     assert "network" in fails(capsys, "report", "no-such-org/no-such-model")
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
     code = (

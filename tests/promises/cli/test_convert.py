@@ -324,6 +324,7 @@ def command(*argv, terminal=False):
     return process.wait(), text.decode()
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 @pytest.mark.parametrize("argv", ["convert org/gpt2 DST --no-verify", "verify org/gpt2 --max-new-tokens 0"])
 def test_a_download_is_seen(argv, served, tmp_path):
@@ -333,6 +334,7 @@ def test_a_download_is_seen(argv, served, tmp_path):
     assert re.search(r"(?i)(fetching|download|model\.safetensors).*%", text) and "from the Hub" not in text, text
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_a_download_is_said_off_a_terminal(served, tmp_path):
     downloading = ["downloading org/gpt2 from the Hub"]

@@ -80,6 +80,7 @@ def main(monkeypatch):
     return run_path(str(EXAMPLE))["main"]
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_two_processes_bring_a_student_nearer_and_it_loads_as_rms_norm(folders, tmp_path):
     teacher, student, text = folders

@@ -86,6 +86,7 @@ def test_norms_of_other_shapes(family):
 FULL = [pytest.param(family, marks=pytest.mark.full) for family in ("olmo2", "cohere")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [*FULL, "persimmon", "llama4_text"])
 def test_gradients_of_norms_of_other_shapes(family):
     _, config = OTHERS[family]

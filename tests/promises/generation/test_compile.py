@@ -60,6 +60,7 @@ def test_training_compiles_once_too():
     assert len(graphs) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_what_inductor_sees_is_a_setting():
     model = tiny_models.build("llama")
