@@ -1,11 +1,9 @@
 """The forward that a patched norm runs, and the class that carries it.
 
-A fused class is a subclass of the module's current class that overrides `forward`, and wraps what sets attributes, so
-that parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes stay what they were. `repr` says that the
-module is patched.
+A fused class is a subclass of the module's current class that overrides `forward`, so that parameters, buffers, hooks,
+`isinstance`, `extra_repr` and saved bytes stay what they were. `repr` says that the module is patched.
 """
 
-import functools
 import inspect
 import math
 import threading
@@ -22,12 +20,10 @@ from ..ops.norm import launched_norm, plan_of
 from ..ops.unrounded import norm_of_summands
 from .handover import handed_over, slot
 from .recipe import Recipe, one_dtype, operands, shapes_fit, tensor_of
-from .subclass import derive, exchanged, marked
+from .subclass import derive, marked
 from .summands import summands_of
 
 _is_compiling = torch.compiler.is_compiling
-_SETTERS = ("__setattr__", "__delattr__", "register_parameter", "register_buffer", "add_module")
-_COMPARABLE = (bool, int, float, str, type(None), torch.dtype)
 _classes: dict[tuple, type] = {}
 _classes_lock = threading.Lock()
 
@@ -53,7 +49,6 @@ def fused_class(base: type, recipe: Recipe) -> type:
                 "_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward,
                 "_hf_rmsnorm_code": getattr(base.forward, "__code__", None), "_hf_rmsnorm_plans": plans,
                 "__repr__": _repr_of(base),
-                **{setter: _watched(base, setter, frozenset(recipe.reads)) for setter in _SETTERS if recipe.reads},
             }  # fmt: skip
             _classes[key] = derive(base, _make_forward(base, recipe, plans), marks, fused_class, recipe)
         return _classes[key]
@@ -64,25 +59,6 @@ def _repr_of(base: type):
         return f"{base.__repr__(self)} [hf_rmsnorm]"
 
     return __repr__
-
-
-def _watched(base: type, setter: str, names: frozenset[str]):
-    """A method of base that sets an attribute, which has the module run its own forward if that is one of names."""
-
-    @functools.wraps(getattr(base, setter))
-    def watched(self, name, *args, **kwargs):
-        if name not in names:
-            return getattr(base, setter)(self, name, *args, **kwargs)
-        before = getattr(self, name, math.nan)
-        getattr(base, setter)(self, name, *args, **kwargs)
-        recipe, part = recipe_of(self), fused_part(type(self))
-        if getattr(self, name, math.nan) is not before and name not in dict(recipe.settings):
-            # NaN is never found again: what was absent, or is no plain value, is not known to be as it was.
-            before = before if isinstance(before, _COMPARABLE) and setter == "__setattr__" else math.nan
-            changed = fused_class(base, replace(recipe, settings=(*recipe.settings, (name, before))))
-            self.__class__ = exchanged(type(self), part, changed)
-
-    return watched
 
 
 def fused_forward(base: type, recipe: Recipe):

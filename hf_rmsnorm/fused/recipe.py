@@ -25,8 +25,7 @@ class Recipe:
         eps: name of the attribute that holds eps; None if eps is fixed in the code.
         eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
         hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
-        settings: attributes of the module, as (name, value), without which it may compute something else.
-        reads: other names in the code of the module's forward: one that is set on a patched module becomes a setting.
+        settings: plain attributes that its forward reads, as (name, value); with others it computes another norm.
         absent: parameters that the module has a place for and does not hold; with one of them it computes another norm.
         gate: name of the forward's argument that is the gate.
         gate_optional: without a gate, the module computes the same formula ungated.
@@ -61,7 +60,6 @@ class Recipe:
     eps_value: Any = None
     hidden_size: int | None = None
     settings: tuple[tuple[str, Any], ...] = ()
-    reads: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     gate: str | None = None
     gate_optional: bool = False

@@ -35,11 +35,16 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
     function = inspect.unwrap(cls.forward)
     if not inspect.isfunction(function):
         raise CannotRewrite(f"its forward is a {type(function).__name__}")
-    return function, _definition(function.__code__)
+    return function, definition_of(function.__code__)
 
 
 @functools.lru_cache(maxsize=1_024)  # the layers of a model are many of the same
-def _definition(code: types.CodeType) -> ast.FunctionDef:
+def definition_of(code: types.CodeType) -> ast.FunctionDef:
+    """Return the syntax of a function, which is everybody's: copy it to change it.
+
+    Raises:
+        CannotRewrite: its source is not there, or is not that of a function that stands alone.
+    """
     if set(code.co_freevars) - {"__class__"}:
         raise CannotRewrite("its forward uses variables of the function around it")
     try:
@@ -147,7 +152,7 @@ def _adder(function: Callable, name: str) -> Callable | None:
 def _sum_returned(code: types.CodeType) -> tuple[ast.FunctionDef, ast.BinOp] | None:
     """(the definition of a plain function, the ``+`` whose result it returns at its end)."""
     try:
-        definition = _definition(code)
+        definition = definition_of(code)
     except CannotRewrite:
         return None
     arguments = definition.args

@@ -19,7 +19,7 @@ def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
     Raises:
         ValueError: the server has no such formula.
     """
-    own = replace(recipe.own or recipe, settings=recipe.settings)
+    own = recipe.own or recipe
     if numerics == "model":
         return own
     found = None if own.layout != "last" or own.other_input else _formula(numerics, own.spec)

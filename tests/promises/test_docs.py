@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import linecache
 import os
 import re
 import shlex
@@ -53,6 +54,8 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, m
         pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
     if "BitsAndBytesConfig" in block.code:
         pytest.importorskip("bitsandbytes", reason="the quantiser that this is for, of the extra 'test'")
+    lines = block.code.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, str(block), (len(block.code), None, lines, str(block)))  # as of a file
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})

@@ -1,12 +1,12 @@
 """Parameters that the inputs did not reach and that may yet write to the residual stream."""
 
 import inspect
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from ...patching.formula.effects import codes
 from ..plan import ConversionRefused
 from .gauge import Gauge, all_centred, centre, gauge_test
 from .keys import Hit, KeyMap
@@ -98,9 +98,17 @@ def _mentioned(model: torch.nn.Module) -> set[str]:
         for name, member in vars(cls).items():
             function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
             if name not in ("__init__", "_init_weights") and (code := getattr(function, "__code__", None)):
-                for each in codes(code):
-                    names.update(each.co_names, (c for c in each.co_consts if isinstance(c, str)))
+                for inner in _codes(code):
+                    names.update(inner.co_names, (c for c in inner.co_consts if isinstance(c, str)))
     return names
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Some code, and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
 
 
 def _may_write(twin: Twin, name: str, lengths: set[int]) -> bool:

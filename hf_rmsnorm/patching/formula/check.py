@@ -1,7 +1,4 @@
-"""Proves a recipe on all that a model will ask of the swapped forward: shapes, strides, NaN, autocast, gradients.
-
-And on what no probe can try out, as far as the forward asks for it: sizes, devices, values.
-"""
+"""Proves a recipe on all that a model will ask of the swapped forward: shapes, strides, NaN, autocast, gradients."""
 
 import contextlib
 import math
@@ -10,27 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from ...formula import HALF_DTYPES
 from ...fused.recipe import Recipe
 from ...reference import in_groups, reference_norm, reference_stats
 from .closeness import same_bits
 from .inputs import FEW, NotInFamily, Trial
-from .probe import CHANGES_STATE, INFERENCE, MODES, PLAIN, Mode, Unusable
-from .watch import DEVICE, LENGTH, SIZE, STRIDES, VALUES, Watch, deciding
+from .probe import Unusable
 
-LONG, VERY_LONG, WIDE = 4200, 9216, 20_000  # sequences that are long, a row that is longer than one tile of a kernel
-MAX_ELEMENTS, SHORT = 2**18, 600  # how many a long input may have; what is not worth trying
+WIDE = 20_000  # elements of a row that is longer than one tile of a kernel
 MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 TOLERANCE = 1e-4  # of the terms that a gradient is summed of; roundings of float32 are a thousand times smaller
 HALF_TOLERANCE = 0.05  # in bfloat16 every operator of a backward rounds to eight bits
 SCALES = (1.0, 30.0, 0.02, 1e4)  # of the rows of the input
-ALL_MODES = (*MODES, INFERENCE, Mode(context=lambda: torch.autocast("cpu", torch.bfloat16)))
-WORDS = {
-    **dict.fromkeys((SIZE, LENGTH), "it does something else with input of another size"),
-    STRIDES: "it does something else with input that lies in memory in another way",
-    DEVICE: "it does something else on another device",
-    VALUES: "it takes values of a tensor into Python, to decide by them",
-}
 
 
 def prove(trial: Trial, recipe: Recipe) -> Recipe:
@@ -55,11 +42,9 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
     for mixed in () if one_dtype or recipe.only_float32 else MIXED_DTYPES:
         trial.spread(recipe)
         _must_agree(trial, recipe, rows[:5], *mixed)
-    # Rows of other sizes, and many rows, as far as they are affordable.
     other_sizes = (trial.size + 8, 3 * trial.size + 40, WIDE)
     for size in other_sizes if recipe.weight is None and recipe.hidden_size is None else ():
         _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
-    _check_rows(trial, recipe, LONG)
     trial.randomise()
     if not _keeps_strides(trial, recipe):
         recipe = replace(recipe, row_major=True)
@@ -69,8 +54,6 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
         if _takes(trial, recipe, *leading) is False:  # what it does not take never reaches its fused forward
             raise NotInFamily(f"on {len(leading) + 1}-dimensional input its result is not that of {recipe.spec}")
     _check_gradients(trial, recipe)
-    _check_questions(trial, recipe)
-    _check_rows(trial, recipe, VERY_LONG)  # who counts its rows without a question
     return recipe
 
 
@@ -86,15 +69,6 @@ def _must_agree(trial: Trial, recipe: Recipe, x: torch.Tensor, *dtypes: torch.dt
         else:
             where = f"on {x.dim()}-dimensional input"
     raise NotInFamily(f"{where} its result is not that of {recipe.spec}")
-
-
-def _check_rows(trial: Trial, recipe: Recipe, longest: int) -> None:
-    with contextlib.ExitStack() as stack:
-        if not stack.enter_context(trial.narrowed()) or not _takes(trial, recipe, 2):
-            stack.close()
-        rows = min(longest, MAX_ELEMENTS // trial.size)
-        for shape in ((1, rows), (rows, 1)) if rows >= SHORT else ():
-            _must_agree(trial, recipe, trial.normal(*shape, trial.size), where=f"on input of {rows} rows")
 
 
 def _takes(trial: Trial, recipe: Recipe, *leading: int) -> bool | None:
@@ -179,15 +153,15 @@ def _check_gradients(trial: Trial, recipe: Recipe) -> None:
     """Compare with the formula's own gradients, whatever the size of what comes in from either side."""
     trial.randomise()
     _compare(trial, recipe, (1.0, 1e-4, 1e8, 1e-7))
-    _compare(trial, recipe, (1e4, math.nan, 1e4, 1e4), train=True)
+    _compare(trial, recipe, (1e4, math.nan, 1e4, 1e4))
     if not recipe.only_float32:
         some = recipe.weight is None
-        _compare(trial, recipe, (1.0, 1e-4, 1e4, 1.0), train=True, of_weights=some, dtype=torch.bfloat16)
+        _compare(trial, recipe, (1.0, 1e-4, 1e4, 1.0), of_weights=some, dtype=torch.bfloat16)
     trial.spread(recipe)
-    _compare(trial, recipe, (1e-4, 1e-4, 1e-4, 1e-4), train=True, of_x=recipe.weight is None)
+    _compare(trial, recipe, (1e-4, 1e-4, 1e-4, 1e-4), of_x=recipe.weight is None)
 
 
-def _compare(trial, recipe, scales: tuple, train=False, of_x=True, of_weights=True, dtype=torch.float32) -> None:
+def _compare(trial, recipe, scales: tuple, of_x=True, of_weights=True, dtype=torch.float32) -> None:
     """Compare the gradients of input, gate, weights, or some of them, where those of the output are so large by row."""
     probe, spec = trial.probe, recipe.spec
     names = [name for name in (recipe.weight, recipe.bias) if name]
@@ -200,7 +174,7 @@ def _compare(trial, recipe, scales: tuple, train=False, of_x=True, of_weights=Tr
     leaves = {name: trial.tensors[name].to(dtype).requires_grad_(of_weights) for name in names}
     weight, bias = leaves.get(recipe.weight), leaves.get(recipe.bias)
     wanted = (list(given) if of_x else []) + (names if of_weights else [])
-    with probe.under(Mode(train, of_x, of_weights)), probe.having(**leaves):
+    with probe.with_gradients(of_weights), probe.having(**leaves):
         y = reference_norm(x, weight, bias, spec, gate)
         dy = dy.to(y.dtype)
         expected = torch.autograd.grad(y, [{**given, **leaves}[name] for name in wanted], dy)
@@ -235,52 +209,3 @@ def _terms(x, weight, dy, gate, spec) -> tuple[torch.Tensor, torch.Tensor]:
     scale = scale if gate is None else scale * (1 + gate.abs().amax())
     dx = rstd * scale * dy.abs().amax(-1, keepdim=True)
     return dx, (dx * x.abs()).amax() if spec.weight_first else dy.abs().amax()
-
-
-def _check_questions(trial: Trial, recipe: Recipe) -> None:
-    """Nothing that no probe can try out decides what the forward computes: sizes, devices, values."""
-    trial.spread(recipe)
-    fixed = () if recipe.weight is None else (trial.size, trial.group, trial.probe.head_dim)
-    two, three = [n for n in (2, 3, 5, 7) if n not in fixed][:2]
-    x = trial.normal(two * three, trial.size) * torch.logspace(-3, 5, two * three)[:, None]
-    for mode in ALL_MODES:
-        _ask(trial, recipe, x.view(two, three, -1), mode, fixed)
-    for leading in ((two * three,), (two, three, 1)):
-        _ask(trial, recipe, x.view(*leading, -1), PLAIN, fixed)
-    for dtype in () if recipe.only_float32 else HALF_DTYPES:
-        with trial.in_dtype(dtype):
-            _ask(trial, recipe, x.view(two, three, -1).to(dtype), PLAIN, fixed)
-
-
-def _ask(trial: Trial, recipe: Recipe, x: torch.Tensor, mode: Mode, fixed: tuple) -> None:
-    probe, gate = trial.probe, trial.gate_for(x, recipe)
-    dy = trial.normal(*x.shape) * torch.logspace(-4, 4, x.shape[-1]) if mode.of_x else None
-
-    def run(watch: Watch) -> list[torch.Tensor | None]:
-        state = probe.state()
-        with probe.under(mode):
-            given = probe.present(x.clone()).requires_grad_(mode.of_x)
-            beside = None if gate is None else probe.present(gate)
-            with watch:
-                y = probe.run_as_given(given, beside)
-                if probe.state() != state:  # on a branch that was never taken, perhaps
-                    probe.blame(CHANGES_STATE)
-                if not y.requires_grad:
-                    return [y]
-                leaves = [given, *(p for p in probe.module._parameters.values() if p is not None and p.requires_grad)]
-                got = torch.autograd.grad(y, leaves, dy.view(y.shape).to(y.dtype), allow_unused=True)
-            return [y.detach(), *got]
-
-    for stand_ins in (True, False):
-        try:
-            about, watch = deciding(run, fixed=fixed, stand_ins=stand_ins)
-        except (Unusable, RuntimeError):  # what stands in for a device or a shape is none to all of torch
-            continue
-        if about is None and any(function.__code__ in watch.tables for function in probe.code.functions):
-            about = SIZE
-        about = DEVICE if not stand_ins and probe.code.names & {"str", "repr"} else about
-        if about is not None:
-            raise NotInFamily(WORDS[about])
-        if watch.hooks:
-            raise NotInFamily("its forward puts a hook on a gradient")
-        return

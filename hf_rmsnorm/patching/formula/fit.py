@@ -12,33 +12,29 @@ from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
 from ...ops.backend import TILE_MAX
 from .check import MIXED_DTYPES, prove
-from .closeness import affine, close, describe, same_bits
-from .held import Held, may_change, otherwise
-from .inputs import FEW, NotInFamily, Trial
-from .probe import INFERENCE, MODES, DrawsRandom, Mode, Unusable, is_plain, own_tensors, plain_attributes
+from .closeness import affine, close, describe
+from .inputs import NotInFamily, Trial
+from .probe import Probe, Unusable, plain_attributes
 
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back from an output.
 EPS_READING = 2e-6
 SAME_DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
-ALL_MODES = (*MODES, Mode(training=True, of_x=True), Mode(training=True, of_weights=True), INFERENCE)
-TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
 class Fit(Trial):
     """Finds the recipe of one probed module; `NotANorm`, `NotInFamily` or `Unusable` is raised where there is none."""
 
+    def __init__(self, probe: Probe, attributes: set[str]):
+        super().__init__(probe)
+        self.attributes = attributes  # names of those that the forward reads
+
     def recipe(self) -> Recipe:
         self.find_input()
-        self.probe.faults.extend(self.probe.code.faults())
         try:
-            recipe = None if self.probe.faults else self._find_formula()
-        except (Unusable, DrawsRandom) as error:  # it normalises, so it is a norm, if one that fails on some inputs
+            return self._find_formula()
+        except Unusable as error:  # it normalises, so it is a norm, if one that fails on some inputs
             raise NotInFamily(str(error)) from error
-        if self.probe.faults:
-            raise NotInFamily("; ".join(self.probe.faults))
-        self._check_other_tensors(recipe)
-        return recipe
 
     def _find_formula(self) -> Recipe:
         if self.probe.head_dim is not None and self.group != self.probe.head_dim:
@@ -64,7 +60,7 @@ class Fit(Trial):
         recipe = self._find_rounding(recipe, functional)
         if gate is None and self.probe.gate is not None:
             recipe = self._find_optional_gate(recipe)
-        recipe = prove(self, self._check_other_attributes(self._check_gate_dtypes(recipe)))
+        recipe = prove(self, self._with_settings(self._check_gate_dtypes(recipe)))
         if self.probe.head_dim is not None and self.probe.layout == "last":
             recipe = replace(recipe, spec=replace(recipe.spec, group_size=None), hidden_size=None)
         return recipe
@@ -229,83 +225,24 @@ class Fit(Trial):
             return all(self.agrees(recipe, x, *each) for each in dtypes)
         return False
 
-    def _check_other_attributes(self, recipe: Recipe) -> Recipe:
-        """Nothing else may matter: no mode, no gradients, no other tensor, and no attribute that is not watched."""
-        x = self.rows()[[0, 4, 7, 10]]
-        gate = self.gate_for(x, recipe)
-        self.spread(recipe)
-        # Few elements do not show what else matters beside weights of every kind.
-        for mild in (False, True) if self.size < FEW else (False,):
-            if mild:
-                self.randomise()
-            y = self.probe.run(x, gate)
-            if mode := self._other_mode(x, gate, y, ALL_MODES):
-                raise NotInFamily(f"it computes something else {mode}")
-        others = {name: 2.0 * value + 0.125 for name, value in self.probe.numbers.items() if isinstance(value, float)}
-        for name in sorted(others.keys() - {recipe.weight, recipe.bias, recipe.eps}):
-            if self._matters(name, others[name], x, gate, y):
-                raise NotInFamily(f"its result depends on its attribute {name!r}, which no formula here has")
-        for name in sorted(self.probe.code.words - vars(torch.nn.Module()).keys()):
-            value = getattr(self.probe.module, name, None)
-            if is_plain(value) or not may_change(value, self.probe.module):
-                continue
-            same, other = Held(value), Held(value, others=True)
-            matters = self._matters(name, same, x, gate, y) or same.unproven
-            if not matters and self._matters(name, other, x, gate, y):
-                large = 1e8 * (1.0 + self.normal(6, self.size))  # there eps alone, read when it is patched, is nothing
-                matters = self._matters(name, other, large, gate, self.probe.run(large, gate))
-            if matters:
-                raise NotInFamily(f"its result depends on what its attribute {name!r} holds, which is not watched")
-        settings, fixed = [], recipe.hidden_size
-        own = {} if type(self.probe.module).forward in TORCH_FORWARDS else self.probe.module.__dict__
-        for name, value in plain_attributes(self.probe.module).items():
-            if name in (recipe.eps, "training") or self._is_shape(value):
-                continue
-            other = "another " + value if isinstance(value, str) else otherwise(value)
-            if isinstance(value, float) or type(value) is int:
-                other = value + 1 if type(value) is int else None
-            matters = other is not None and self._matters(name, other, x, gate, y)
-            # What others set on every module begins with an underscore; the rest is the module's own to read, if its
-            # forward is not torch's.
-            if matters or (name in own and not name.startswith("_")):
+    def _with_settings(self, recipe: Recipe) -> Recipe:
+        """The recipe with what else the forward reads of the module: plain values, without which it may be another."""
+        module = self.probe.module
+        known = {recipe.weight, recipe.bias, recipe.eps, *recipe.absent}
+        settings = []
+        for name in sorted(self.attributes - known):
+            value = getattr(module, name, None)
+            if isinstance(value, torch.Tensor):
+                raise NotInFamily(f"its forward reads its attribute {name!r}, which no formula here has")
+            if hasattr(module, name) and not self._is_shape(value):
                 settings.append((name, value))
-            if matters and type(value) is int:  # the length of the rows, perhaps, or how many groups they have
-                fixed = self.size
-        known = {"forward", "training", recipe.weight, recipe.bias, recipe.eps, *recipe.absent, *dict(settings)}
-        known |= {name for name, value in plain_attributes(self.probe.module).items() if self._is_shape(value)}
-        reads = tuple(sorted(self.probe.code.words - known))
-        return replace(recipe, settings=tuple(settings), reads=reads, hidden_size=fixed)
+        # A whole number is the length of its rows, perhaps, or how many groups they have.
+        is_fixed = any(type(value) is int for _, value in settings)
+        hidden_size = self.size if is_fixed else recipe.hidden_size
+        return replace(recipe, settings=tuple(settings), hidden_size=hidden_size)
 
     def _is_shape(self, value) -> bool:
         return isinstance(value, tuple) and (not value or value[-1] in (self.size, self.probe.head_dim))
-
-    def _check_other_tensors(self, recipe: Recipe) -> None:
-        """No other tensor is read, whatever it holds: each is put out of use, and stays so, as nothing runs after."""
-        module, x = self.probe.module, self.rows()[[0, 4, 7, 10]]
-        gate = self.gate_for(x, recipe)
-        y = self.probe.run(x, gate)
-        names = {name for name, _ in own_tensors(module, floating=False)}
-        for name in sorted(names - {recipe.weight, recipe.bias}):
-            module._parameters.pop(name, module._buffers.pop(name, None))
-            module.__dict__[name] = None
-            if self._matters(name, Held(None), x, gate, y):
-                raise NotInFamily(f"its forward reads its attribute {name!r}, which no formula here has")
-
-    def _matters(self, name: str, value, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor) -> bool:
-        """Whether another value of an attribute changes the result y of x, in any mode."""
-        with contextlib.suppress(Unusable, DrawsRandom), self.probe.having(**{name: value}):
-            return self._other_mode(x, gate, y, MODES) is not None
-        return True
-
-    def _other_mode(self, x: torch.Tensor, gate: torch.Tensor | None, y: torch.Tensor, modes: tuple) -> Mode | None:
-        """The first mode in which x does not give y."""
-        for mode in modes:
-            with self.probe.under(mode):
-                given = x.clone().requires_grad_(mode.of_x)
-                # In inference mode dropout shows itself as one operator, drawn from or not.
-                if not same_bits(self.probe.run_watched(given, gate, random=mode is INFERENCE).detach(), y):
-                    return mode
-        return None
 
 
 def _reads_as(reading: float, value: float) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 
@@ -10,10 +9,10 @@ from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, describe, nearly, same_bits
-from .probe import Probe, Unusable, plain_attributes
+from .probe import Probe, Unusable
 
 # How rows may be put to a module, and in how many dimensions it is first asked; None: any.
-FEW = 16  # elements of a row, where there are to be many rows
+FEW = 16  # elements of a row, below which they do not show every kind of weight
 LAYOUTS = (("last", None), ("channels_first", (4,)), ("channels_first", (3,)), ("heads", (4,)))
 
 
@@ -86,25 +85,6 @@ class Trial:
         x[3], x[3, ::2] = 1e-6, -1e-6
         return x
 
-    @contextlib.contextmanager
-    def narrowed(self) -> Iterator[bool]:
-        """Rows of a few elements, for input of many rows; gives whether the module lets them be made."""
-        size, tensors = self.size, self.tensors
-        if size <= FEW or self.group != size or self.probe.head_dim is not None or self.probe.layout != "last":
-            yield False
-            return
-        few = {n: t[:FEW] if len(t) == size else t for n, t in tensors.items()}
-        settings = plain_attributes(self.probe.module).items()
-        sizes = {n: FEW if v == size else (FEW,) for n, v in settings if v in (size, (size,))}
-        with self.probe.having(**few, **sizes):
-            self.size = self.group = FEW
-            self.tensors = few
-            try:
-                yield True
-            finally:
-                self.size = self.group = size
-                self.tensors = tensors
-
     def find_input(self) -> None:
         """Settle how rows are put to the module and how long they are: the first way in which it normalises them."""
         try:
@@ -113,7 +93,7 @@ class Trial:
             failure = error
         if self.probe.gate is None:
             raise failure
-        if self.probe.gate_required or self.probe.faults:
+        if self.probe.gate_required:
             words = f"its forward must be given {self.probe.gate!r} besides its input; with that, {failure}"
             raise type(failure)(words) from failure
         self.probe.require_gate()  # a forward may need its second input though None is that input's default
@@ -159,11 +139,8 @@ class Trial:
 
     def _try_input(self) -> None:
         """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
-        self.probe.faults.clear()
         self.randomise()
-        x = self.normal(2, 3, self.size)
-        if not same_bits(self.probe.run_watched(x), self.probe.run(x)):
-            self.probe.blame("two calls on the same input differ")
+        self.probe.run_without_chance(self.normal(2, 3, self.size))
         x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
         y = self.probe.run(x)
         if not y.isfinite().all():

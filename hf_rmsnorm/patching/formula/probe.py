@@ -4,8 +4,7 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +12,10 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .closeness import same_bits
-from .effects import PLAIN_TYPES, Code, contents
-
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # What any module's instance may hold: parameters, hooks and the like, of which the copy starts with fresh ones, and a
 # forward that accelerate's hooks or another patcher have set on it, where the copy runs the class's own.
 _MODULE_STATE = {*vars(torch.nn.Module()), "_compiled_call_impl", "forward", "_old_forward", "_hf_hook"}
-CHANGES_STATE = "its forward changes the module's own state, or what it shares with others"
 TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 
 
@@ -29,24 +25,6 @@ class Unusable(Exception):
 
 class DrawsRandom(Exception):
     """Its forward draws random numbers; found out before any was drawn."""
-
-
-class Mode(NamedTuple):
-    """How a module is run: in train mode or not, which gradients are needed, and in which context."""
-
-    training: bool = False
-    of_x: bool = False
-    of_weights: bool = False
-    context: Callable = contextlib.nullcontext
-
-    def __str__(self) -> str:
-        words = [("in train mode", self.training), ("with gradients", self.of_x or self.of_weights),
-                 ("in inference mode", self.context is torch.inference_mode)]  # fmt: skip
-        return " ".join(word for word, is_so in words if is_so) or "when it is called again"
-
-
-PLAIN, INFERENCE = Mode(), Mode(context=torch.inference_mode)
-MODES = (PLAIN, Mode(training=True), Mode(of_x=True, of_weights=True), Mode(True, True, True))
 
 
 class Probe:
@@ -60,12 +38,9 @@ class Probe:
 
     def __init__(self, module: torch.nn.Module):
         self.module = _copy(module)
-        self.faults: list[str] = []  # what the runs so far did that no norm formula does, in words
         forward = type(module).forward
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
-        self.code = Code(forward, type(module), vars(module))
-        self._containers = self.code.containers()
         self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
         # Lengths, 0 where not known. A tensor of (heads, head_dim) counts and is set as one row; where there is one,
         # the module gets (..., heads, head_dim) for each row.
@@ -105,43 +80,37 @@ class Probe:
             self.set(**before)
 
     @contextlib.contextmanager
-    def under(self, mode: Mode) -> Iterator[None]:
-        """The module, and what runs it, in a mode."""
+    def with_gradients(self, of_weights: bool) -> Iterator[None]:
+        """The module where gradients are computed, of its parameters too or of its input alone."""
         parameters = [p for p in self.module._parameters.values() if p is not None and p.is_floating_point()]
         try:
-            self.module.training = mode.training
             for parameter in parameters:
-                parameter.requires_grad_(mode.of_weights)
-            with mode.context(), torch.set_grad_enabled(mode.of_x or mode.of_weights):
+                parameter.requires_grad_(of_weights)
+            with torch.enable_grad():
                 yield
         finally:
-            self.module.training = False
             for parameter in parameters:
                 parameter.requires_grad_(False)
 
     def run(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """The output for a copy of x; `Unusable` where that is anything but one floating tensor of x's shape."""
-        given = x.clone()
-        y = self._call(given, gate)
-        if not given.is_inference() and (given._version or not same_bits(given.detach(), x.detach())):
-            self.blame("it writes into its input")
+        written = x.clone()
+        y = self._call(written, gate)
+        if written._version:
+            raise Unusable("it writes into its input")
         return y
 
-    def run_watched(self, x: torch.Tensor, gate: torch.Tensor | None = None, random: bool = False) -> torch.Tensor:
-        """`run`, noting what outlives the call as a fault; `DrawsRandom` before numbers are drawn, if not `random`."""
-        state = self.state()
-        with contextlib.nullcontext() if random else _RefuseRandom():
-            y = self.run(x, gate)
-        if self.state() != state:
-            self.blame(CHANGES_STATE)
-        return y
+    def run_without_chance(self, x: torch.Tensor) -> torch.Tensor:
+        """`run`; `DrawsRandom` before any random number is drawn."""
+        with _RefuseRandom():
+            return self.run(x)
 
     def torch_norm(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> str | None:
-        """What torch's own F.layer_norm or F.rms_norm does of a run, under the autocast of before.
+        """What torch's own F.layer_norm or F.rms_norm does of a run.
 
         ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. None: neither.
         """
-        given, calls, autocast = x.clone(), [], _autocast_state()
+        given, calls = x.clone(), []
 
         class TorchNorms(TorchFunctionMode):
             """Notes calls of torch's own norms: (input, output, whether no weight was given)."""
@@ -149,7 +118,7 @@ class Probe:
             def __torch_function__(self, func, types, args=(), kwargs=None):
                 kwargs = kwargs or {}
                 y = func(*args, **kwargs)
-                if func in TORCH_NORMS and _autocast_state() == autocast:
+                if func in TORCH_NORMS:
                     alone = sum(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())) == 1
                     calls.append((args[0] if args else kwargs.get("input"), y, alone))
                 return y
@@ -198,29 +167,12 @@ class Probe:
         x = x.reshape(*leading, *row)
         return x.movedim(-1, 1) if self.layout == "channels_first" else x
 
-    def blame(self, fault: str) -> None:
-        if fault not in self.faults:
-            self.faults.append(fault)
-
-    def state(self) -> list:
-        """What outlives a call: attributes, versions and bits of the tensors, what is in reach of the code."""
-        own = [(name, contents(value)) for name, value in own_attributes(self.module).items()]
-        held = []
-        for name, t in own_tensors(self.module, floating=False):
-            bits = t.detach().flatten().view(torch.uint8).numpy().tobytes()
-            held.append((name, None if t.is_inference() else t._version, t.dtype, bits))
-        return [own, held, *(contents(value) for value in self._containers)]
-
 
 class _RefuseRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise DrawsRandom("its forward draws random numbers")
         return func(*args, **(kwargs or {}))
-
-
-def _autocast_state() -> list[bool]:
-    return [torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda")]
 
 
 def _same_memory(a, b: torch.Tensor) -> bool:
@@ -237,11 +189,11 @@ def neutral_modes() -> Iterator[None]:
         yield
 
 
-def own_tensors(module: torch.nn.Module, floating: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own tensors, floating ones or all: parameters, buffers, plain attributes; none of its children's."""
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's own floating tensors: parameters, buffers, plain attributes; none of its children's."""
     for store in (module._parameters, module._buffers, module.__dict__):
         for name, tensor in store.items():
-            if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or not floating):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 yield name, tensor
 
 
@@ -260,7 +212,9 @@ def own_attributes(module: torch.nn.Module) -> dict[str, object]:
 
 
 def is_plain(value) -> bool:
-    return all(isinstance(v, PLAIN_TYPES) for v in (value if isinstance(value, tuple) else (value,)))
+    """Whether a value is a number, a flag, a word, a dtype, None, or a tuple of these."""
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(v, PLAIN_TYPES) for v in values)
 
 
 def inputs(cls: type) -> tuple[str, str | None, bool] | None:

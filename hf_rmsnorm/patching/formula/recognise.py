@@ -9,8 +9,9 @@ import torch
 
 from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
-from .fit import TORCH_FORWARDS, Fit
-from .inputs import NotANorm, NotInFamily
+from .fit import Fit
+from .inputs import NotANorm, NotInFamily, Trial
+from .plain_code import TORCH_FORWARDS, NotPlain, attributes_read
 from .probe import DrawsRandom, Probe, Unusable, inputs, is_plain, neutral_modes, own_attributes, plain_attributes
 
 # A name only makes a module worth a line in the report when it is not swapped.
@@ -32,6 +33,7 @@ NOT_A_NORM = Verdict()
 NOTHING = "nothing: it is no norm over the last dimension, and runs its own forward"
 UNRUN = "nothing, if it is no norm or runs kernels of its own; otherwise let its forward run on one CPU tensor"
 REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas in docs/formulas.md"
+PLAINLY = "nothing breaks, it runs its own forward; to have it fused, write it in plain arithmetic: docs/patching.md"
 _known: dict[tuple, Verdict] = {}
 
 
@@ -62,15 +64,31 @@ def class_name(module: torch.nn.Module) -> str:
 
 def _examine(module: torch.nn.Module, named: bool) -> Verdict:
     try:
+        attributes = attributes_read(module)
+    except NotPlain as error:
+        return Verdict(None, str(error), PLAINLY) if named or _normalises(module) else NOT_A_NORM
+    try:
         with neutral_modes():
-            return Verdict(recipe=Fit(Probe(module)).recipe())
-    except (NotInFamily, NotANorm, DrawsRandom, Unusable) as error:
-        # Whether what draws random numbers normalises cannot be asked: its code must tell.
-        random = isinstance(error, DrawsRandom)
-        if named or isinstance(error, NotInFamily) or (random and _reduces(type(module).forward, type(module))):
+            return Verdict(recipe=Fit(Probe(module), attributes).recipe())
+    except (NotInFamily, NotANorm, Unusable) as error:
+        if named or isinstance(error, NotInFamily):
             cure = NOTHING if isinstance(error, NotANorm) else UNRUN if isinstance(error, Unusable) else REWRITE
             return Verdict(None, str(error), cure)
         return NOT_A_NORM
+
+
+def _normalises(module: torch.nn.Module) -> bool:
+    """Whether a module whose code is not plain is a norm after all, by the rows that it gives."""
+    try:
+        with neutral_modes():
+            Trial(Probe(module)).find_input()
+    except DrawsRandom:  # it cannot be asked: its code must tell
+        return _reduces(type(module).forward, type(module))
+    except (NotANorm, Unusable):
+        return False
+    except NotInFamily:
+        return True
+    return True
 
 
 def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:

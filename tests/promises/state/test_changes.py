@@ -1,7 +1,6 @@
 """What users change around a patch: forwards, flags, wrappers, names, modes."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +35,11 @@ def test_a_forward_replaced_between_two_patches_is_the_one_that_runs():
     module = make(Scaled)
     patch_model(module)
     unpatch_model(module)
-    Scaled.forward = lambda self, h, scale=None: llama_formula(self, h) * (1.0 if scale is None else scale)
+
+    def forward(self, h, scale=None):
+        return llama_formula(self, h) * (1.0 if scale is None else scale)
+
+    Scaled.forward = forward
     assert patch_model(module).swapped
     assert torch.equal(module(X, scale=3.0), 3.0 * llama_formula(module, X))
 
@@ -86,32 +89,15 @@ def test_a_flag_that_changes_the_formula_is_watched():
     assert "plus is now True" in record.reason
 
 
-class Dropped(LlamaRMSNorm):
-    def __init__(self, size):
-        super().__init__(size)
-        self.p = 0.0
-
-    def forward(self, h):
-        return nn.functional.dropout(llama_formula(self, h), self.p, self.training)
-
-
-class Cleaned(LlamaRMSNorm):
-    def forward(self, h):
-        return llama_formula(self, h.nan_to_num())
-
-
 class Deep(LlamaRMSNorm):
     def forward(self, h):
         return llama_formula(self, h) * (2 if h.dim() == 5 else 1)
 
 
-@pytest.mark.parametrize(
-    ("cls", "words"), [(Dropped, "attribute 'p'"), (Cleaned, "NaN and infinity"), (Deep, "5-dimensional")]
-)
-def test_what_ordinary_input_does_not_show(cls, words):
+def test_what_ordinary_input_does_not_show():
     with pytest.warns(UserWarning, match="changed no norm"):
-        (record,) = patch_model(make(cls)).skipped
-    assert words in record.reason
+        (record,) = patch_model(make(Deep)).skipped
+    assert "5-dimensional" in record.reason
 
 
 def test_patching_under_fake_tensors_spoils_nothing():
@@ -151,37 +137,11 @@ def test_every_pickle_protocol(protocol):
     assert torch.equal(again(X), module(X))
 
 
-def test_an_eps_in_another_object_is_read_when_patched():
-    class Configured(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(16))
-            self.config = SimpleNamespace(eps=1e-5)
-
-        def forward(self, h):
-            x = h.float()
-            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.eps)).to(h.dtype)
-
-    module = Configured()
-    (record,) = patch_model(module).swapped
-    assert record.formula.eps == 1e-5
-    with use_backend("reference"):
-        before = module(X)
-        module.config.eps = 1.0
-        assert torch.equal(module(X), before), "docs/limits.md: such an eps is read once, at patch time"
-
-
-def test_nemotrons_norm_runs_its_own_forward_under_autocast(fused_calls):
-    module, original = NemotronLayerNorm1P(16), NemotronLayerNorm1P(16)
-    (record,) = patch_model(module).swapped
-    assert "autocast" in record.notes
-    x = torch.randn(3, 16)
-    with use_backend("reference"):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(module(x), original(x))
-            assert not fused_calls
-        assert torch.equal(module(x), original(x))
-        assert len(fused_calls) == 1
+def test_nemotrons_norm_runs_its_own_forward():
+    """It asks for autocast by functions of its own."""
+    with pytest.warns(UserWarning, match="changed no norm"):
+        (record,) = patch_model(NemotronLayerNorm1P(16)).skipped
+    assert "reads input.device.type" in record.reason
 
 
 def test_a_norm_with_parameters_and_children_is_listed_and_a_block_named_after_its_norms_is_not():

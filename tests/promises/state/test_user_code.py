@@ -132,10 +132,10 @@ class HouseForCausalLM(PreTrainedModel):
         return CausalLMOutput(logits=self.head(h))
 '''
 ALONE = {
-    "noisy": "random",
-    "dropped": "random",
-    "running": "state",
-    "cached": "state",
+    "noisy": "reads self.training",
+    "dropped": "calls nn.functional.dropout",
+    "running": "writes self.seen",
+    "cached": "writes self.last",
 }
 ids = torch.arange(24).view(2, 12)
 

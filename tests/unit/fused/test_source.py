@@ -118,7 +118,7 @@ def test_code_in_odd_words_computes_the_same_and_a_changed_file_is_not_believed(
     file.write_text(ODD.replace("return (h := x", "return 2 * (h := x"))
     linecache.checkcache()
     monkeypatch.setattr(dataflow, "_cache", {})
-    source._definition.cache_clear()
+    source.definition_of.cache_clear()
     assert "has changed since it was imported" in fused(patch_model(row(module.Walrus(), module.Walrus())))[0]
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from hf_rmsnorm import NormSpec, PatchReport, patch_model
 from hf_rmsnorm.ops import backend as backend_module
 from hf_rmsnorm.patching.report import Skipped, Swapped
 from hf_rmsnorm.paths import compact_paths
+from tests.unit.patching.formula.test_lookalikes import lookalike, no_upcast
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,10 @@ def test_what_was_left_alone_says_what_to_do():
 
 
 def test_what_is_served_in_part_is_said():
-    report = patch_model(NemotronLayerNorm1P(8))
-    assert "under autocast it runs its own forward" in " ".join(str(report).split())
-    assert report.to_dict()["swapped"][0]["notes"] == "under autocast it runs its own forward"
+    report = patch_model(lookalike(no_upcast, "Thing"))
+    note = "in float32 only: in half precision it rounds in its own order, by its own forward"
+    assert note in " ".join(str(report).split())
+    assert report.to_dict()["swapped"][0]["notes"] == note
 
 
 def served(monkeypatch, backend, reason):

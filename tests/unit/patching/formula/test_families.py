@@ -118,7 +118,6 @@ FAMILIES = {
         "weight before the norm, weight + 1 in its dtype",
         False,
     ),
-    "layer_norm_1p": (live("nemotron", "NemotronLayerNorm1P"), (96,), (2, 5, 96), "weight + 1, bias", False),
     "cast_back_then_affine": (
         live("deberta", "DebertaLayerNorm"),
         (96,),
