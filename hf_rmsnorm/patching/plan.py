@@ -1,6 +1,6 @@
 """Walks a model and decides, before anything is changed, what happens to each of its norms."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -66,6 +66,8 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     cache: dict[tuple, Verdict] = {}
     entries = [e for module, names in paths.items() if (e := _entry(module, names, cache)) is not None]
     conversion = conversion_of(model)
+    if conversion is not None and conversion.trained:
+        _check_all_recognised(entries, conversion.norms)
     for entry in entries if conversion is not None else ():
         if entry.recipe is not None and not entry.already:
             entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
@@ -92,6 +94,16 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
         entry = keeping_a_copy[module]
         entry.recipe = replace(entry.recipe, input_written=True)
     return entries
+
+
+def _check_all_recognised(entries: list[Entry], norms: Collection[str]) -> None:
+    """Refuse a model that was trained as RMSNorm where one of its norms would stay a LayerNorm, another function."""
+    for entry in entries:
+        path = next((path for path in entry.paths if path in norms), None)
+        if entry.recipe is None and path is not None:
+            norm = f"{path} ({class_name(entry.module)})"
+            what = f"by its config this model was trained as RMSNorm, and {norm} cannot run so"
+            raise ValueError(f"{what}: {entry.reason}")
 
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:

@@ -128,6 +128,20 @@ def test_a_model_trained_as_rms_norm_says_so_in_its_record(folders):
     assert all(r.converted for r in patch_model(model).swapped)
 
 
+class Clamped(torch.nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x).clamp(-1e9, 1e9)
+
+
+def test_a_model_trained_as_rms_norm_with_a_norm_that_is_not_recognised_is_refused(folders):
+    model = load(folders[1])
+    model.config.hf_rmsnorm["computes"] = "rms_norm"
+    model.transformer.ln_f.__class__ = Clamped
+    with pytest.raises(ValueError, match=r"transformer.ln_f \(Clamped\) cannot run so: its forward calls"):
+        patch_model(model)
+    assert not is_patched(model)
+
+
 def test_without_weights_it_is_said_to_be_recorded(folders):
     for model in (load(folders[1]).to("meta"), torch.nn.Sequential(load(folders[1]).to("meta"))):
         report = patch_model(model)
