@@ -273,7 +273,6 @@ def test_what_cannot_be_followed_raises():
     ("numerics", "words"),
     [
         ("trt", "numerics is 'trt': choose one of model, vllm, sglang, torch"),
-        (None, "numerics is None"),
         ("", "choose"),
     ],
 )
