@@ -76,6 +76,8 @@ def checkpoints(folder):
 
 def check_output_dir(args):
     """Stop where --output-dir has what an earlier run wrote, and this one would not go on from it."""
+    if args.output_dir.exists() and not args.output_dir.is_dir():
+        stop(f"{args.output_dir} is a file: give another --output-dir")
     saved = checkpoints(args.output_dir)
     if args.resume is None and saved and args.save_every:
         stop(f"{args.output_dir} has checkpoints of an earlier run: --resume, or give another --output-dir")

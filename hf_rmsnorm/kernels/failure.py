@@ -1,5 +1,6 @@
 """Why a kernel cannot be compiled, built or loaded on a machine, and what to do about it."""
 
+import errno
 import re
 import subprocess
 import sysconfig
@@ -33,6 +34,8 @@ _OF_THE_DEVICE = re.compile(
     re.IGNORECASE,
 )
 _DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_OF_THE_CACHE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE}
+_OF_THE_MOMENT = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}  # another try may succeed
 _MOST = 300  # characters of a cause
 
 # By device, what the first failure there said: what failed is not tried again there.
@@ -46,12 +49,19 @@ class KernelUnavailable(RuntimeError):
 def unavailable(error: Exception) -> KernelUnavailable:
     """What is said of an error that Triton, the compiler or the loader raised."""
     cause = _cause(error).rstrip(".")
-    cure = next((cure for pattern, cure in _CURES if re.search(pattern, cause, re.IGNORECASE)), UNKNOWN)
-    return KernelUnavailable(f"kernels cannot be compiled here: {cause}\nWhat to do: {cure}")
+    return KernelUnavailable(f"kernels cannot be compiled here: {cause}\nWhat to do: {_cure(error, cause)}")
+
+
+def _cure(error: Exception, cause: str) -> str:
+    if isinstance(error, OSError) and error.errno in _OF_THE_CACHE:
+        return CACHE
+    return next((cure for pattern, cure in _CURES if re.search(pattern, cause, re.IGNORECASE)), UNKNOWN)
 
 
 def is_of_the_device(error: Exception) -> bool:
-    """Whether an error says something of the device, or of a kernel that ran, and nothing of one to be compiled."""
+    """Whether an error says something of the device or of the moment, and nothing of a kernel to be compiled."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_MOMENT:
+        return True
     if isinstance(error, _DEVICE_ERRORS) or type(error).__name__ == "InterpreterError":
         return True
     return isinstance(error, RuntimeError) and _OF_THE_DEVICE.search(str(error)) is not None
