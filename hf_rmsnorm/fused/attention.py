@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..formula import NormSpec
-from ..kernels.serves import of_rows, unserved
+from ..kernels.serves import unserved
 from ..ops import fused_norm, fused_qk_norm, qk_norm_backend, resolve_backend
 from ..ops.direct import autocast_enabled, is_direct, under_transform, version
 from ..ops.norm import plan_of
@@ -213,7 +213,7 @@ def norms_of_heads(module: torch.nn.Module, row: str, x):
         is_direct(x, *weights, *biases)
         and not any(other != spec for other in others)
         and not (spec.functional and autocast_enabled(x.device.type))
-        and unserved(spec, *of_rows(spec, x.shape[-1], True)) is None
+        and unserved(spec, "rows") is None
         and all(r.fits(x, *of_n[:2]) and not r.memory_efficient for r, of_n in zip(recipes, found, strict=True))
     )
     if not served or resolve_backend(x, weights[0], biases[0], spec) != "triton":

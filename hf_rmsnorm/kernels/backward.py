@@ -27,12 +27,12 @@ def eps_outside_factor(square, eps):
 
 
 @triton.jit
-def sums(g, along, axis: tl.constexpr, CENTERED: tl.constexpr):
+def sums(g, along, CENTERED: tl.constexpr):
     """(sum of g, where that is asked for; sum of along): warps exchange the two at once."""
     if CENTERED:
-        return tl.split(tl.sum(tl.join(g, along), axis))
+        return tl.split(tl.sum(tl.join(g, along), axis=1))
     else:
-        return 0.0, tl.sum(along, axis)
+        return 0.0, tl.sum(along, axis=1)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def norm_backward(
                 other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
             if EARLY_DH:
                 early = g * rstd[:, None] + load(DH + other_at + cols[None, :], mask, DENSE).to(tl.float32)
-            total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), 1, CENTERED)
+            total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), CENTERED)
             along = along * (1.0 / N)
             if EPS_OUTSIDE:
                 along = along * eps_outside_factor(tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps)

@@ -1,4 +1,4 @@
-"""Forward kernels: one tile of whole rows per program, and a two-pass loop for rows too wide for registers.
+"""The forward kernel: one tile of whole rows per program.
 
 Every size, rounding, presence of an operand (a None pointer) and FLAT is a compile-time constant; row counts, the inner
 length and strides are not: a new batch or sequence length compiles nothing where rows lie as they did.
@@ -158,72 +158,3 @@ def norm_forward(
         else:
             y = y * factor
     store(Y + first + y_at, y, mask, DENSE)
-
-
-@triton.jit
-def norm_forward_loop(
-    X, W, B, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr,
-):  # fmt: skip
-    """One program normalises one row of any width in two passes; the second reads the row again, from L2.
-
-    Arguments as in `norm_forward`. H is not read back: that would take a barrier on global memory. The mean and
-    variance of LayerNorm come from one Welford recurrence per lane (Welford 1962), merged at the end, so that a large
-    mean costs no accuracy.
-    """
-    row = tl.program_id(0)
-    x_row = X + row_offsets(row, x_len, x_outer, x_inner, UNIT)
-    y_row = Y + tl.cast(row, tl.int64) * N
-    other_at = row_offsets(row, other_len, other_outer, other_inner, UNIT)
-    if H is not None:
-        X = H  # as in `norm_forward`
-    DENSE: tl.constexpr = N % BLOCK == 0
-    squares = tl.zeros((BLOCK,), tl.float32)
-    if CENTERED:
-        lane_mean = tl.zeros((BLOCK,), tl.float32)
-        steps = 0.0
-    for start in tl.range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        col_mask = cols < N
-        x = load(x_row + cols, col_mask, DENSE)
-        x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
-        if RES is not None:
-            x = plus_residual(x, RES, other_at + cols, col_mask, H, DENSE).to(tl.float32)
-        if CENTERED:
-            delta = x - lane_mean if DENSE else tl.where(col_mask, x - lane_mean, 0.0)
-            steps += 1.0
-            lane_mean += delta * (1.0 / steps)
-            squares += delta * (x - lane_mean)
-        else:
-            squares += step(x * x, X, ROUNDING)
-    if CENTERED:
-        # Summed as differences from one lane's mean: a large mean then costs no accuracy, a constant row none at all.
-        lane_count = tl.where(tl.arange(0, BLOCK) < N % BLOCK, N // BLOCK + 1.0, N // BLOCK * 1.0)
-        lane = tl.max(lane_mean, axis=0)
-        mean = lane + tl.sum((lane_mean - lane) * lane_count, axis=0) * (1.0 / N)
-        delta = lane_mean - mean
-        squares += lane_count * delta * delta
-        mean = step(mean, X, ROUNDING)
-    divisor, rstd = root(tl.sum(squares, axis=0) * (1.0 / N), X, eps, ROUNDING, EPS_OUTSIDE)
-    if RSTD is not None:
-        tl.store(RSTD + row, rstd)
-    if MEAN is not None:
-        tl.store(MEAN + row, mean)
-    for start in tl.range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        col_mask = cols < N
-        xhat = load(x_row + cols, col_mask, DENSE)
-        xhat = wide(xhat) if RES is None and UNIT != 1 else xhat.to(tl.float32)
-        if RES is not None:
-            h = plus_residual(xhat, RES, other_at + cols, col_mask, H, DENSE)
-            if H is not None:
-                store(H + tl.cast(row, tl.int64) * N + cols, h, col_mask, DENSE)
-            xhat = h.to(tl.float32)
-        if CENTERED:
-            xhat = step(xhat - mean, X, ROUNDING)
-        xhat = normalised(xhat, divisor, rstd, X, ROUNDING)
-        y = affine(xhat, X, W, B, cols, col_mask, DENSE, OFFSET, ROUND_OFFSET, ROUNDING)
-        store(y_row + cols, y, col_mask, DENSE)

@@ -10,7 +10,7 @@ import torch
 
 from . import counting
 from .compiled import INTERPRETED, BoundKernel, Kernel, aligned_pointers, device_limits
-from .plan import KERNELS, NORM_FORWARD, NORM_FORWARD_LOOP, REDUCE_PARTIALS, BackwardPlan, ForwardPlan
+from .plan import KERNELS, NORM_BACKWARD, NORM_FORWARD, REDUCE_PARTIALS, BackwardPlan, ForwardPlan
 
 from .plan import backward_plan, forward_plan  # isort: skip
 
@@ -52,7 +52,7 @@ def norm_forward(
 
 
 def _forward(plan: ForwardPlan, stats: bool) -> Callable:
-    bound, kernel, order, alone = plan.launch, NORM_FORWARD_LOOP if plan.loop else NORM_FORWARD, plan.order, plan.alone
+    bound, order, alone = plan.launch, plan.order, plan.alone
     pack, values, vectorised, ready = bound.pack, bound.values, bound.vectorised, bound.ready
     codes, counters = [each[stats] for each in bound.codes], counting.active
     rows, centered, in_place, keeps_sum = plan.rows, plan.centered, plan.in_place, plan.keeps_sum
@@ -87,7 +87,7 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
         args = pack(values[aligned], x, weight, bias, gate, shift, factor, residual, out_h, out, rstd, mean, eps)
         start = ready.get(codes[aligned])
         if start is None or counters or not start(args):
-            kernel.load_and_launch(x.device, bound, args, aligned, stats)
+            NORM_FORWARD.load_and_launch(x.device, bound, args, aligned, stats)
         if out is not y:
             _in_order(y, order).copy_(out)
         if out_h is not h:
@@ -154,8 +154,8 @@ def _backward_key(dy, x, need, gate, dh, from_output) -> tuple:  # x may be the 
 def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
     need_dx, need_dw, need_db, need_dg = (*need, False)[:4]
     order, memory_format, reads_bias, partials = plan.order, plan.memory_format, plan.reads_bias, plan.partials
-    like_input, empty_like, counters = memory_format == torch.preserve_format, torch.empty_like, counting.active
-    launches = [(kernel, bound, bound.pack, bound.values, bound.vectorised) for kernel, bound in plan.launches]
+    like_input, empty_like = memory_format == torch.preserve_format, torch.empty_like
+    bound, apart = plan.launch, plan.sums_launch
 
     def serve(dy, x, weight, bias, rstd, mean, gate, dh, eps, launch=True):
         dx = dw = db = dg = None
@@ -174,17 +174,18 @@ def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
             if not plan.flat_output:
                 out, out_gate = (t if t is None else _flat_like(t, order) for t in (dx, dg))
         shift = bias if reads_bias else None
-        pointers = aligned_pointers(x, dy, weight, shift, gate, dh)
+        aligned = bound.vectorised and aligned_pointers(x, dy, weight, shift, gate, dh)
         if need_dw:
             dw = empty_like(partials)
         if need_db:
             db = empty_like(partials)
-        for kernel, bound, pack, values, vectorised in launches:
-            aligned = vectorised and pointers
-            args = pack(values[aligned], dy, x, weight, shift, gate, dh, rstd, mean, out, dw, db, out_gate, eps)
-            start = bound.ready.get(bound.codes[aligned][0])
-            if start is None or counters or not launch or not start(args):
-                kernel.load_and_launch(x.device, bound, args, aligned, launch=launch)
+        sums = (dw, db) if apart is None else (None, None)
+        args = bound.pack(bound.values[aligned], dy, x, weight, shift, gate, dh, rstd, mean, out, *sums, out_gate, eps)
+        _start(NORM_BACKWARD, bound, args, x.device, aligned, launch)
+        if apart is not None:
+            operands = dy, x, weight, shift, gate, None, rstd, mean, None, dw, db, None
+            args = apart.pack(apart.values[aligned], *operands, eps)
+            _start(NORM_BACKWARD, apart, args, x.device, aligned, launch)
         if not launch:
             return dx, dw, db, dg
         if out is not dx:
@@ -204,10 +205,14 @@ def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
 def _summed(bound: BoundKernel, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     total, aligned = torch.empty_like(parameter), bound.vectorised
     args = bound.pack(bound.values[aligned], partials, total)
-    start = bound.ready.get(bound.codes[aligned][0])
-    if start is None or counting.active or not start(args):
-        REDUCE_PARTIALS.load_and_launch(parameter.device, bound, args, aligned)
+    _start(REDUCE_PARTIALS, bound, args, parameter.device, aligned)
     return total
+
+
+def _start(kernel: Kernel, bound: BoundKernel, args: tuple, device: torch.device, aligned: bool, launch: bool = True):
+    start = bound.ready.get(bound.codes[aligned][0])
+    if start is None or counting.active or not launch or not start(args):
+        kernel.load_and_launch(device, bound, args, aligned, launch=launch)
 
 
 def _flat_like(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:

@@ -9,24 +9,19 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
-from . import backward, backward_wide, forward
+from . import backward, forward
 from .compiled import BoundKernel, Kernel
 from .rows import RowAddress, flat_strides, heads_of, row_order
 from .saved import Saved, saved_of_rows
-from .serves import of_rows, require
-from .sizes import COLUMNS, backward_config, forward_config, reduce_config
+from .serves import require
+from .sizes import backward_config, forward_config, reduce_config
 
 _FORWARD = ("X", "W", "B", "G", "SHIFT", "FACTOR", "RES", "H", "Y", "RSTD", "MEAN", "eps")
 _BACKWARD = ("DY", "X", "W", "B", "G", "DH", "RSTD", "MEAN", "DX", "DW", "DB", "DG", "eps")
 NORM_FORWARD = Kernel(forward.norm_forward, _FORWARD)
-NORM_FORWARD_LOOP = Kernel(forward.norm_forward_loop, _FORWARD)
 NORM_BACKWARD = Kernel(backward.norm_backward, _BACKWARD, contracts=True)
-NORM_BACKWARD_LOOP = Kernel(backward_wide.norm_backward_loop, _BACKWARD, contracts=True)
-NORM_BACKWARD_COLUMNS = Kernel(backward_wide.norm_backward_columns, _BACKWARD, contracts=True)
 REDUCE_PARTIALS = Kernel(backward.reduce_partials, ("PARTIALS", "OUT"))
-KERNELS = (
-    NORM_FORWARD, NORM_FORWARD_LOOP, NORM_BACKWARD, NORM_BACKWARD_LOOP, NORM_BACKWARD_COLUMNS, REDUCE_PARTIALS
-)  # fmt: skip
+KERNELS = (NORM_FORWARD, NORM_BACKWARD, REDUCE_PARTIALS)
 
 _PLANS_KEPT = 8_192  # a plan is some hundred bytes; generation with a growing prompt makes one per length
 _plans: dict = {}
@@ -46,7 +41,6 @@ class ForwardPlan:
     """
 
     launch: BoundKernel
-    loop: bool
     shape: torch.Size
     rows: int
     centered: bool
@@ -73,14 +67,15 @@ class ForwardPlan:
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """One backward: `launches` with their kernels, for dx and parameters or, where the row loops, for each.
+    """One backward: `launch` for all that is needed, but for what a launch of its own sums, `sums_launch`.
 
     `other` is the gate, or the gradient that is added to dx. `reads_bias` says that the bias is read. `partials` has
     the shape of the parameters' partial sums, and `sums` what adds them up, of the weight and of the bias. `serve` is
     what launches it all, by what is needed.
     """
 
-    launches: tuple[tuple[Kernel, BoundKernel], ...]
+    launch: BoundKernel
+    sums_launch: BoundKernel | None
     rows: int
     order: tuple[int, ...] | None
     x: RowAddress
@@ -176,29 +171,26 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=
 
     def make() -> ForwardPlan:
         hidden_size, rows = x.shape[-1], math.prod(x.shape[:-1])
-        require(spec, of_rows(spec, hidden_size, heads > 1)[0], *(() if residual is None else ("residual sum",)))
+        require(spec, "rows", *(() if residual is None else ("residual sum",)))
         total = x if residual is None else _sum_of(x, residual)
         order, memory_format, flat_output = _layout(total, spec, weight, heads)
         x_rows, other_rows = RowAddress.of(x, order), RowAddress.of(other, order)
+        flat = x_rows.flat(rows, hidden_size) and other_rows.flat(rows, hidden_size)
         config, output_dtype = forward_config(hidden_size), spec.output_dtype(total.dtype, _dtype(weight))
         named = {
             "N": hidden_size, "BLOCK": config.block, **formula_constants(spec, weight),
             **x_rows.arguments("x"), **other_rows.arguments("other"), "rows_total": rows,
+            "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate),
+            "FLAT": hidden_size if flat else 0,
         }  # fmt: skip
-        if not config.loop:
-            flat = x_rows.flat(rows, hidden_size) and other_rows.flat(rows, hidden_size)
-            named |= {
-                "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate),
-                "FLAT": hidden_size if flat else 0,
-            }  # fmt: skip
-        kernel, grid = NORM_FORWARD_LOOP if config.loop else NORM_FORWARD, (-(-rows // (config.rows * heads)), heads, 1)
+        grid = (-(-rows // (config.rows * heads)), heads, 1)
         keys = ((*dtypes, output_dtype, keep_sum, stats) for stats in (False, True))
         flat_sum = flat_strides(tuple(x.shape), total.stride(), order)
         read_again = {"x" if residual is None else "residual + x": total, "weight": weight, "bias": bias}
         read_again["scale" if spec.gate is None else "gate"] = gate
         return ForwardPlan(
-            launch=kernel.bind(grid, config.num_warps, named, *keys), loop=config.loop, shape=x.shape,
-            rows=rows, centered=spec.centered, order=order, x=x_rows, other=other_rows,
+            launch=NORM_FORWARD.bind(grid, config.num_warps, named, *keys), shape=x.shape, rows=rows,
+            centered=spec.centered, order=order, x=x_rows, other=other_rows,
             alone=all(t is None for t in (bias, gate, residual, shift, factor)), blank=_blank(x.device, rows),
             output_dtype=output_dtype,
             memory_format=memory_format, flat_output=flat_output, sum_dtype=total.dtype, flat_sum=flat_sum,
@@ -231,7 +223,7 @@ def backward_plan(
 
     def make() -> BackwardPlan:
         hidden_size, rows = x.shape[-1], math.prod(x.shape[:-1])
-        require(spec, of_rows(spec, hidden_size, heads > 1)[1], *(("from the output",) if from_output else ()))
+        require(spec, "rows", *(("from the output",) if from_output else ()))
         sms, shared = limits
         order, memory_format, flat_output = _layout(x, spec, weight, heads)
         x_rows, dy_rows, other_rows = operands = [RowAddress.of(t, order) for t in (x, dy, other)]
@@ -239,36 +231,25 @@ def backward_plan(
         shift = bias if from_output or (after and need[3]) else None  # where its values are read
         itemsize = max(t.element_size() for t in (x, dy, weight, shift, other) if t is not None)
         config = backward_config(
-            hidden_size, spec.centered, itemsize, shared, gate is not None, heads, dh is not None, shift is not None,
+            hidden_size, spec.centered, itemsize, shared, gate is not None, dh is not None, shift is not None,
             from_output, weight is not None and weight.dtype != x.dtype,
         )  # fmt: skip
         flat = config.flat and all(operand.flat(rows, hidden_size) for operand in operands)
-        if config.loop:
-            parts = max(1, min(-(-rows // 64), 4 * sms * COLUMNS.block // hidden_size + 1))
-        else:
-            parts = max(1, min(-(-rows // (config.rows * heads)), sms * config.programs_per_sm // heads))
+        parts = max(1, min(-(-rows // (config.rows * heads)), sms * config.programs_per_sm // heads))
         named = {
-            "N": hidden_size, "FROM_OUTPUT": from_output, **formula_constants(spec, weight),
-            **x_rows.arguments("x"), **dy_rows.arguments("dy"),
+            "N": hidden_size, "BLOCK": config.block, "ROWS": config.rows, "HEADS": heads, "rows_total": rows,
+            **x_rows.arguments("x"), **dy_rows.arguments("dy"), **other_rows.arguments("other"),
+            **formula_constants(spec, weight), "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate),
+            "STAGES": config.stages, "RELOAD_W": config.reload_weight, "GAPS": config.gaps,
+            "FLAT": hidden_size if flat else 0, "FROM_OUTPUT": from_output,
         }  # fmt: skip
-        row = named | other_rows.arguments("other") | {"BLOCK": config.block}
-        launches = []
-        if not config.loop:
-            tile = row | {
-                "rows_total": rows, "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first,
-                "GATE": _gate(spec, gate), "STAGES": config.stages, "RELOAD_W": config.reload_weight,
-                "GAPS": config.gaps, "FLAT": hidden_size if flat else 0,
-            }  # fmt: skip
-            launches.append((NORM_BACKWARD, (parts, heads, 1), config.num_warps, tile))
-        if config.loop and need[0]:
-            launches.append((NORM_BACKWARD_LOOP, (rows, 1, 1), config.num_warps, row))
-        if config.loop and (need[1] or need[2]):
-            grid = (-(-hidden_size // COLUMNS.block), parts, 1)
-            block = {"BLOCK": COLUMNS.block, "ROWS": COLUMNS.rows}
-            columns = named | block | {"rows_total": rows, "rows_per_program": -(-rows // parts)}
-            launches.append((NORM_BACKWARD_COLUMNS, grid, COLUMNS.num_warps, columns))
+        apart = config.sums_apart and (need[0] or need[3]) and (need[1] or need[2])
+        launch, *others = (
+            NORM_BACKWARD.bind((parts, heads, 1), config.num_warps, named, (*dtypes, of))
+            for of in (("rows", "sums") if apart else ("all",))
+        )
         return BackwardPlan(
-            launches=tuple((kernel, kernel.bind(*rest, dtypes)) for kernel, *rest in launches),
+            launch=launch, sums_launch=others[0] if others else None,
             rows=rows, order=order, x=x_rows, dy=dy_rows, other=other_rows,
             memory_format=memory_format, flat_output=flat_output,
             in_place=flat_output and not any(operand.copy for operand in operands),

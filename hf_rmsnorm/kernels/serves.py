@@ -5,22 +5,17 @@ another formula, until somebody writes it into the kernels and then here.
 """
 
 from ..formula import NormSpec
-from .sizes import TILE_MAX, backward_loops
 
-_ANY_WIDTH = frozenset({
-    "centered", "has_bias", "weight_offset", "functional", "eps_outside", "round_offset", "rounding=before_weight",
-    "rounding=weight_dtype", "rounding=rstd", "rounding=every_step",
+_ROWS = frozenset({
+    "centered", "has_bias", "weight_offset", "functional", "eps_outside", "round_offset", "weight_first",
+    "rounding=before_weight", "rounding=weight_dtype", "rounding=rstd", "rounding=every_step",
 })  # fmt: skip
-_TILE = _ANY_WIDTH | {"weight_first", "gate=silu_before", "gate=silu_after", "gate=sigmoid_after"}
 SERVES = {
-    "forward": _TILE,
-    "forward loop": _ANY_WIDTH,
-    "backward": _TILE,
-    "wide backward": _ANY_WIDTH,
-    "residual sum": _ANY_WIDTH | {"weight_first"},
-    "queries and keys": _ANY_WIDTH,
+    "rows": _ROWS | {"gate=silu_before", "gate=silu_after", "gate=sigmoid_after"},
+    "residual sum": _ROWS,
+    "queries and keys": _ROWS - {"weight_first"},
     # xhat has to follow from the output alone, and with its own rounding.
-    "from the output": _ANY_WIDTH - {"eps_outside", "rounding=rstd", "rounding=every_step"},
+    "from the output": _ROWS - {"weight_first", "eps_outside", "rounding=rstd", "rounding=every_step"},
 }
 
 
@@ -30,13 +25,6 @@ def unserved(spec: NormSpec, *families: str) -> str | None:
         if not spec.axes <= SERVES[family]:
             return f"its formula has {', '.join(sorted(spec.axes - SERVES[family]))}"
     return None
-
-
-def of_rows(spec: NormSpec, hidden_size: int, of_heads: bool = False) -> tuple[str, str]:
-    """The families that compute rows of this size, forward and backward; `of_heads`: with a weight for each head."""
-    forward = "forward loop" if hidden_size > TILE_MAX else "forward"
-    loops = backward_loops(hidden_size, spec.centered, spec.gate is not None or of_heads)
-    return forward, "wide backward" if loops else "backward"
 
 
 def require(spec: NormSpec, *families: str) -> None:

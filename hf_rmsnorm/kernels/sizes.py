@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from functools import cache
 
-MAX_HIDDEN_SIZE = 262_144
+MAX_HIDDEN_SIZE = 16_384  # the widest row that registers hold; longer ones keep their own forward
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 MAX_TOKEN = 8_192  # columns of all heads of a token in one tile, where one norm spans them: more would spill
-TILE_MAX = 16_384  # widest row held in registers; above it two passes over L2 are cheaper than spills
-CENTERED_BACKWARD_TILE_MAX = 8_192  # LayerNorm keeps dweight and dbias; above, where there is a gap, or they spill
+CENTERED_SUMS_MAX = 8_192  # LayerNorm sums dweight and dbias beside dx; of wider rows without a gap they would spill
 TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often
 WARP_ELEMENTS = 1_024  # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
 
@@ -16,26 +15,21 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def backward_loops(hidden_size: int, centered: bool, single_pass: bool) -> bool:
-    """Whether rows are too wide for one tile; the loop knows neither gates nor heads, whose rows stay, and spill."""
-    return hidden_size > (CENTERED_BACKWARD_TILE_MAX if centered and not single_pass else TILE_MAX)
-
-
 @dataclass(frozen=True)
 class TileConfig:
-    """Shape of one launch: `block` columns by `rows` rows a program; `loop` picks the two-pass kernel."""
+    """Shape of one launch: `block` columns by `rows` rows a program."""
 
     block: int
     rows: int
     num_warps: int
-    loop: bool = False
 
 
 @dataclass(frozen=True)
 class BackwardConfig(TileConfig):
     """Shape of one backward launch; `programs_per_sm` sizes the persistent grid (and so the partial sums).
 
-    `flat` says that rows which lie one behind the other have code of their own.
+    `flat` says that rows which lie one behind the other have code of their own; `sums_apart` that the gradients of the
+    parameters have a launch of their own.
     """
 
     stages: int = 1
@@ -43,22 +37,12 @@ class BackwardConfig(TileConfig):
     gaps: int = 0
     flat: bool = True
     programs_per_sm: int = 1
-
-
-COLUMNS = TileConfig(block=256, rows=16, num_warps=8)  # dweight and dbias of wide rows
-
-
-def loop_shape(hidden_size: int, most: int, elements: int) -> tuple[int, int, int]:
-    """Columns of a step, rows and warps of a loop over one row: steps that fill it, if it has such a factor."""
-    block = min(most, max(2_048, hidden_size & -hidden_size))
-    return block, 1, block // elements
+    sums_apart: bool = False
 
 
 @cache
 def forward_config(hidden_size: int) -> TileConfig:
     block = next_power_of_2(hidden_size)
-    if hidden_size > TILE_MAX:
-        return TileConfig(*loop_shape(hidden_size, 8_192, WARP_ELEMENTS), loop=True)
     # Rows that lie within a warp exchange no sums through shared memory: short ones do so in any of several.
     num_warps = 4 if block <= 256 else max(1, block // WARP_ELEMENTS)
     if block > WARP_ELEMENTS and 8 * hidden_size <= 5 * block:
@@ -80,7 +64,6 @@ def backward_config(
     itemsize: int,
     shared_limit: int,
     gated: bool = False,
-    heads: int = 1,
     added: bool = False,
     reads_bias: bool = False,
     from_output: bool = False,
@@ -109,8 +92,6 @@ def backward_config(
             eighths, elements = 5, 40
         elif 8 * hidden_size <= 6 * block:
             eighths, elements = 6, 24
-    if backward_loops(hidden_size, centered, gated or heads > 1 or eighths < 8):
-        return BackwardConfig(*loop_shape(hidden_size, 4_096, 512), loop=True)
     num_warps = min(16, max(4 * gated, rows * block * eighths // (8 * 32 * elements)))
     reload_weight = block > (4_096 if gated else 8_192)
     # Every stage but the first has a buffer in shared memory for x, dy, the bias and a weight copied with them
@@ -130,4 +111,5 @@ def backward_config(
         flat=stages > 1 and not (gated or from_output) and (rows == 1 or hidden_size == block),
         # As many as fit: one more would run alone, afterwards. A third operand takes registers, a gate most.
         programs_per_sm=min(4 if gated or added or from_output else 6, max(1, columns // block)),
+        sums_apart=centered and block > CENTERED_SUMS_MAX and eighths == 8,
     )

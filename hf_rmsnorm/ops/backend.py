@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed
-from ..kernels.serves import of_rows, unserved
-from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, MAX_TOKEN, TILE_MAX, next_power_of_2
+from ..kernels.serves import unserved
+from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, MAX_TOKEN, next_power_of_2
 from .direct import DIRECT_TYPES, forget_plans
 from .loading import is_dtensor
 from .settings import chosen, insists, settings
@@ -138,12 +138,12 @@ def refusal(
         return f"x is {dtype}; the kernels serve float32, float16 and bfloat16"
     if not shape or not 1 <= shape[-1] <= MAX_HIDDEN_SIZE:
         return f"the last dimension of x, shape {tuple(shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
-    if group_size is not None and (shape[-1] % group_size or group_size > TILE_MAX):
-        return f"groups of {group_size} do not divide rows of {shape[-1]}, or hold more than {TILE_MAX}"
+    if group_size is not None and shape[-1] % group_size:
+        return f"groups of {group_size} do not divide rows of {shape[-1]}"
     formula, columns = (spec, shape[-1]) if group_size is None else (spec.ungrouped, group_size)
-    missing = unserved(formula, *of_rows(formula, columns, of_heads))
+    missing = unserved(formula, "rows")
     if missing is not None:
-        return f"{missing}, which the kernels for rows of {columns} do not compute"
+        return f"{missing}, which the kernels do not compute"
     if (gate is None) != (spec.gate is None):
         return "its formula has a gate and the call has none, or the other way round"
     for parameter in (weight, bias):
@@ -155,8 +155,8 @@ def refusal(
         if parameter.dim() != 1 or parameter.shape[0] != shape[-1]:
             if parameter.dim() != 2 or parameter.shape != shape[-2:]:
                 return f"{name} has shape {tuple(parameter.shape)} where x has {shape[-1]} columns"
-            if not 0 < parameter.shape[0] <= MAX_HEADS or shape[-1] > TILE_MAX or group_size is not None:
-                return f"{name} of shape {tuple(parameter.shape)} has too many rows or columns"
+            if not 0 < parameter.shape[0] <= MAX_HEADS or group_size is not None:
+                return f"{name} of shape {tuple(parameter.shape)} has too many rows"
             if any(p is not None and p.shape != parameter.shape for p in (weight, bias)):
                 return "weight and bias differ in shape"
         if parameter.device != device:

@@ -5,7 +5,7 @@ import torch
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
 from ..kernels.saved import Saved, require_saved
-from ..kernels.serves import of_rows, unserved
+from ..kernels.serves import unserved
 from ..reference import reference_norm
 from .backend import give_up, resolve_backend
 from .direct import is_direct, state, under_transform
@@ -99,9 +99,7 @@ def modulated_norm(
     operands = [t for t in (x, residual, weight, bias, *modulation) if t is not None]
     if any(t.dtype != x.dtype for t in operands) or under_transform() or not is_direct(*operands):
         return None
-    if x.dim() == 0 or spec.gate is not None or unserved(spec, *(families := of_rows(spec, x.shape[-1], True))):
-        return None
-    if families != ("forward", "backward") or (spec.functional and autocasts_functional(spec, x.device.type)):
+    if x.dim() == 0 or spec.gate is not None or (spec.functional and autocasts_functional(spec, x.device.type)):
         return None
     if resolve_backend(x, weight, bias, spec) != "triton" or (weight is not None and weight.dim() != 1):
         return None

@@ -10,7 +10,6 @@ import torch
 
 from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
-from ...ops.backend import TILE_MAX
 from .check import MIXED_DTYPES, prove
 from .closeness import affine, close, describe
 from .inputs import NotInFamily, Trial
@@ -49,8 +48,6 @@ class Fit(Trial):
         group = None if self.group == self.size else self.group
         spec = NormSpec(centered, 0.0, weight is not None, bias is not None, offset, functional=functional is not None,
                         rounding=rounding, weight_first=weight_first, group_size=group)  # fmt: skip
-        if self.group > TILE_MAX and (self.probe.gate_required or self.group != self.size):
-            raise NotInFamily(f"its rows of {self.group} are longer than {TILE_MAX}, with a gate, groups or heads")
         absent = tuple(name for name, value in self.probe.module._parameters.items() if value is None)
         recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight), layout=self.probe.layout,
                         dims=self.probe.dims, absent=absent)  # fmt: skip
@@ -98,8 +95,6 @@ class Fit(Trial):
                 return centered, *found, False
         for name, offset in itertools.product(tensors, (0.0, 1.0)):
             if close(self._hat(x.double() * (tensors[name].double() + offset), False), y, 2e-5):
-                if self.size > TILE_MAX:
-                    raise NotInFamily("it computes an RMSNorm of the weighted input, in rows longer than any served")
                 return False, name, None, offset, True
         raise NotInFamily(describe(x, y, tensors) or "its formula is not one that this package knows")
 
@@ -199,7 +194,7 @@ class Fit(Trial):
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
         without = replace(recipe, other_input=self.probe.gate)  # a call that gives it runs the module's own forward
-        if recipe.spec.rounding in ("rstd", "every_step") or recipe.spec.weight_first or self.group > TILE_MAX:
+        if recipe.spec.rounding in ("rstd", "every_step") or recipe.spec.weight_first:
             return without
         x = self.rows(1024, half=True)
         dtypes = ((torch.float32, torch.float32), *(() if recipe.only_float32 else SAME_DTYPES + MIXED_DTYPES))

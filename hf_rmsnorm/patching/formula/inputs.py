@@ -105,7 +105,10 @@ class Trial:
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
         if not sizes:  # what a module without weights names in its attributes, `normalized_shape` and the like
             rows = (v for v in vars(self.probe.module).values() if isinstance(v, (tuple, list)) and v)
-            hints = (*self.probe.numbers.values(), *(row[-1] for row in rows), 64)
+            columns = [row[-1] for row in rows if isinstance(row[-1], int)]
+            if max(columns, default=0) > MAX_HIDDEN_SIZE:
+                raise NotInFamily(f"its hidden size {max(columns)} is above {MAX_HIDDEN_SIZE}")
+            hints = (*self.probe.numbers.values(), *columns, 64)
             sizes = list(dict.fromkeys(h for h in hints if isinstance(h, int) and 1 <= h <= MAX_HIDDEN_SIZE))
         head_dim, failure = self.probe.head_dim, None
         for layout, dims in LAYOUTS[:1] if head_dim else LAYOUTS:

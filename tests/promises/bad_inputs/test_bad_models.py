@@ -118,10 +118,12 @@ def test_a_weight_longer_than_the_input_goes_to_the_original():
     assert norm(torch.ones(2, 1)).shape == (2, 8)  # Hugging Face's own class broadcasts here
 
 
-def test_a_hidden_size_above_the_limit():
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_hidden_size_above_the_limit(affine):
+    norm = LlamaRMSNorm(16_385) if affine else nn.LayerNorm(16_385, elementwise_affine=False)
     with pytest.warns(UserWarning, match="none of 1"):
-        report = patch_model(nn.Sequential(LlamaRMSNorm(262_145)))
-    assert "262145" in report.skipped[0].reason
+        report = patch_model(nn.Sequential(norm))
+    assert report.skipped[0].reason == "its hidden size 16385 is above 16384"
 
 
 def test_scripted_and_traced_modules():

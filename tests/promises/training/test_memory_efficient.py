@@ -130,7 +130,7 @@ def test_every_formula_in_every_dtype(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "hidden_size", [32, 39, 128, 1000, *(pytest.param(n, marks=pytest.mark.full) for n in (4096, 8192, 14336, 20000))]
+    "hidden_size", [32, 39, 128, 1000, *(pytest.param(n, marks=pytest.mark.full) for n in (4096, 8192, 14336))]
 )
 @pytest.mark.parametrize("name", ["llama", "gemma", "layer_norm", "no_weight"])
 def test_every_width(name, hidden_size, monkeypatch):

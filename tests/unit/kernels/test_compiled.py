@@ -114,7 +114,7 @@ def test_both_variants_and_every_way_have_a_code_of_their_own():
 
 
 def test_vectors_need_strides_and_columns_that_they_divide():
-    kernel = KERNELS["norm_forward_loop"]
+    kernel = KERNELS["norm_forward"]
     bound, fixed, _ = bound_by_number(kernel)
     assert bound.vectorised
     for name in ("N", "x_outer", "other_inner"):

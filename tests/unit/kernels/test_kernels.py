@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.kernels.sizes import forward_config
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm
 
@@ -139,14 +138,6 @@ def test_every_width_of_a_gated_row(name, hidden_size):
     check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["no_upcast", "textbook", "textbook_layer_norm", "rounded_rstd", "rounded_offset"])
-def test_other_formulas_in_rows_too_wide_for_registers(name):
-    weight, bias = parameters(SPECS[name], 20000, torch.bfloat16)
-    x = rows(2, 20000, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(2, 20000, dtype=torch.bfloat16, seed=7))
-
-
 @pytest.mark.parametrize(
     "hidden_size",
     [1, 7, 64, 128, 896, 1000, 1024, 2048, 2560, 4096,
@@ -168,25 +159,6 @@ def test_rows_much_shorter_than_their_tile(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x = rows(40, hidden_size, dtype=torch.bfloat16)
     check(SPECS[name], x, weight, bias, rows(40, hidden_size, dtype=torch.bfloat16, seed=7))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "hidden_size"),
-    [
-        ("llama", 16385),
-        ("llama", 70000),
-        ("llama", 262144),
-        ("layer_norm", 16385),
-        pytest.param("layer_norm", 70000, marks=pytest.mark.nightly),
-        pytest.param("layer_norm", 262144, marks=pytest.mark.nightly),
-    ],
-)
-def test_rows_too_wide_for_registers(name, hidden_size):
-    assert forward_config(hidden_size).loop
-    weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
-    x = rows(2, hidden_size, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(2, hidden_size, dtype=torch.bfloat16, seed=7))
 
 
 @pytest.mark.parametrize("name", ["llama", "fp32_weight", "gemma", "t5", "rms_bias", "layer_norm_no_bias"])
@@ -351,7 +323,7 @@ def test_any_shape_stride_dtype_and_formula(
     check(spec, x, weight, bias, rows(*shape, dtype=x_dtype, seed=seed + 7))
 
 
-@pytest.mark.parametrize("hidden_size", [96, 1000, 20000])
+@pytest.mark.parametrize("hidden_size", [96, 1000, 16384])
 @pytest.mark.parametrize("value", [100.0, 1000.3])
 def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size, value):
     spec = SPECS["layer_norm_no_affine"]
@@ -359,7 +331,7 @@ def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size, value):
         assert not fused_norm(torch.full((2, hidden_size), value, device=DEVICE), None, None, spec).any()
 
 
-@pytest.mark.parametrize("hidden_size", [1000, 20000])
+@pytest.mark.parametrize("hidden_size", [1000, 14336])
 def test_layer_norm_of_rows_far_from_zero(hidden_size):
     """A mean 10,000 times the deviation: its own rounding must not reach the result."""
     x = (100 + 0.01 * rows(3, hidden_size, dtype=torch.float32, mean=0)).contiguous()

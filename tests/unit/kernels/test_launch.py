@@ -5,8 +5,7 @@ from probes import facts
 
 pytest.importorskip("triton", reason="there is nothing to launch without Triton")
 pytestmark = pytest.mark.full
-ROWS = {"norm_forward", "norm_forward_loop", "norm_backward", "norm_backward_loop", "norm_backward_columns",
-        "reduce_partials"}  # fmt: skip
+ROWS = {"norm_forward", "norm_backward", "reduce_partials"}
 HEADS = {"qk_norm_forward", "qk_norm_backward", "qk_reduce_partials"}
 STRIDES = ("outer", "x_inner", "dy_inner", "other_inner", "_batch", "_position", "_head")
 families = pytest.mark.parametrize("family", ["rows", "heads"])

@@ -20,7 +20,6 @@ from hf_rmsnorm.ops.operators import spec_args, spec_from
 from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm
 
 pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
-WIDE = 16_392  # no program holds such a row in its registers
 BASES = {"RMSNorm": NormSpec(False, 1e-2), "LayerNorm": NormSpec(True, 1e-2, has_bias=True)}
 
 
@@ -71,8 +70,8 @@ def assert_same(found, expected):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item()))
 
 
-def run_norm(spec, columns):
-    x, _, dy, weight, bias, gate = operands(spec, 2, columns)
+def run_norm(spec):
+    x, _, dy, weight, bias, gate = operands(spec, 2, 64)
     need = (True, weight is not None, bias is not None, gate is not None)
     y, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, True, gate)
     assert_same([y], [reference_norm(x, weight, bias, spec, gate)])
@@ -80,21 +79,21 @@ def run_norm(spec, columns):
     assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
 
 
-def run_sum(spec, columns):
-    x, residual, _, weight, bias, gate = operands(spec, 2, columns)
+def run_sum(spec):
+    x, residual, _, weight, bias, gate = operands(spec, 2, 64)
     y, _, _, h = launch.norm_forward(x, weight, bias, spec, False, gate, residual)
     assert_same([h, y], [residual + x, reference_norm(residual + x, weight, bias, spec, gate)])
 
 
-def run_from_output(spec, columns):
-    x, _, dy, weight, bias, gate = operands(spec, 2, columns)
+def run_from_output(spec):
+    x, _, dy, weight, bias, gate = operands(spec, 2, 64)
     need = (True, weight is not None, bias is not None, False)
     y, rstd, *_ = launch.norm_forward(x, weight, bias, spec, True, gate)
     found = launch.norm_backward(dy, y, weight, bias, rstd, None, spec, need, gate, None, True)
     assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
 
 
-def run_qk(spec, _):
+def run_qk(spec):
     q, k = (operands(spec, 1, 5, heads, 16)[0].transpose(1, 2) for heads in (4, 2))
     *_, weight, bias, _ = operands(spec, 16)
     table = None if spec.has_bias else torch.randn(1, 5, 16)
@@ -103,42 +102,30 @@ def run_qk(spec, _):
 
 
 RUNS = {
-    "rows": (run_norm, 64, ("forward", "backward")),
-    "wide rows": (run_norm, WIDE, ("forward loop", "wide backward")),
-    "sum": (run_sum, 64, ("forward", "residual sum")),
-    "wide sum": (run_sum, WIDE, ("forward loop", "residual sum")),
-    "from the output": (run_from_output, 64, ("forward", "backward", "from the output")),
-    "queries and keys": (run_qk, 64, ("queries and keys",)),
+    "rows": (run_norm, ("rows",)),
+    "sum": (run_sum, ("rows", "residual sum")),
+    "from the output": (run_from_output, ("rows", "from the output")),
+    "queries and keys": (run_qk, ("queries and keys",)),
 }
 
 
-def cases():
-    found = []
-    for name in SPECS:
-        for run in RUNS:
-            slow = run.startswith("wide") and name.startswith("LayerNorm") and "=" in name
-            found.append(pytest.param(name, run, marks=[pytest.mark.full] if slow else []))
-    return found
-
-
-@pytest.mark.parametrize(("name", "run"), cases())
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("run", RUNS)
 def test_a_launch_computes_the_formula_or_refuses_it(name, run):
-    spec, (launched, columns, families) = SPECS[name], RUNS[run]
+    spec, (launched, families) = SPECS[name], RUNS[run]
     if all(spec.axes <= SERVES[family] for family in families):
-        launched(spec, columns)
+        launched(spec)
     else:
         with pytest.raises(NotImplementedError, match="its formula has"):
-            launched(spec, columns)
+            launched(spec)
     assert name != "invented" or not any(spec.axes <= served for served in SERVES.values())
     assert name != "invented" or "doubled" in str(spec)
 
 
-@pytest.mark.parametrize(
-    ("name", "columns"), [(n, c) for n, spec in SPECS.items() for c in (64, WIDE) if c == 64 or not spec.group_size]
-)
-def test_what_no_kernel_computes_falls_back_to_the_reference(name, columns):
+@pytest.mark.parametrize("name", SPECS)
+def test_what_no_kernel_computes_falls_back_to_the_reference(name):
     spec = SPECS[name]
-    x, residual, dy, weight, bias, gate = operands(spec, 2, columns)
+    x, residual, dy, weight, bias, gate = operands(spec, 2, 64)
     served = resolve_backend(x, weight, bias, spec, gate) == "triton"
     if not served:
         with use_backend("triton"), pytest.raises(RuntimeError, match="its formula has"):
@@ -151,7 +138,7 @@ def test_what_no_kernel_computes_falls_back_to_the_reference(name, columns):
         y = fused_norm(leaf, weight, bias, spec, None, None, None, served and keeps_output(weight, bias, spec))
         expected = reference_norm(leaf, weight, bias, spec)
         assert_same(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, leaf, dy))
-    if gate is None and bias is None and columns == 64:
+    if gate is None and bias is None:
         q = k = x[None, None]
         assert_same(fused_qk_norm(q, k, weight, weight, spec), reference_qk_norm(q, k, weight, weight, spec))
 

@@ -5,10 +5,8 @@ import itertools
 import pytest
 
 from hf_rmsnorm.kernels.sizes import (
-    COLUMNS,
     MAX_HIDDEN_SIZE,
     TILE_ELEMENTS,
-    TILE_MAX,
     WARP_ELEMENTS,
     backward_config,
     forward_config,
@@ -16,7 +14,7 @@ from hf_rmsnorm.kernels.sizes import (
     reduce_config,
 )
 
-SIZES = (1, 7, 64, 128, 1000, 1024, 2048, 2049, 4096, 8192, 8193, 14336, TILE_MAX, TILE_MAX + 1, MAX_HIDDEN_SIZE)
+SIZES = (1, 7, 64, 128, 1000, 1024, 2048, 2049, 4096, 8192, 8193, 14336, MAX_HIDDEN_SIZE)
 LIMITS = (65_536, 101_376, 166_912, 232_448)  # gfx942, sm_86, sm_80, sm_90
 
 
@@ -25,12 +23,11 @@ def test_powers_of_two():
 
 
 @pytest.mark.parametrize("hidden_size", SIZES)
-def test_a_tile_holds_the_row_or_the_loop_takes_it(hidden_size):
+def test_a_tile_holds_the_row(hidden_size):
     config = forward_config(hidden_size)
-    assert config.loop == (hidden_size > TILE_MAX)
-    assert config.loop or hidden_size <= config.block < 2 * hidden_size
-    assert config.loop or config.rows * config.block == max(TILE_ELEMENTS, config.block), "short rows share a program"
-    if not config.loop and config.block > 256:
+    assert hidden_size <= config.block < 2 * hidden_size
+    assert config.rows * config.block == max(TILE_ELEMENTS, config.block), "short rows share a program"
+    if config.block > 256:
         few = config.block > WARP_ELEMENTS and 8 * hidden_size <= 5 * config.block
         assert config.num_warps * WARP_ELEMENTS * (1 + few) == max(WARP_ELEMENTS, config.block)
 
@@ -41,8 +38,8 @@ def test_the_backwards_buffers_fit_in_shared_memory(hidden_size, limit):
     """`tests/tools/test_aot_budgets.py` says the same of what was compiled."""
     for centered, gated, added, biased, mixed in itertools.product((False, True), repeat=5):
         for itemsize in (2, 4):
-            config = backward_config(hidden_size, centered, itemsize, limit, gated, 1, added, biased, mixed=mixed)
-            assert config.loop or config.block >= hidden_size
+            config = backward_config(hidden_size, centered, itemsize, limit, gated, added, biased, mixed=mixed)
+            assert config.block >= hidden_size
             assert 1 <= config.stages <= 3 and config.programs_per_sm >= 1
             tile, reloaded = config.rows * config.block * itemsize, config.reload_weight * (2 * gated or mixed)
             converted = tile // 2 if mixed and not config.reload_weight else 0
@@ -51,17 +48,10 @@ def test_the_backwards_buffers_fit_in_shared_memory(hidden_size, limit):
 
 
 def test_every_side_of_a_tile_is_a_power_of_two():
-    configs = [COLUMNS, *(f(n) for f in (forward_config, reduce_config) for n in SIZES)]
+    configs = [f(n) for f in (forward_config, reduce_config) for n in SIZES]
     configs += [backward_config(n, False, 2, LIMITS[-1]) for n in SIZES]
     for side in (side for config in configs for side in (config.block, config.rows, config.num_warps)):
         assert side == next_power_of_2(side)
-
-
-def test_gates_and_heads_keep_their_rows_in_registers():
-    for hidden_size in (12_289, TILE_MAX):
-        assert backward_config(hidden_size, True, 2, LIMITS[-1]).loop
-        assert not backward_config(hidden_size, True, 2, LIMITS[-1], gated=True).loop
-        assert not backward_config(hidden_size, True, 2, LIMITS[-1], heads=4).loop
 
 
 @pytest.mark.parametrize(
@@ -70,8 +60,7 @@ def test_gates_and_heads_keep_their_rows_in_registers():
         (1, (1, 2_048, 4)), (64, (64, 32, 4)), (256, (256, 8, 4)), (257, (512, 4, 1)), (1_024, (1_024, 2, 1)),
         (1_025, (2_048, 1, 1)), (1_280, (2_048, 1, 1)), (1_281, (2_048, 1, 2)), (2_048, (2_048, 1, 2)),
         (2_049, (4_096, 1, 2)), (2_561, (4_096, 1, 4)), (4_096, (4_096, 1, 4)), (5_120, (8_192, 1, 4)),
-        (8_192, (8_192, 1, 8)), (8_193, (16_384, 1, 8)), (12_288, (16_384, 1, 16)), (TILE_MAX, (16_384, 1, 16)),
-        (TILE_MAX + 1, (2_048, 1, 2)), (18_432, (2_048, 1, 2)), (20_480, (4_096, 1, 4)), (65_536, (8_192, 1, 8)),
+        (8_192, (8_192, 1, 8)), (8_193, (16_384, 1, 8)), (12_288, (16_384, 1, 16)), (MAX_HIDDEN_SIZE, (16_384, 1, 16)),
     ],
 )  # fmt: skip
 def test_forwards_have_few_warps_to_a_row(hidden_size, config):
@@ -80,7 +69,7 @@ def test_forwards_have_few_warps_to_a_row(hidden_size, config):
 
 
 @pytest.mark.parametrize(
-    "hidden_size, block, rows", [(1, 16, 512), (2_048, 16, 512), (2_049, 32, 256), (8_192, 64, 128), (65_536, 64, 128)]
+    "hidden_size, block, rows", [(1, 16, 512), (2_048, 16, 512), (2_049, 32, 256), (8_192, 64, 128)]
 )
 def test_partial_rows_are_summed_by_about_as_many_programs_as_a_chip_has_multiprocessors(hidden_size, block, rows):
     config = reduce_config(hidden_size)
@@ -104,13 +93,12 @@ def test_partial_rows_are_summed_by_about_as_many_programs_as_a_chip_has_multipr
         (4_097, False, False, (8_192, 1, 16, 3, False, 1)),
         (8_192, True, False, (8_192, 1, 16, 2, True, 1)),
         (8_193, False, False, (16_384, 1, 16, 2, True, 1)),
-        (TILE_MAX, False, True, (16_384, 1, 16, 2, True, 1)),
-        (TILE_MAX, True, False, (16_384, 1, 16, 1, True, 1)),
+        (MAX_HIDDEN_SIZE, False, True, (16_384, 1, 16, 2, True, 1)),
+        (MAX_HIDDEN_SIZE, True, False, (16_384, 1, 16, 1, True, 1)),
     ],
 )
 def test_backwards_in_float32_on_sm_90(hidden_size, gated, added, config):
-    found = backward_config(hidden_size, False, 4, LIMITS[-1], gated, 1, added)
-    assert not found.loop
+    found = backward_config(hidden_size, False, 4, LIMITS[-1], gated, added)
     shape = found.block, found.rows, found.num_warps
     assert (*shape, found.stages, found.reload_weight, found.programs_per_sm) == config
 
@@ -147,25 +135,18 @@ def test_two_sums_of_a_row_take_fewer_warps_or_fewer_programs(hidden_size, eight
     assert (found.gaps, found.num_warps, found.programs_per_sm) == (found.block // 8 * eighths, warps, programs)
 
 
-@pytest.mark.parametrize("hidden_size, block", [(16_640, 2_048), (18_432, 2_048), (20_480, 4_096), (65_536, 4_096)])
-def test_steps_of_a_loop_fill_the_row_where_they_can(hidden_size, block):
-    config = backward_config(hidden_size, True, 2, LIMITS[-1])
-    assert (config.block, config.rows, config.num_warps, config.loop) == (block, 1, block // 512, True)
-
-
 @pytest.mark.parametrize(
-    "widest, centered, how",
+    "widest, how",
     [
-        (TILE_MAX, False, {}), (TILE_MAX, False, {"itemsize": 4}), (12_288, True, {}), (12_288, True, {"added": True}),
-        (8_192, True, {"itemsize": 4}), (8_192, True, {"from_output": True}), (8_192, True, {"shared_limit": 101_376}),
-        (8_192, True, {"added": True, "shared_limit": 166_912}),
+        (12_288, {}), (12_288, {"added": True}), (8_192, {"itemsize": 4}), (8_192, {"from_output": True}),
+        (8_192, {"shared_limit": 101_376}), (8_192, {"added": True, "shared_limit": 166_912}), (8_192, {"gated": True}),
     ],
 )  # fmt: skip
-def test_where_rows_become_too_wide(widest, centered, how):
-    given = {"centered": centered, "itemsize": 2, "shared_limit": LIMITS[-1]} | how
-    assert not backward_config(widest, **given).loop
-    config = backward_config(widest + 1, **given)
-    assert (config.block, config.rows, config.num_warps, config.loop) == (2_048, 1, 4, True)
+def test_where_two_sums_of_a_row_take_a_launch_of_their_own(widest, how):
+    sizes = {"itemsize": 2, "shared_limit": LIMITS[-1]} | how
+    assert not backward_config(widest, True, **sizes).sums_apart
+    assert backward_config(widest + 1, True, **sizes).sums_apart
+    assert not backward_config(widest + 1, False, **sizes).sums_apart, "an RMSNorm has one"
 
 
 def test_a_buffer_that_just_fits_and_one_that_does_not():

@@ -34,14 +34,14 @@ def run(left, right, weight, dy, spec, backend):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("size", [96, 1000, 4096, pytest.param(20_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [96, 1000, 4096, pytest.param(14_336, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", SPECS)
 def test_forward_and_backward(name, size, dtype):
     spec = SPECS[name]
     left, right, weight, dy = operands(size, dtype, spec)
     with count_launches() as launches:
         got = run(left, right, weight, dy, spec, "triton")
-    assert launches["norm_forward_loop" if size > 16_384 else "norm_forward"] == 1
+    assert launches["norm_forward"] == 1
     expected = run(left, right, weight, dy, spec, "reference")
     assert (got[0] != expected[0]).float().mean() <= 1e-3
     rounded = run((left + right), torch.zeros_like(left), weight, dy, spec, "reference")

@@ -99,20 +99,12 @@ def test_every_formula_in_every_dtype(name, dtype):
 @pytest.mark.parametrize(
     "hidden_size",
     [1, 7, 128, 1000, 1024, 2560, *(pytest.param(n, marks=pytest.mark.full) for n in (4096, 8192, 14336, 16384)),
-     9216, 16385, *(pytest.param(n, marks=pytest.mark.full) for n in (12288, 20000))],
+     9216, pytest.param(12288, marks=pytest.mark.full)],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "layer_norm", "layer_norm_no_bias"])
 def test_every_width(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x, residual, dh, dy = operands((3, hidden_size), torch.bfloat16)
-    check(SPECS[name], x, residual, weight, bias, dh, dy)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["no_upcast", "textbook_layer_norm", "rounded_rstd", "rounded_offset"])
-def test_other_formulas_in_rows_too_wide_for_registers(name):
-    weight, bias = parameters(SPECS[name], 20000, torch.bfloat16)
-    x, residual, dh, dy = operands((2, 20000), torch.bfloat16)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
 
 
@@ -137,7 +129,7 @@ def mixtures():
     for name, dtypes in itertools.product(PLAIN, MIXED):
         if not SPECS[name].functional or dtypes[2] == torch.float32:  # torch's own norms take one dtype
             yield name, dtypes, 96
-    yield from (("llama", MIXED[0], 20000), ("llama", MIXED[1], 20000), ("layer_norm", MIXED[0], 20000))
+    yield from (("llama", MIXED[0], 14336), ("llama", MIXED[1], 14336), ("layer_norm", MIXED[0], 14336))
 
 
 @pytest.mark.parametrize(("name", "dtypes", "hidden_size"), mixtures(), ids=str)
@@ -238,14 +230,11 @@ def test_no_rows(name, shape):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hidden_size", [64, 20000])
-def test_what_nobody_needs_is_not_computed(hidden_size):
-    x, residual, dh, dy = operands((6, hidden_size), torch.bfloat16)
-    weight = parameters(SPECS["llama"], hidden_size, torch.bfloat16)[0].detach()
+def test_what_nobody_needs_is_not_computed():
+    x, residual, dh, dy = operands((6, 64), torch.bfloat16)
+    weight = parameters(SPECS["llama"], 64, torch.bfloat16)[0].detach()
     tensors = {"x": x, "residual": residual, "weight": weight}
-    wide = "_loop" if hidden_size > 16_384 else ""
-    columns = {"norm_backward_columns": 1} if wide else {}
-    only_rows, only_weight = {f"norm_backward{wide}": 1}, {"reduce_partials": 1, **(columns or {"norm_backward": 1})}
+    only_rows, only_weight = {"norm_backward": 1}, {"reduce_partials": 1, "norm_backward": 1}
 
     def run(needed, upstream):
         leaves = {name: t.clone().requires_grad_(name in needed) for name, t in tensors.items()}

@@ -2,44 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
-from hf_rmsnorm import NormSpec, patch_model, use_backend
-from hf_rmsnorm.kernels.sizes import MAX_HIDDEN_SIZE, TILE_MAX, forward_config
-from hf_rmsnorm.ops import fused_add_norm, fused_norm
+from hf_rmsnorm import NormSpec
+from hf_rmsnorm.kernels.sizes import MAX_HIDDEN_SIZE, forward_config
 from hf_rmsnorm.ops.backend import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, _device_refusal, device_refusal, qk_fits, refusal
-from hf_rmsnorm.reference import reference_norm
-
-WIDE = 16_392  # above it no program holds a row in its registers
-WEIGHT_FIRST = NormSpec(False, 1e-6, weight_first=True)
-
-
-class WeightFirst(nn.Module):
-    def __init__(self, hidden_size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(hidden_size) + 0.5)
-
-    def forward(self, x):
-        x = x * self.weight
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-def test_a_weight_that_comes_first_in_wide_rows():
-    x, residual, weight = torch.randn(2, WIDE), torch.randn(2, WIDE), torch.rand(WIDE) + 0.5
-    assert torch.equal(fused_norm(x, weight, None, WEIGHT_FIRST), reference_norm(x, weight, None, WEIGHT_FIRST))
-    _, y = fused_add_norm(x, residual, weight, None, WEIGHT_FIRST)
-    assert torch.equal(y, reference_norm(residual + x, weight, None, WEIGHT_FIRST))
-    with use_backend("triton"), pytest.raises(RuntimeError, match=f"weight_first.*{WIDE}"):
-        fused_norm(x, weight, None, WEIGHT_FIRST)
-
-
-def test_a_patched_module_whose_weight_becomes_wide():
-    model = nn.Sequential(WeightFirst(64))
-    assert patch_model(model).swapped[0].formula.weight_first
-    model[0].weight = nn.Parameter(torch.rand(WIDE) + 0.5)
-    x = torch.randn(2, WIDE)
-    assert torch.equal(model(x), WeightFirst.forward(model[0], x))
-
 
 D, RMS, BIASED = 8, NormSpec(False, 1e-6, rounding="before_weight"), NormSpec(False, 1e-6, has_bias=True)
 W = torch.ones(D)
@@ -57,8 +23,6 @@ def of(rows, columns=D):
         ("shape (), is not between 1 and", torch.ones(()), None, None, NormSpec(False, 1e-6, has_weight=False), None),
         ("is not between 1 and", of(1, MAX_HIDDEN_SIZE + 1), of(1, MAX_HIDDEN_SIZE + 1)[0], None, RMS, None),
         ("do not divide rows of 8", of(2), W, None, NormSpec(False, 1e-6, group_size=3), None),
-        ("or hold more than", of(1, 2 * TILE_MAX + 2), of(1, 2 * TILE_MAX + 2)[0], None,
-         NormSpec(False, 1e-6, group_size=TILE_MAX + 1), None),
         ("has a gate and the call has none", of(2), W, None, NormSpec(False, 1e-6, gate="silu_after"), None),
         ("or the other way round", of(2), W, None, RMS, of(2)),
         ("weight is torch.float64", of(2), W.double(), None, RMS, None),
@@ -66,10 +30,9 @@ def of(rows, columns=D):
         ("weight has shape (7,) where x has 8 columns", of(2), W[:7], None, RMS, None),
         ("weight has shape (2, 8) where x", of(3)[None], of(2), None, RMS, None),
         ("weight has shape (8, 3) where x", of(2), of(D, 3), None, RMS, None),
-        ("too many rows or columns", torch.ones(1, 0, D), of(0), None, RMS, None),
-        ("too many rows or columns", of(MAX_HEADS + 1)[None], of(MAX_HEADS + 1), None, RMS, None),
-        ("too many rows or columns", of(2, TILE_MAX + 1)[None], of(2, TILE_MAX + 1), None, RMS, None),
-        ("too many rows or columns", of(2)[None], of(2), None, NormSpec(False, 1e-6, group_size=4), None),
+        ("too many rows", torch.ones(1, 0, D), of(0), None, RMS, None),
+        ("too many rows", of(MAX_HEADS + 1)[None], of(MAX_HEADS + 1), None, RMS, None),
+        ("too many rows", of(2)[None], of(2), None, NormSpec(False, 1e-6, group_size=4), None),
         ("weight and bias differ in shape", of(2)[None], of(2), W, BIASED, None),
         ("weight is on meta and x on cpu", of(2), W.to("meta"), None, RMS, None),
         ("bias is on meta and x on cpu", of(2), W, W.to("meta"), BIASED, None),
@@ -92,8 +55,7 @@ def test_what_no_kernel_serves_is_refused_in_words(said, x, weight, bias, spec, 
         (of(MAX_ROWS // 2)[:, None], of(1), None, RMS, None),
         (of(MAX_HEADS)[None], of(MAX_HEADS), of(MAX_HEADS), BIASED, None),
         (of(2, MAX_HIDDEN_SIZE), of(1, MAX_HIDDEN_SIZE)[0], None, RMS, None),
-        (of(2, TILE_MAX)[None], of(2, TILE_MAX), None, RMS, None),
-        (of(1, 2 * TILE_MAX), of(1, 2 * TILE_MAX)[0], None, NormSpec(False, 1e-6, group_size=TILE_MAX), None),
+        (of(2, MAX_HIDDEN_SIZE)[None], of(2, MAX_HIDDEN_SIZE), None, RMS, None),
         (of(2, 1), torch.ones(1), None, RMS, None),
         (of(2), W, None, NormSpec(False, 1e-6, gate="silu_after"), of(2).half()),
         (of(2).half(), W.bfloat16(), None, RMS, None),
@@ -133,7 +95,7 @@ def test_a_v100_is_served_where_torch_is_built_for_it(built_for, served, monkeyp
 
 def test_row_numbers_stay_below_32_bits_in_the_last_tile():
     """Whatever the width: a tile may reach past the last row, and heads multiply what it reaches past."""
-    most = max(forward_config(n).rows for n in range(1, TILE_MAX + 1))
+    most = max(forward_config(n).rows for n in range(1, MAX_HIDDEN_SIZE + 1))
     assert MAX_ROWS + most < 2**31 and 2 * (MAX_ROWS // 2) + most * MAX_HEADS < 2**32
 
 
