@@ -94,9 +94,6 @@ VARIANTS = {
     "textbook-fp32": Variant(
         NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True), torch.float32, torch.float32
     ),
-    "every_step-bf16": Variant(
-        NormSpec(centered=False, eps=1e-6, rounding="every_step"), torch.bfloat16, torch.bfloat16
-    ),
     "qk-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="apart"),
     "qk_rotary-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="turned"),
     "qk_rotary-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads="turned"),

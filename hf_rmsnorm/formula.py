@@ -16,8 +16,8 @@ TORCH_RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 if TORCH_RELEASE < (2, 8):  # which brings a Triton older than 3.4
     raise ImportError(f"hf_rmsnorm needs torch 2.8 or newer, this is {torch.__version__}: pip install -U torch")
 
-Rounding = Literal["once", "before_weight", "weight_dtype", "rstd", "every_step"]
-ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype", "rstd", "every_step")
+Rounding = Literal["once", "before_weight", "weight_dtype", "rstd"]
+ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype", "rstd")
 Gate = Literal["silu_before", "silu_after", "sigmoid_after"]
 GATES: tuple[str, ...] = ("silu_before", "silu_after", "sigmoid_after")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -26,7 +26,6 @@ _ROUNDING_WORDS = {
     "before_weight": "rounds before weight",
     "weight_dtype": "rounds to weight's dtype",
     "rstd": "rounds rstd",
-    "every_step": "rounds every step",
 }
 
 
@@ -52,7 +51,8 @@ class NormSpec:
         centered: True for LayerNorm (Ba et al. 2016), False for RMSNorm (Zhang and Sennrich 2019).
         eps: added to the mean square, inside the root unless `eps_outside`. 0.0 is allowed and kept.
         has_weight, has_bias: whether the layer scales and shifts.
-        weight_offset: 1.0 where the stored weight is the difference from one (`GemmaRMSNorm`), else 0.0.
+        weight_offset: 1.0 where the stored weight is the difference from one (`GemmaRMSNorm`), else 0.0. Their sum is
+            rounded to the weight's dtype before use, unless `rounding` is ``"once"`` and the norm not `functional`.
         rounding: where float32 becomes the output dtype.
 
             - ``"once"``: at the very end, to x's dtype (`Olmo2RMSNorm`, `GemmaRMSNorm`, `nn.LayerNorm`).
@@ -62,16 +62,10 @@ class NormSpec:
               float32; the output has that dtype (`T5LayerNorm`).
             - ``"rstd"``: the factor rsqrt(...) is rounded to x's dtype, and so is its product with x
               (`DeepseekV4UnweightedRMSNorm`); then as ``"before_weight"``.
-            - ``"every_step"``: nothing is computed in float32, each operator rounds to x's dtype, and x is divided by
-              the root (`ImageGPTLayerNorm`); then as ``"before_weight"``.
         functional: the layer calls torch's own `F.layer_norm` or `F.rms_norm` instead of spelling the formula out.
             Under autocast on an accelerator those compute, and return, float32. Their results are row-major, where
             pointwise arithmetic keeps the order of its input's strides.
         eps_outside: divide by ``sqrt(mean(...)) + eps``, as the textbook does, instead of ``sqrt(mean(...) + eps)``.
-        round_offset: ``weight_offset + weight`` is rounded to the weight's dtype before use
-            (`MuseSparkTextCenteredRMSNorm`). So it is wherever `rounding` is not ``"once"``, whatever this says.
-        weight_first: ``x * (weight_offset + weight)``, rounded to x's dtype, is what is normalised
-            (`MuseSparkTextInputScaledRMSNorm`).
         gate: a second input of x's shape. ``"silu_before"`` normalises ``x * silu(gate)`` (`MambaRMSNormGated`);
             ``"silu_after"`` (`Qwen3NextRMSNormGated`) and ``"sigmoid_after"`` (`KimiLinearRMSNormGated`) multiply the
             result, which then has x's dtype.
@@ -97,8 +91,6 @@ class NormSpec:
     rounding: Rounding = "once"
     functional: bool = False
     eps_outside: bool = False
-    round_offset: bool = False
-    weight_first: bool = False
     gate: Gate | None = None
     group_size: int | None = None
 
@@ -109,12 +101,10 @@ class NormSpec:
             raise ValueError(f"rounding is {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
         if self.gate is not None and self.gate not in GATES:
             raise ValueError(f"gate is {self.gate!r}: choose one of {', '.join(GATES)}, or None")
-        if self.gate is not None and self.rounding in ("rstd", "every_step"):
-            raise ValueError(f"a gated norm does not round by {self.rounding!r}")
+        if self.gate is not None and self.rounding == "rstd":
+            raise ValueError("a gated norm does not round by 'rstd'")
         if self.rounding == "rstd" and (self.centered or self.eps_outside):
             raise ValueError("a rounded rstd is that of an RMSNorm with its eps inside the root")
-        if self.weight_first and (not self.has_weight or self.rounding != "once" or self.gate or self.centered):
-            raise ValueError("weight_first is for an RMSNorm with a weight, no gate, and one rounding at its end")
         if not self.has_weight and (self.weight_offset or self.rounding in ("before_weight", "weight_dtype")):
             raise ValueError("a norm without weight has no weight_offset, and no rounding that speaks of a weight")
         # Set here and no cached properties, which Dynamo does not trace.
@@ -144,11 +134,11 @@ class NormSpec:
     @property
     def rounds_offset(self) -> bool:
         """Whether ``weight_offset + weight`` is rounded to the weight's dtype."""
-        return self.weight_offset != 0.0 and (self.round_offset or self.functional or self.rounding != "once")
+        return self.weight_offset != 0.0 and (self.functional or self.rounding != "once")
 
     def hat_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
         """The dtype xhat is rounded to before the weight is applied (float32 or wider: not rounded)."""
-        if self.rounding in ("before_weight", "rstd", "every_step"):
+        if self.rounding in ("before_weight", "rstd"):
             return x_dtype
         if self.rounding == "weight_dtype" and weight_dtype in HALF_DTYPES:
             return weight_dtype
@@ -173,10 +163,9 @@ class NormSpec:
         if not self.has_weight:
             words.append("no weight")
         if self.has_weight or self.rounding != "once":
-            words.append("weight before the norm" if self.weight_first else _ROUNDING_WORDS[self.rounding])
+            words.append(_ROUNDING_WORDS[self.rounding])
         if self.weight_offset:
-            explicit = self.round_offset and self.rounding == "once" and not self.functional
-            words.append(f"weight + {self.weight_offset:g}{' in its dtype' if explicit else ''}")
+            words.append(f"weight + {self.weight_offset:g}")
         if self.has_bias:
             words.append("bias")
         if self.group_size is not None:

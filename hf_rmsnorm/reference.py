@@ -47,19 +47,17 @@ def reference_norm(
         if once:
             return y
         return weight * y if bias is None else weight * y + bias
-    compute = x.dtype if spec.rounding == "every_step" else compute_dtype(x.dtype)
+    compute = compute_dtype(x.dtype)
     h = x if residual is None else x.to(compute) + residual.to(compute)
-    h, square, _ = _normalised(h, spec, weight, gate, compute)
+    h, square, _ = _normalised(h, spec, gate, compute)
     if spec.eps_outside:
         h = h / (torch.sqrt(square) + spec.eps)
-    elif spec.rounding == "every_step":
-        h = h / torch.sqrt(square + spec.eps)
     elif spec.rounding == "rstd":
         h = h.to(x.dtype) * torch.rsqrt(square + spec.eps).to(x.dtype)
     else:
         h = h * torch.rsqrt(square + spec.eps)
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
-    if weight is not None and not spec.weight_first:
+    if weight is not None:
         h = _scale(weight, spec) * h
     if bias is not None:
         h = h + bias
@@ -69,13 +67,11 @@ def reference_norm(
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
 
 
-def _normalised(x, spec: NormSpec, weight, gate, compute: torch.dtype):
+def _normalised(x, spec: NormSpec, gate, compute: torch.dtype):
     """(what is divided by its root, its mean square, the mean that was taken off it or None), computed in `compute`."""
     h = x.to(compute)
     if spec.gate == "silu_before":
         h = h * F.silu(gate.to(compute))
-    if spec.weight_first:
-        h = (h * _scale(weight, spec)).to(x.dtype).to(compute)
     mean = h.mean(-1, keepdim=True) if spec.centered else None
     if mean is not None:
         h = h - mean
@@ -94,11 +90,9 @@ def in_groups(group_size: int, *tensors: Tensor | None) -> tuple[Tensor | None, 
     return tuple(None if t is None else t.unflatten(-1, (-1, group_size)) for t in tensors)
 
 
-def reference_stats(
-    x: Tensor, spec: NormSpec, weight: Tensor | None = None, gate: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def reference_stats(x: Tensor, spec: NormSpec, gate: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
-    _, square, mean = _normalised(x, spec, weight, gate, compute_dtype(x.dtype))
+    _, square, mean = _normalised(x, spec, gate, compute_dtype(x.dtype))
     return _rstd(square, spec).flatten().float(), None if mean is None else mean.flatten().float()
 
 
@@ -119,12 +113,12 @@ def reference_backward(
 
     With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)), less rstd * mean(g) where the norm
     is centered; dweight = sum(dy * xhat); dbias = sum(dy). An eps outside the root multiplies mean(g * xhat) by
-    (RMS + eps) / RMS. A gate after the norm multiplies dy first; a gate or weight before it, what dx becomes. Computed
+    (RMS + eps) / RMS. A gate after the norm multiplies dy first; one before it, what dx becomes. Computed
     in float32, or float64 for float64 inputs.
     """
     need = (*need, False)[:4]
     compute = compute_dtype(x.dtype)
-    h, square, _ = _normalised(x, spec, weight, gate, compute)
+    h, square, _ = _normalised(x, spec, gate, compute)
     rstd = _rstd(square, spec)
     xhat, g = h * rstd, dy.to(compute)
     dx = dweight = dbias = dgate = None
@@ -140,12 +134,12 @@ def reference_backward(
         if spec.gated_after:
             dgate = g * (rounded * scale + (0.0 if bias is None else bias.to(compute))) * slope
             g = g * factor
-    if need[1] and not spec.weight_first:
+    if need[1]:
         dweight = _sum_rows(g * rounded, weight.dim()).to(weight.dtype)
     if need[2]:
         dbias = _sum_rows(g, bias.dim()).to(bias.dtype)
-    if need[0] or need[3] or spec.weight_first:
-        g = g if spec.weight_first else g * scale
+    if need[0] or need[3]:
+        g = g * scale
         along = (g * xhat).mean(-1, keepdim=True)
         if spec.eps_outside:
             rms = square.sqrt()
@@ -154,9 +148,6 @@ def reference_backward(
         if spec.centered:
             dx = dx - g.mean(-1, keepdim=True)
         dx = dx * rstd
-        if spec.weight_first:
-            dweight = _sum_rows(dx * x.to(compute), weight.dim()).to(weight.dtype) if need[1] else None
-            dx = dx * scale
         if spec.gate == "silu_before":
             dgate = dx * x.to(compute) * slope
             dx = dx * factor

@@ -57,9 +57,8 @@ def _put_off(norm: torch.nn.Module, x) -> tuple | None:
     if found is None or (found[0] is not None and found[0].dim() > 2):
         return None
     weight, bias, spec = found
-    casts = spec.functional or spec.rounding == "every_step"  # as `qk_norm_backend` asks
     plans = type(norm)._hf_rmsnorm_plans
-    key, plan = plans.find(x, weight, bias, casts)
+    key, plan = plans.find(x, weight, bias, spec.functional)
     if not plan:
         backend = resolve_backend(x, weight, bias, spec)
         if backend == "original" or not type(norm)._hf_rmsnorm_recipe.fits(x, weight, bias):

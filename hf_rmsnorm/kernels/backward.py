@@ -2,15 +2,15 @@
 
     dx = rstd * (g - xhat * mean(g * xhat) [- mean(g) if centered]),  dweight = sum(dy * xhat),  dbias = sum(dy)
 
-An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate after the norm multiplies dy first; a
-gate or weight before it multiplies what dx becomes.
+An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate after the norm multiplies dy first; one
+before it multiplies what dx becomes.
 
 Parameter gradients are summed in float32, in a fixed order and without atomics: each program of a persistent grid
 keeps one partial row in registers, and `reduce_partials` adds the rows. What nobody asked for (a None pointer) is not
 computed.
 
 FROM_OUTPUT: X is the norm's output y, and xhat = (y - bias) / (weight_offset + weight); MEAN is not read. Not with a
-gate, a weight before the norm, or an eps outside the root.
+gate or an eps outside the root.
 """
 
 import triton
@@ -42,7 +42,7 @@ def norm_backward(
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
     HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
+    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr,
     STAGES: tl.constexpr, RELOAD_W: tl.constexpr, GAPS: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
@@ -67,7 +67,7 @@ def norm_backward(
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after" or GATE == "modulate_after"
     # Of wide rows dh, if it was prefetched, is added before the sum: after it, it would be one row more in registers.
-    EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1 and not WEIGHT_FIRST
+    EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1
     # Where xhat is not rounded, rstd multiplies dy, once, and not all that dy is multiplied with.
     SCALED: tl.constexpr = CENTERED and ROUNDING == "once" and ROWS == 1 and not (AFTER or FROM_OUTPUT or RELOAD_W)
     tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
@@ -110,12 +110,6 @@ def norm_backward(
             if not AFTER:
                 slope = slope * x
                 x = x * factor
-        if WEIGHT_FIRST:
-            if RELOAD_W:
-                w = load(W + tile_cols, col_mask, BLOCK == N, always)
-            scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
-            unscaled = x
-            x = (x * scale).to(X.dtype.element_ty).to(tl.float32)
         if FROM_OUTPUT:
             scale = None
             if W is not None:
@@ -145,10 +139,10 @@ def norm_backward(
             db = known(db + g, filled, GAPS)
         if SCALED:
             g = g * rstd[:, None]
-        if DW is not None and not WEIGHT_FIRST:
+        if DW is not None:
             dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), filled, GAPS)
-        if DX is not None or WEIGHT_FIRST or (DG is not None and not AFTER):
-            if W is not None and not WEIGHT_FIRST:
+        if DX is not None or (DG is not None and not AFTER):
+            if W is not None:
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N, always)
                 g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
@@ -173,10 +167,6 @@ def norm_backward(
                 dx = g - xhat * along[:, None]
             if not (SCALED or EARLY_DH):
                 dx = dx * rstd[:, None]
-            if WEIGHT_FIRST:
-                if DW is not None:
-                    dw = known(dw + dx * unscaled, filled, GAPS)
-                dx = dx * scale
             if GATE == "silu_before":
                 if DG is not None:
                     store(DG + first + dx_at, dx * slope, mask, DENSE)

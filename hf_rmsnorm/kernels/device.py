@@ -63,37 +63,22 @@ def known(values, mask, GAPS: tl.constexpr):
 
 
 @triton.jit
-def step(value, X, ROUNDING: tl.constexpr):
-    """Round to x's dtype where the formula computes nothing in float32; always returns float32 values."""
-    return value.to(X.dtype.element_ty).to(tl.float32) if ROUNDING == "every_step" else value
-
-
-@triton.jit
-def root(square, X, eps, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr):
-    """(what a row is divided by, its reciprocal) from the mean square; torch's own operators are reciprocal roots."""
-    square = step(square, X, ROUNDING)
+def reciprocal_root(square, eps, EPS_OUTSIDE: tl.constexpr):
+    """What a row is multiplied by, from its mean square."""
     if EPS_OUTSIDE:
-        divisor = step(step(tl.sqrt_rn(square), X, ROUNDING) + eps, X, ROUNDING)
-        rstd = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    elif ROUNDING == "every_step":
-        divisor = step(tl.sqrt_rn(step(square + eps, X, ROUNDING)), X, ROUNDING)
-        rstd = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        divisor = tl.sqrt_rn(square) + eps
+        return tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
     else:
-        rstd = tl.rsqrt(square + eps)
-        divisor = rstd
-    return divisor, rstd
+        return tl.rsqrt(square + eps)
 
 
 @triton.jit
-def normalised(x, divisor, rstd, X, ROUNDING: tl.constexpr):
-    """x over its root, in the operators of the formula; divisor and rstd broadcast against x."""
-    if ROUNDING == "every_step":
-        xhat = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
-    elif ROUNDING == "rstd":
-        xhat = x * rstd.to(X.dtype.element_ty).to(tl.float32)
+def normalised(x, rstd, X, ROUNDING: tl.constexpr):
+    """x over its root, in the operators of the formula; rstd broadcasts against x."""
+    if ROUNDING == "rstd":
+        return x * rstd.to(X.dtype.element_ty).to(tl.float32)
     else:
-        xhat = x * rstd
-    return xhat
+        return x * rstd
 
 
 @triton.jit

@@ -11,12 +11,11 @@ from .device import (
     activation,
     load,
     normalised,
-    root,
+    reciprocal_root,
     round_hat,
     round_product,
     row_offsets,
     scale_of,
-    step,
     store,
     wide,
 )  # fmt: skip
@@ -48,11 +47,11 @@ def affine(
 
 
 @triton.jit
-def mean_of(x, N: tl.constexpr, X, ROUNDING: tl.constexpr):
+def mean_of(x, N: tl.constexpr):
     """Mean of each row of x, divided where a product with 1 / N could be another value for a constant row."""
     total = tl.sum(x, axis=1)
-    if ROUNDING == "every_step" or N & (N - 1) == 0:
-        return step(total * (1.0 / N), X, ROUNDING)
+    if N & (N - 1) == 0:
+        return total * (1.0 / N)
     else:
         return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
 
@@ -63,7 +62,7 @@ def norm_forward(
     other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
     HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, WEIGHT_FIRST: tl.constexpr, GATE: tl.constexpr,
+    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One program normalises ROWS whole rows of N elements held in registers.
 
@@ -119,35 +118,29 @@ def norm_forward(
             x = x * factor
     # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and no trip through shared memory.
     tile = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))
-    if WEIGHT_FIRST:
-        x = x * scale_of(load(W + tile, col_mask[None, :], BLOCK == N), W, OFFSET, ROUND_OFFSET)
-        x = x.to(X.dtype.element_ty).to(tl.float32)
     if CENTERED:
-        mean = mean_of(x, N, X, ROUNDING)
-        x = step(x - mean[:, None], X, ROUNDING)
+        mean = mean_of(x, N)
+        x = x - mean[:, None]
         if BLOCK != N:
             x = tl.where(col_mask[None, :], x, 0.0)
         # Sums of equal values are exact where 24 bits hold N times as many as x has; so are those of values about as
         # large, as the elements of a row are where its mean is large.
         EXACT: tl.constexpr = 1 << (23 - X.dtype.element_ty.fp_mantissa_width) >= N and (RES is None or H is not None)
-        if ROUNDING != "every_step" and (GATE == "silu_before" or not EXACT):
+        if GATE == "silu_before" or not EXACT:
             # The mean of what is left corrects the rounding of a large mean; a constant row becomes exactly zero.
-            rest = mean_of(x, N, X, ROUNDING)
+            rest = mean_of(x, N)
             mean = mean + rest
             x = x - rest[:, None]
             if BLOCK != N:
                 x = tl.where(col_mask[None, :], x, 0.0)
-    square = tl.sum(step(x * x, X, ROUNDING), axis=1) * (1.0 / N)
-    divisor, rstd = root(square, X, eps, ROUNDING, EPS_OUTSIDE)
+    square = tl.sum(x * x, axis=1) * (1.0 / N)
+    rstd = reciprocal_root(square, eps, EPS_OUTSIDE)
     if RSTD is not None:
         tl.store(RSTD + rows, rstd, mask=row_mask)
     if MEAN is not None:
         tl.store(MEAN + rows, mean, mask=row_mask)
-    xhat = normalised(x, divisor[:, None], rstd[:, None], X, ROUNDING)
-    if WEIGHT_FIRST:
-        y = xhat
-    else:
-        y = affine(xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING)
+    xhat = normalised(x, rstd[:, None], X, ROUNDING)
+    y = affine(xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING)
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)

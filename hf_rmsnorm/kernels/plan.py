@@ -180,7 +180,7 @@ def forward_plan(x, weight, bias, gate, spec: NormSpec, residual=None, keep_sum=
         named = {
             "N": hidden_size, "BLOCK": config.block, **formula_constants(spec, weight),
             **x_rows.arguments("x"), **other_rows.arguments("other"), "rows_total": rows,
-            "ROWS": config.rows, "HEADS": heads, "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate),
+            "ROWS": config.rows, "HEADS": heads, "GATE": _gate(spec, gate),
             "FLAT": hidden_size if flat else 0,
         }  # fmt: skip
         grid = (-(-rows // (config.rows * heads)), heads, 1)
@@ -239,7 +239,7 @@ def backward_plan(
         named = {
             "N": hidden_size, "BLOCK": config.block, "ROWS": config.rows, "HEADS": heads, "rows_total": rows,
             **x_rows.arguments("x"), **dy_rows.arguments("dy"), **other_rows.arguments("other"),
-            **formula_constants(spec, weight), "WEIGHT_FIRST": spec.weight_first, "GATE": _gate(spec, gate),
+            **formula_constants(spec, weight), "GATE": _gate(spec, gate),
             "STAGES": config.stages, "RELOAD_W": config.reload_weight, "GAPS": config.gaps,
             "FLAT": hidden_size if flat else 0, "FROM_OUTPUT": from_output,
         }  # fmt: skip

@@ -10,7 +10,7 @@ own copy of the code, so that an access still has one known pointer.
 import triton
 import triton.language as tl
 
-from .device import load, normalised, root, round_product, step
+from .device import load, normalised, reciprocal_root, round_product
 from .forward import affine
 
 
@@ -151,18 +151,17 @@ def rows_forward(
     x = load(x_at + low, low_mask, False).to(tl.float32)
     z = load(x_at + high, high_mask, False).to(tl.float32)  # the other half, as everywhere below
     if CENTERED:  # as in `norm_forward`
-        mean = step(mean_of_rows(x + z, N, HEADS, WHOLE), X, ROUNDING)
-        x = tl.where(low_cols, step(x - mean[:, None], X, ROUNDING), 0.0)
-        z = tl.where(high_cols, step(z - mean[:, None], X, ROUNDING), 0.0)
-        if ROUNDING != "every_step":
-            rest = mean_of_rows(x + z, N, HEADS, WHOLE)
-            mean = mean + rest
-            x = tl.where(low_cols, x - rest[:, None], 0.0)
-            z = tl.where(high_cols, z - rest[:, None], 0.0)
+        mean = mean_of_rows(x + z, N, HEADS, WHOLE)
+        x = tl.where(low_cols, x - mean[:, None], 0.0)
+        z = tl.where(high_cols, z - mean[:, None], 0.0)
+        rest = mean_of_rows(x + z, N, HEADS, WHOLE)
+        mean = mean + rest
+        x = tl.where(low_cols, x - rest[:, None], 0.0)
+        z = tl.where(high_cols, z - rest[:, None], 0.0)
         if MEAN is not None:
             tl.store(MEAN + stats_at + rows, mean, mask=row_mask)
-    square = mean_of_rows(step(x * x, X, ROUNDING) + step(z * z, X, ROUNDING), N, HEADS, WHOLE)
-    divisor, rstd = root(square, X, eps, ROUNDING, EPS_OUTSIDE)
+    square = mean_of_rows(x * x + z * z, N, HEADS, WHOLE)
+    rstd = reciprocal_root(square, eps, EPS_OUTSIDE)
     if RSTD is not None:
         tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)
     dense: tl.constexpr = 2 * BLOCK == N and not HEADS
@@ -170,9 +169,9 @@ def rows_forward(
     if HEADS:
         of_low, of_high = low + (head * N)[:, None], high + (head * N)[:, None]
         low_cols, high_cols = low_mask, high_mask
-    y = normalised(x, divisor[:, None], rstd[:, None], X, ROUNDING)
+    y = normalised(x, rstd[:, None], X, ROUNDING)
     y = affine(y, X, W, B, of_low, low_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
-    z = normalised(z, divisor[:, None], rstd[:, None], X, ROUNDING)
+    z = normalised(z, rstd[:, None], X, ROUNDING)
     z = affine(z, X, W, B, of_high, high_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
     if COS is not None:
         y = as_output(y, X, W, ROUNDING)

@@ -7,15 +7,15 @@ another formula, until somebody writes it into the kernels and then here.
 from ..formula import NormSpec
 
 _ROWS = frozenset({
-    "centered", "has_bias", "weight_offset", "functional", "eps_outside", "round_offset", "weight_first",
-    "rounding=before_weight", "rounding=weight_dtype", "rounding=rstd", "rounding=every_step",
+    "centered", "has_bias", "weight_offset", "functional", "eps_outside", "rounding=before_weight",
+    "rounding=weight_dtype", "rounding=rstd",
 })  # fmt: skip
 SERVES = {
     "rows": _ROWS | {"gate=silu_before", "gate=silu_after", "gate=sigmoid_after"},
     "residual sum": _ROWS,
-    "queries and keys": _ROWS - {"weight_first"},
+    "queries and keys": _ROWS,
     # xhat has to follow from the output alone, and with its own rounding.
-    "from the output": _ROWS - {"weight_first", "eps_outside", "rounding=rstd", "rounding=every_step"},
+    "from the output": _ROWS - {"eps_outside", "rounding=rstd"},
 }
 
 

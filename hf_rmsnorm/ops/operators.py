@@ -125,7 +125,7 @@ def _forward(x, weight, bias, gate, *formula):
     if made is None:
         y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
         y.copy_(reference_norm(x, weight, bias, spec, gate))
-        rstd, mean = reference_stats(x, spec, weight, gate) if stats else (None, None)
+        rstd, mean = reference_stats(x, spec, gate) if stats else (None, None)
         return y, *(_none(x) if t is None else t.view(x.shape[:-1]) for t in (rstd, mean))
     y, rstd, mean, _ = made
     return y, *(_by_row(t, x, spec, weight, bias) for t in (rstd, mean))

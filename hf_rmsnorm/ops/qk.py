@@ -131,7 +131,7 @@ def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None
     if not qk_fits(q, k, (q_weight, k_weight, q_bias, k_bias), spec, cos, sin):
         return "original"
     # Under autocast these have operators of torch that compute in float32.
-    if (spec.functional or spec.rounding == "every_step") and autocast_enabled(q.device.type):
+    if spec.functional and autocast_enabled(q.device.type):
         return "original"
     if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "original"

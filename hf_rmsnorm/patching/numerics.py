@@ -33,7 +33,7 @@ def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
 def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     """(the formula in the server's order of rounding, whether a residual sum in front of it is rounded first)."""
     plain = NormSpec(own.centered, own.eps, own.has_weight, own.has_bias, own.weight_offset)
-    if own.eps_outside or own.weight_first or own.weight_offset not in (0.0, 1.0):
+    if own.eps_outside or own.weight_offset not in (0.0, 1.0):
         return None
     if own.gate is not None or own.group_size is not None:
         before = own.gate == "silu_before"  # `Mixer2RMSNormGated`; else `RMSNormGated` with ``norm_before_gate``

@@ -131,7 +131,7 @@ def counted() -> dict:
                 counts = {unit: Counting.counts[unit] / share for unit in UNITS}
                 counts["barriers"] = Counting.counts["barriers"] / (programs * kernel.threads // 32)
             key = f"{name} {kernel.name}"
-            if kernel.name == "norm_backward" and key in found:  # what a wide LayerNorm sums of its parameters is launched second
+            if kernel.name == "norm_backward" and key in found:  # a wide LayerNorm launches it twice
                 key += "_sums"
             found[key] = {unit: round(value, 2) for unit, value in counts.items()}
     return found

@@ -36,7 +36,6 @@ DEFAULT = (
     "sm_80:gated_layernorm-bf16:8192",
     "sm_86:add_llama-mixed:4096,8192",
     "sm_80:llama-halves-output:16384",
-    "sm_90:every_step-bf16:4096",
     "sm_80,sm_100,gfx942:llama-bf16:96,896,4096,14336",
     "sm_80,sm_86,gfx942:llama-fp32:16384",
     "sm_86,gfx942:layernorm-fp32:8192",

@@ -202,10 +202,10 @@ def _terms(x, weight, dy, gate, spec) -> tuple[torch.Tensor, torch.Tensor]:
     """The size of what is summed to the gradients: of x, (rows, 1); and of the parameters, ()."""
     x, dy = x.double(), dy.double().nan_to_num()
     weight, gate = (None if t is None else t.double() for t in (weight, gate))
-    grouped = (x, weight, gate) if spec.group_size is None else in_groups(spec.group_size, x, weight, gate)
+    grouped = (x, gate) if spec.group_size is None else in_groups(spec.group_size, x, gate)
     rstd = reference_stats(grouped[0], spec.ungrouped if spec.group_size else spec, *grouped[1:])[0]
     rstd = rstd.double().view(len(x), -1).amax(-1, keepdim=True)
     scale = 1.0 if weight is None else (weight + spec.weight_offset).abs().amax()
     scale = scale if gate is None else scale * (1 + gate.abs().amax())
     dx = rstd * scale * dy.abs().amax(-1, keepdim=True)
-    return dx, (dx * x.abs()).amax() if spec.weight_first else dy.abs().amax()
+    return dx, dy.abs().amax()

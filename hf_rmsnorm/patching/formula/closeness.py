@@ -45,7 +45,7 @@ def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
         y, expected, x, weight, bias = in_groups(spec.group_size, y, expected, x, weight, bias)
     x_dtype, x, error = x.dtype, x.double(), (y.double() - expected.double()).abs().nan_to_num()
     terms = expected.double().abs() + (0.0 if bias is None else bias.double().abs())
-    if spec.weight_offset and weight is not None and spec.gate is None and not spec.weight_first:
+    if spec.weight_offset and weight is not None and spec.gate is None:
         # hat * weight + hat is the sum of two terms, which may cancel.
         hat = x - x.mean(-1, keepdim=True) if spec.centered else x
         hat = hat * (hat.pow(2).mean(-1, keepdim=True) + spec.eps).rsqrt()

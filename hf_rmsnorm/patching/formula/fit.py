@@ -1,7 +1,6 @@
 """From a module's answers to crafted inputs to the one formula that reproduces them bit for bit."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -42,12 +41,12 @@ class Fit(Trial):
         # What torch's own operator does of it; asked in bfloat16, where a cast to float32 around it shows.
         with self.in_dtype(torch.bfloat16):
             functional = self.probe.torch_norm(self.normal(2, self.size).bfloat16())
-        centered, weight, bias, offset, weight_first = self._find_structure()
+        centered, weight, bias, offset = self._find_structure()
         functional = None if functional == "hat" and weight is None else functional
         rounding = "before_weight" if functional == "hat" else "once"
         group = None if self.group == self.size else self.group
         spec = NormSpec(centered, 0.0, weight is not None, bias is not None, offset, functional=functional is not None,
-                        rounding=rounding, weight_first=weight_first, group_size=group)  # fmt: skip
+                        rounding=rounding, group_size=group)  # fmt: skip
         absent = tuple(name for name, value in self.probe.module._parameters.items() if value is None)
         recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight), layout=self.probe.layout,
                         dims=self.probe.dims, absent=absent)  # fmt: skip
@@ -85,17 +84,14 @@ class Fit(Trial):
                 return kind
         raise NotInFamily(f"its second input, {self.probe.gate!r}, is no gate that this package knows")
 
-    def _find_structure(self) -> tuple[bool, str | None, str | None, float, bool]:
-        """(centered, weight attribute, bias attribute, weight offset, whether the weight is applied first)."""
+    def _find_structure(self) -> tuple[bool, str | None, str | None, float]:
+        """(centered, weight attribute, bias attribute, weight offset)."""
         x = 1e4 * (self.normal(2, 2, self.size) + 0.5)  # so large that eps is nothing
         y = self.probe.run(x).double()
         tensors = {name: tensor for name, tensor in self.tensors.items() if tensor.shape[0] == self.size}
         for centered in (False, True):
             if found := affine(self._hat(x.double(), centered), y, tensors, 2e-5):
-                return centered, *found, False
-        for name, offset in itertools.product(tensors, (0.0, 1.0)):
-            if close(self._hat(x.double() * (tensors[name].double() + offset), False), y, 2e-5):
-                return False, name, None, offset, True
+                return centered, *found
         raise NotInFamily(describe(x, y, tensors) or "its formula is not one that this package knows")
 
     def _hat(self, x: torch.Tensor, centered: bool) -> torch.Tensor:
@@ -181,20 +177,15 @@ class Fit(Trial):
     @staticmethod
     def _roundings(recipe: Recipe, functional: str | None) -> Iterable[Recipe]:
         """The recipe with every rounding order it may have, the commonest first."""
-        orders = ROUNDINGS if recipe.weight is not None else ("once", "rstd", "every_step")
-        orders = ("once",) if recipe.spec.weight_first else orders
-        none = ("rstd", "every_step") if recipe.spec.gate is not None else ()
-        none += ("rstd",) if recipe.spec.centered or recipe.spec.eps_outside else ()
+        orders = ROUNDINGS if recipe.weight is not None else ("once", "rstd")
+        none = ("rstd",) if recipe.spec.gate is not None or recipe.spec.centered or recipe.spec.eps_outside else ()
         orders = {"all": ("once",), "hat": ("before_weight",)}.get(functional, [o for o in orders if o not in none])
-        changes = [{"rounding": rounding} for rounding in orders]
-        if recipe.spec.weight_offset and not functional:
-            changes.append({"round_offset": True})
-        return (replace(recipe, spec=replace(recipe.spec, **change)) for change in changes)
+        return (replace(recipe, spec=replace(recipe.spec, rounding=rounding)) for rounding in orders)
 
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
         without = replace(recipe, other_input=self.probe.gate)  # a call that gives it runs the module's own forward
-        if recipe.spec.rounding in ("rstd", "every_step") or recipe.spec.weight_first:
+        if recipe.spec.rounding == "rstd":
             return without
         x = self.rows(1024, half=True)
         dtypes = ((torch.float32, torch.float32), *(() if recipe.only_float32 else SAME_DTYPES + MIXED_DTYPES))

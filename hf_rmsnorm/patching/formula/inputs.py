@@ -63,8 +63,6 @@ class Trial:
         """Draw tensors of which half of the weight and a quarter of the bias is of any magnitude and sign."""
         self.randomise()
         least, most = (-7.5, 2.5) if dtype == torch.float16 else (-15.0, 15.0)
-        if recipe.spec.weight_first:  # what is normalised is squared
-            least, most = (-3.0, 1.5) if dtype == torch.float16 else (-6.0, 6.0)
         for name, part in ((recipe.weight, 0.5), (recipe.bias, 0.25)):
             if name is not None:
                 tensor = self.tensors[name]

@@ -18,7 +18,6 @@ BIASED = NormSpec(True, 1e-2, has_bias=True)
 OUTSIDE = NormSpec(False, 0.5, rounding="before_weight", eps_outside=True)
 AFTER = NormSpec(False, 1e-2, gate="silu_after")
 BEFORE = NormSpec(False, 1e-2, gate="silu_before")
-FIRST = NormSpec(False, 1e-2, weight_first=True)
 
 
 class Margins:
@@ -90,7 +89,7 @@ def compare(ours, theirs, operands, margins):
 
 
 SIZES = [(5, 9), (5, 64), (3, 520), (5, 1_024), (3, 2_056), (2, 8_200), (3, 16_376)]
-NORMS = {"rms": (RMS, False), "layer norm": (BIASED, True), "outside": (OUTSIDE, False), "first": (FIRST, False)}
+NORMS = {"rms": (RMS, False), "layer norm": (BIASED, True), "outside": (OUTSIDE, False)}
 
 
 CASES = [(name, *size) for name in NORMS for size in SIZES]

@@ -284,11 +284,9 @@ SPECS = {
     **{name: spec for name, (_, spec, _) in NORMS.items()},
     "t5": NormSpec(False, 1e-6, rounding="weight_dtype"),
     "rounded_rstd": NormSpec(False, 1e-6, rounding="rstd"),
-    "no_upcast": NormSpec(False, 1e-5, rounding="every_step"),
     "textbook": NormSpec(False, 1e-2, eps_outside=True),
-    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, round_offset=True),
+    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, rounding="before_weight"),
     "layer_norm_no_affine": NormSpec(True, 1e-5, has_weight=False),
-    "no_upcast_layer_norm": NormSpec(True, 1e-5, rounding="every_step"),
 }
 
 

