@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 
 from ..formula import NormSpec
-from ..kernels.serves import unserved
-from ..ops import fused_norm, fused_qk_norm, qk_norm_backend, resolve_backend
-from ..ops.direct import autocast_enabled, is_direct, under_transform, version
+from ..ops import fused_qk_norm, qk_norm_backend, resolve_backend
+from ..ops.direct import version
 from ..ops.norm import plan_of
 from ..ops.qk import qk_launch_key, qk_plan_of
 from ..reference import as_normed, by_heads
@@ -189,37 +188,6 @@ def as_pair(rotate: Callable, dim: int) -> Callable:
         return tuple(rotate(x.transpose(1, 2), cos, sin, unsqueeze_dim=2).transpose(1, 2) for x in (q, k))
 
     return both
-
-
-def norms_of_heads(module: torch.nn.Module, row: str, x):
-    """What the norms of a row, the first of the first head, return of x, joined; None where that is not one launch.
-
-    Args:
-        x: (batch, heads, length, head_dim).
-
-    Returns:
-        The same shape, contiguous as ``torch.cat`` of them is.
-    """
-    norms = list(module._modules[row])
-    found = [None] if _is_compiling() or type(x) is not torch.Tensor else list(map(operands_ahead, norms))
-    if None in found or x.dim() != 4 or x.shape[1] != len(norms) or under_transform():
-        return None
-    if observers:
-        tell(module, "heads", (row,), (x,))
-    weights, biases, (spec, *others) = zip(*found, strict=True)
-    recipes = [type(norm)._hf_rmsnorm_recipe for norm in norms]
-    served = (
-        is_direct(x, *weights, *biases)
-        and not any(other != spec for other in others)
-        and not (spec.functional and autocast_enabled(x.device.type))
-        and unserved(spec, "rows") is None
-        and all(r.fits(x, *of_n[:2]) and not r.memory_efficient for r, of_n in zip(recipes, found, strict=True))
-    )
-    if not served or resolve_backend(x, weights[0], biases[0], spec) != "triton":
-        return None
-    weight, bias = (None if each[0] is None else torch.stack(each) for each in (weights, biases))
-    y = fused_norm(x.transpose(1, 2), weight, bias, replace(spec, functional=False))
-    return y.transpose(1, 2).contiguous()
 
 
 def _dtypes_differ(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec, table) -> bool:

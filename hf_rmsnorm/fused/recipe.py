@@ -12,7 +12,7 @@ from ..ops import formula_refusal, keeps_output, parameters_refusal
 from ..ops.direct import autocast_enabled
 from ..ops.norm import autocasts_functional
 
-InputLayout = Literal["last", "channels_first", "heads"]
+InputLayout = Literal["last", "channels_first"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ class Recipe:
         gate_optional: without a gate, the module computes the same formula ungated.
         one_gate_dtype: proven only for gates of x's dtype.
         other_input: name of a second input that is no known gate; calls that give it are not fused.
-        layout: the input normalises over its ``"last"`` dimension; over its second (``"channels_first"``, as
-            `ConvNextLayerNorm`); or over the last of (..., heads, head_dim), which the output joins (``"heads"``, as
-            `xLSTMMultiHeadLayerNorm`).
+        layout: the input normalises over its ``"last"`` dimension, or over its second (``"channels_first"``, as
+            `ConvNextLayerNorm`).
         dims: numbers of dimensions of the input that the formula was proven for; None if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec` has.
         not_under_autocast: under autocast the module computes something else.
@@ -145,15 +144,12 @@ class Recipe:
             return None
         if self.layout == "channels_first":
             return x.movedim(1, -1)
-        if self.layout == "heads":
-            return x.flatten(-2) if x.shape[-1] == self.spec.group_size else None
         return x
 
     def notes(self) -> str:
         """What is not fused, and the layout if it is not the usual one, in words for a report; "" if nothing."""
         words = {
             "over dimension 1": self.layout == "channels_first",
-            "joins heads": self.layout == "heads",
             "in float32 only: in half precision it rounds in its own order, by its own forward": self.only_float32,
             "under autocast it runs its own forward": self.not_under_autocast,
             "in half-precision training, where its input is written to, it runs its own forward": self.input_written,

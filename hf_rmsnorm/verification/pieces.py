@@ -168,7 +168,7 @@ def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
     def observe(module: nn.Module, kind: str, which: tuple, operands: tuple) -> None:
         key = module, which, operands[0].shape[:-1].numel() > 1
         if threading.get_ident() == thread and module in paths and key not in seen:
-            make = {"sum": _sum_piece, "q/k": _pair_piece, "modulation": _modulated_piece, "heads": _heads_piece}[kind]
+            make = {"sum": _sum_piece, "q/k": _pair_piece, "modulation": _modulated_piece}[kind]
             if (piece := make(paths[module], module, which, operands, rows)) is not None:
                 seen.add(key)
                 pieces.append(piece)
@@ -282,25 +282,6 @@ def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple
     operands = tuple(_first(t, operands[0].shape, lead) for t in operands)
     what = f"{path}: {'+ ' * bool(seen)}{name} * (1 + scale)" + " + shift" * shifts
     return Piece(what, type(module).__name__, operands, run, original, None, expects, (norm,))
-
-
-def _heads_piece(path: str, module: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
-    norms = tuple(module._modules[which[0]])
-    if not all(map(_is_comparable, norms)):
-        return None
-
-    def run(x):
-        return (type(module).forward(module, x),)
-
-    def original(x, norms=norms):
-        return (torch.cat([_own_forward(norm, x[:, at : at + 1]) for at, norm in enumerate(norms)], 1),)
-
-    def expects(y):
-        return [Expected(y, _coarsest(operands), y.double().abs().amax(-1, keepdim=True), torch.ones(1))]
-
-    operands = (_copied(operands[0][:, :, : max(1, rows // len(norms))]),)
-    what, along = f"{path}: all {which[0]}", ((2,), (2,))
-    return Piece(what, type(module).__name__, operands, run, original, None, expects, norms, along)
 
 
 def _first(t: torch.Tensor, shape: torch.Size, lead: tuple[int, ...]) -> torch.Tensor:

@@ -90,7 +90,7 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
         x = trial.normal(3, 2, *row).transpose(0, 1)
     gate = trial.gate_for(x, recipe)
     y = trial.probe.run_as_given(x, gate)
-    if heads is not None and recipe.layout == "last":
+    if heads is not None:
         parameters = [p if p is None else p.view(-1, heads) for p in parameters]
         spec = replace(spec, group_size=None)
     expected = reference_norm(recipe.rows_of(x), *parameters, spec, gate)

@@ -57,7 +57,7 @@ class Fit(Trial):
         if gate is None and self.probe.gate is not None:
             recipe = self._find_optional_gate(recipe)
         recipe = prove(self, self._with_settings(self._check_gate_dtypes(recipe)))
-        if self.probe.head_dim is not None and self.probe.layout == "last":
+        if self.probe.head_dim is not None:
             recipe = replace(recipe, spec=replace(recipe.spec, group_size=None), hidden_size=None)
         return recipe
 

@@ -13,7 +13,7 @@ from .probe import Probe, Unusable
 
 # How rows may be put to a module, and in how many dimensions it is first asked; None: any.
 FEW = 16  # elements of a row, below which they do not show every kind of weight
-LAYOUTS = (("last", None), ("channels_first", (4,)), ("channels_first", (3,)), ("heads", (4,)))
+LAYOUTS = (("last", None), ("channels_first", (4,)), ("channels_first", (3,)))
 
 
 class NotInFamily(Exception):
@@ -108,24 +108,18 @@ class Trial:
                 raise NotInFamily(f"its hidden size {max(columns)} is above {MAX_HIDDEN_SIZE}")
             hints = (*self.probe.numbers.values(), *columns, 64)
             sizes = list(dict.fromkeys(h for h in hints if isinstance(h, int) and 1 <= h <= MAX_HIDDEN_SIZE))
-        head_dim, failure = self.probe.head_dim, None
-        for layout, dims in LAYOUTS[:1] if head_dim else LAYOUTS:
+        failure = None
+        for layout, dims in LAYOUTS[:1] if self.probe.head_dim else LAYOUTS:
             for self.size in sizes:
-                # The size of each of several heads that make up a row is an attribute.
-                named = dict.fromkeys(n for n in self.probe.numbers.values() if isinstance(n, int))
-                named = [n for n in named if 1 < n < self.size and self.size % n == 0]
-                heads = named if layout == "heads" else [head_dim]
-                for self.probe.head_dim in heads:
-                    self.probe.layout, self.probe.dims = layout, dims
-                    try:
-                        self._try_input()
-                    except (Unusable, NotANorm) as error:
-                        failure = failure or error
-                        continue
-                    if dims is None:
-                        self._find_dims()
-                    return
-        self.probe.head_dim = head_dim
+                self.probe.layout, self.probe.dims = layout, dims
+                try:
+                    self._try_input()
+                except (Unusable, NotANorm) as error:
+                    failure = failure or error
+                    continue
+                if dims is None:
+                    self._find_dims()
+                return
         raise failure
 
     def _find_dims(self) -> None:

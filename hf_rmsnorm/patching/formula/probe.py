@@ -149,8 +149,7 @@ class Probe:
         y = self.run_as_given(given, None if gate is None else self.present(gate))
         if not isinstance(y, torch.Tensor):
             raise Unusable(f"it returns {type(y).__name__}, not one tensor")
-        expected = given.flatten(-2).shape if self.layout == "heads" else given.shape
-        if y.shape != expected or not y.is_floating_point():
+        if y.shape != given.shape or not y.is_floating_point():
             raise Unusable(f"it turns shape {tuple(given.shape)} into {tuple(y.shape)}")
         y = (y.movedim(1, -1) if self.layout == "channels_first" else y).reshape(x.shape)
         return y if factor == 1.0 else y * factor
@@ -158,7 +157,7 @@ class Probe:
     def present(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as the module takes them."""
         row, leading = x.shape[-1:], x.shape[:-1]
-        if self.head_dim is not None and self.layout in ("heads", "last"):
+        if self.head_dim is not None:
             row = (row[0] // self.head_dim, self.head_dim)
         if self.dims is not None and len(leading) + len(row) not in self.dims:
             first = leading[0] if leading else 1

@@ -15,7 +15,6 @@ from ...ops.backend import MAX_HEAD_DIM, MAX_TOKEN
 from ..formula.probe import neutral_modes
 from ..report import FusedLayer
 from ..swap import fuse, fuse_again, replaced_forward, unfused
-from .heads import HeadsFusion, find_heads
 from .modulation import ModulationFusion, find_modulations
 from .qk import QKFusion, QKRefusal, TurnFusion, find_qk
 from .sums import NO_SUM, LayerFlow, find_flow, norms_of, structure
@@ -28,7 +27,7 @@ class Sources:
 
     def __init__(self):
         self.modulations: dict[tuple, ModulationFusion | None] = {}
-        self.heads: dict[tuple, object] = {}
+        self.qk: dict[tuple, object] = {}
 
     def modulation_of(self, module: nn.Module) -> ModulationFusion | None:
         """`find_modulations` of a module; None where its forward has no source."""
@@ -42,12 +41,12 @@ class Sources:
     def qk_of(self, module: nn.Module) -> object:
         """`_find_qk` of a module, or the `CannotRewrite` that it raises."""
         key = structure(module)
-        if key not in self.heads:
+        if key not in self.qk:
             try:
-                self.heads[key] = _find_qk(module)
+                self.qk[key] = _find_qk(module)
             except CannotRewrite as error:
-                self.heads[key] = error
-        return self.heads[key]
+                self.qk[key] = error
+        return self.qk[key]
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
@@ -76,7 +75,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         flow, fusion = found[module]
         reason = fusion if isinstance(fusion, str) else ""
         inside = [f"+ {reader}" for _, reader in flow.fusion.sites if reader]
-        inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion, ModulationFusion, HeadsFusion)) else []
+        inside += [str(fusion)] if isinstance(fusion, (QKFusion, TurnFusion, ModulationFusion)) else []
         if inside or module in behind or (unrounded and flow.fusion.sites):
             try:
                 undo.callback(fuse_again, model, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
@@ -148,15 +147,10 @@ def _examine(module: nn.Module, sources: Sources, repeated: bool, inside: bool) 
     if other := replaced_forward(module):
         return flow, f"its forward was replaced on the instance by {other}"
     if shared := _shared_norms(module):
-        reason = f"its {' and '.join(shared)} are one norm: sums and heads are fused where each place has its own"
+        reason = f"its {' and '.join(shared)} are one norm: sums and q/k norms are fused where each place has its own"
         return flow, QKRefusal(reason) if inside else reason
     if modulation := sources.modulation_of(module):
         return flow, modulation
-    try:
-        if heads := find_heads(module, unfused(type(module))):
-            return flow, heads
-    except CannotRewrite:  # which is said below
-        pass
     try:
         with neutral_modes(), torch.random.fork_rng(devices=[]):
             found = find_flow(module, inside) if repeated else flow

@@ -45,8 +45,6 @@ def test_which_rows_a_call_normalises():
     x = torch.ones(2, 3, 4)
     assert RECIPE.rows_of(x) is x
     assert Recipe(SPEC, layout="channels_first").rows_of(x).shape == (2, 4, 3)
-    heads = Recipe(NormSpec(centered=False, eps=1e-6, rounding="once", group_size=4), layout="heads")
-    assert heads.rows_of(x).shape == (2, 12) and heads.rows_of(torch.ones(2, 3, 5)) is None
     assert Recipe(SPEC, dims=(2,)).rows_of(x) is None
     assert Recipe(SPEC, only_float32=True).rows_of(x.half()) is None
     with torch.autocast("cpu", torch.bfloat16):
@@ -54,8 +52,8 @@ def test_which_rows_a_call_normalises():
 
 
 @pytest.mark.parametrize(
-    "how", [{"layout": "heads"}, {"dims": (2,)}, {"only_float32": True}, {"gate": "gate"}, {"other_input": "mask"},
-            {"row_major": True}, {"not_under_autocast": True}, {"input_written": True}],
+    "how", [{"layout": "channels_first"}, {"dims": (2,)}, {"only_float32": True}, {"gate": "gate"},
+            {"other_input": "mask"}, {"row_major": True}, {"not_under_autocast": True}, {"input_written": True}],
 )  # fmt: skip
 def test_a_norm_with_anything_besides_is_not_simple(how):
     assert RECIPE.is_simple and not Recipe(SPEC, **how).is_simple
@@ -80,9 +78,8 @@ X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
         ({"input_written": True}, X, HALF),
         ({"not_under_autocast": True}, X, None),
         ({"layout": "channels_first"}, X, None),
-        ({"layout": "heads"}, X, X[..., :3]),
     ],
-    ids=["dims", "float32", "input written", "autocast", "channels first", "heads"],
+    ids=["dims", "float32", "input written", "autocast", "channels first"],
 )
 def test_each_restriction_alone_serves_what_it_allows(how, served, refused):
     recipe = Recipe(NormSpec(centered=False, eps=1e-6, group_size=4), **how)
@@ -188,7 +185,6 @@ def test_what_keeps_its_output():
     [
         ({}, ""),
         ({"layout": "channels_first"}, "over dimension 1"),
-        ({"layout": "heads"}, "joins heads"),
         ({"only_float32": True}, "in float32 only"),
         ({"other_input": "mask"}, "calls that give 'mask'"),
         ({"as_rms": True, "not_under_autocast": True}, "under autocast it runs its own forward; as the converted"),
