@@ -13,7 +13,6 @@ from .closeness import same_bits
 from .inputs import FEW, NotInFamily, Trial
 from .probe import Unusable
 
-WIDE = 20_000  # elements of a row that is longer than one tile of a kernel
 MIXED_DTYPES = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
 TOLERANCE = 1e-4  # of the terms that a gradient is summed of; roundings of float32 are a thousand times smaller
 HALF_TOLERANCE = 0.05  # in bfloat16 every operator of a backward rounds to eight bits
@@ -42,7 +41,7 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
     for mixed in () if one_dtype or recipe.only_float32 else MIXED_DTYPES:
         trial.spread(recipe)
         _must_agree(trial, recipe, rows[:5], *mixed)
-    other_sizes = (trial.size + 8, 3 * trial.size + 40, WIDE)
+    other_sizes = (trial.size + 8, 3 * trial.size + 40)
     for size in other_sizes if recipe.weight is None and recipe.hidden_size is None else ():
         _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
     trial.randomise()
