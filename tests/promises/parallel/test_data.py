@@ -212,10 +212,19 @@ def work(rank, names):
         check(name, CASES[name], rank)
 
 
-REST = pytest.param([name for name in CASES if name != "DDP"], marks=pytest.mark.full, id="the rest")
+QUICK = ["DDP"]
+FULL = ["accelerate", "accelerate, FSDP2", "FSDP2, bf16, checkpoints", "FSDP1, bf16"]
+NIGHTLY = [name for name in CASES if name not in (*QUICK, *FULL)]
 
 
-@pytest.mark.parametrize("names", [pytest.param(["DDP"], id="DDP"), REST])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="DDP"),
+        pytest.param(FULL, id="one of each", marks=pytest.mark.full),
+        pytest.param(NIGHTLY, id="the rest", marks=pytest.mark.nightly),
+    ],
+)
 def test_data_parallel_training(names, tmp_path, monkeypatch):
     run_ranks(work, tmp_path, monkeypatch, names)
 
@@ -246,7 +255,7 @@ def numerics_kept(rank, names):
             model(input_ids=batch(rank), labels=batch(rank)).loss.backward()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_another_order_of_rounding_is_kept_in_every_wrapping(tmp_path, monkeypatch):
     names = ["DDP", "DDP, reentrant checkpoints", "accelerate", "FSDP2", "FSDP2, bf16, checkpoints"]
     names += ["accelerate, FSDP2, checkpoints", "FSDP1"]
