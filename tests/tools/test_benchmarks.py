@@ -145,6 +145,7 @@ def test_missing_peers_are_named(capsys):
     assert "liger: not importable: " in out and "quack: not importable: " in out
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_gpu_paths_of_kernels_with_a_stubbed_clock(rehearsed):
     best = rehearsed["copy_gb_per_s"]["best"]

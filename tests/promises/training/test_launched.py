@@ -100,6 +100,7 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.nightly
 def test_sharded_by_accelerate_as_on_a_gpu_it_goes_on_from_that_checkpoint(trained, tmp_path):
     whole, _ = trained["FSDP2"]
     script = "tests/helpers/finetune_by_accelerate.py"
@@ -114,6 +115,7 @@ def test_ddp_and_fsdp2_are_the_same_training_on_two_batches(trained):
     assert losses(trained["DDP"][0])[0] != losses(trained["one process"][0])[0]
 
 
+@pytest.mark.nightly
 def test_one_process_in_the_place_of_two_is_refused(tmp_path):
     command = "accelerate launch --cpu --num_processes 2 examples/finetune.py"
     process = start(command.split(), *SHORT, "--output-dir", tmp_path / "out")
@@ -122,6 +124,7 @@ def test_one_process_in_the_place_of_two_is_refused(tmp_path):
     assert process.returncode != 0 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 def test_killed_runs_go_on_to_the_same_losses_and_weights(tmp_path):
     script = HELPERS / "finetune_crash.py"
     report = json.loads(output(start([sys.executable, "-W", "ignore", script], tmp_path)).splitlines()[-1])

@@ -97,6 +97,7 @@ def load(folder, patch):
     return model, optimizer
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 @pytest.mark.parametrize(
     "family, way",
