@@ -118,6 +118,7 @@ def noticed(driver, launch, text):
     return not all(torch.equal(copies[n], arguments[n]) for n in written)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
 @pytest.mark.parametrize(
     "names", [QUICK, *(pytest.param(names, marks=pytest.mark.full) for names in (HEADS, TOKENS, SUMS, GATES))],
@@ -143,6 +144,7 @@ def test_what_is_broken_is_noticed(driver, names, kind):
     assert found or names != QUICK or "shared" in kind, "no kernel has any of these"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_whole_is_not(driver, name):
     launch = launch_of(driver, name)

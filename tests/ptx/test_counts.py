@@ -5,7 +5,7 @@ import json
 import pytest
 from ptx_counts import TABLE, TRITON, UNITS, counted
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("driver")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("driver")]
 
 
 def test_no_kernel_does_more_for_a_row_than_it_did():

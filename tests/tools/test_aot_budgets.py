@@ -69,7 +69,7 @@ def compiled(cases, *options):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(DEFAULT, marks=pytest.mark.full), pytest.param(EVERYTHING, marks=pytest.mark.nightly)],
+    params=[pytest.param(DEFAULT, marks=pytest.mark.nightly), pytest.param(EVERYTHING, marks=pytest.mark.nightly)],
     ids=["sample", "everything"],
 )
 def kernels(request):
@@ -135,6 +135,7 @@ def test_rows_move_by_16_bytes(kernels):
     assert not narrow, "bytes per access"
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_the_machine_code_keeps_these_widths():
     assert compiled(("sm_90:llama-bf16:128,4096,14336",), "--disassemble")  # the script compares the two
@@ -178,6 +179,7 @@ def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
     assert not unknown or kernels is not compiled(DEFAULT), "compiled, but not in tests/tools/aot_budgets.json"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(triton.__version__ != max(BUDGETS), reason=f"shapes are chosen for Triton {max(BUDGETS)}")
 @pytest.mark.full
 def test_the_persistent_grid_asks_for_no_more_programs_than_fit():

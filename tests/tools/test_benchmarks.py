@@ -243,6 +243,7 @@ def test_zeros_on_every_side_do_not_pass_the_gate():
         assert "y: zero everywhere in float64 too, so nothing was computed" in verdict["failures"]
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_host_costs_on_a_cpu(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is an extra")
@@ -357,6 +358,7 @@ def test_counting_without_kernels_leaves_no_launch_behind():
     assert not launches
 
 
+@pytest.mark.nightly
 @pytest.mark.full
 def test_the_cost_of_a_patch_on_a_cpu_is_a_ratio_beside_that_of_chance():
     model = counting.build(TINY["tiny"], 1, "cpu", torch.float32).eval()

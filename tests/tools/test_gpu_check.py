@@ -17,7 +17,7 @@ from hf_rmsnorm.verification import tolerance
 
 # llama runs what qwen3 does, on norms that qwen3 has too.
 REHEARSED = ("tests", "kernels", "host", "qwen3")
-full = pytest.mark.full
+nightly = pytest.mark.nightly
 
 
 def gpu_check(*arguments, command="gpu", **environment):
@@ -34,7 +34,7 @@ def rehearsal(tmp_path_factory):
     return done, json.loads((folder / "gpu_check.json").read_text())
 
 
-@full
+@nightly
 def test_every_section_passes(rehearsal):
     done, result = rehearsal
     outcome = {name: (s["status"], s.get("reason"), s["failures"]) for name, s in result["sections"].items()}
@@ -47,7 +47,7 @@ def test_every_section_passes(rehearsal):
     assert {"device", "driver", "commit", "platform"} <= result["environment"].keys()
 
 
-@full
+@nightly
 def test_it_rehearses_the_gpu_tests(rehearsal):
     data = rehearsal[1]["sections"]["tests"]["data"]
     assert data["counts"]["passed"] > 50
@@ -55,7 +55,7 @@ def test_it_rehearses_the_gpu_tests(rehearsal):
     assert all(skip["message"] for skip in data["skipped"])
 
 
-@full
+@nightly
 def test_kernel_cases_are_judged_and_timed(rehearsal):
     data = rehearsal[1]["sections"]["kernels"]["data"]
     assert data["copy_gb_per_s"]["best"] > 0
@@ -74,7 +74,7 @@ def test_kernel_cases_are_judged_and_timed(rehearsal):
             assert ours[direction]["wall_us"] > 0
 
 
-@full
+@nightly
 def test_host_cost_and_models_are_measured(rehearsal):
     sections = rehearsal[1]["sections"]
     host = sections["host"]["data"]["cases"]["RMSNorm 1x1x64"]
@@ -91,7 +91,7 @@ def test_host_cost_and_models_are_measured(rehearsal):
     assert data["phases"]["train"]["patch_model"]["abs_dloss"] < 0.05
 
 
-@full
+@nightly
 def test_it_prints_tables_and_prints_them_again(rehearsal, tmp_path):
     done, result = rehearsal
     for word in ("DRY RUN", "RMSNorm 6x64", "host us per call", "qwen3-shaped", "speedup"):
@@ -198,7 +198,7 @@ def collected(where, **environment):
     return sorted(line for line in done.stdout.splitlines() if "::" in line)
 
 
-@full
+@nightly
 def test_no_gpu_test_needs_a_new_transformers(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers.models.muse_spark'] = None\n")
     assert len(collected(gpu_test_files(), PYTHONPATH=str(tmp_path))) > 100
