@@ -142,7 +142,7 @@ def test_a_model_that_is_put_on_a_gpu_later_is_told_of_by_that(on_this_cpu, monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (5, 0))
     backend._device_refusal.cache_clear()
     said = trainer.swapped_line(report, gpu)
-    assert "on cuda:0 the model's own forwards run (this GPU has compute capability (5, 0)" in said
+    assert "on cuda:0 the model's own forwards run (this GPU has compute capability 5.0" in said
     none = dataclasses.replace(report, swapped=(), devices=())
     assert trainer.swapped_line(none, gpu) == "hf_rmsnorm: 0 norms swapped"
 
