@@ -3,7 +3,7 @@
 from collections import defaultdict
 from pathlib import Path
 
-CASES = {"quick": 1, "all": 3}  # of each test function; of one that is marked full, one
+CASES = {"quick": 1, "all": 2}  # of each test function; of one that is marked full, one
 
 
 def choose(tier: str, items: list, named_files: set[Path]) -> list:
