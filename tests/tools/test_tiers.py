@@ -58,7 +58,7 @@ def test_one_case_of_each_quick_test_runs_by_default(run, capsys):
 
 def test_all_runs_the_full_tests_too_and_more_cases(run):
     outcomes = run("--all")
-    assert {"quick", "full", "cases[0]", "cases[19]"} < outcomes.keys()
+    assert {"quick", "full", "cases[0]", "cases[19]"} <= outcomes.keys()
     assert "nightly" not in outcomes
     assert len(outcomes) == 2 + CASES["all"]
 
