@@ -85,8 +85,8 @@ def _forward(plan: ForwardPlan, stats: bool) -> Callable:
         pointers = x.data_ptr() if weight is None else x.data_ptr() | weight.data_ptr()  # mostly these are all
         aligned = vectorised and not pointers & 15 and (alone or aligned_pointers(bias, gate, residual, shift, factor))
         args = pack(values[aligned], x, weight, bias, gate, shift, factor, residual, out_h, out, rstd, mean, eps)
-        start = ready.get(codes[aligned])
-        if start is None or counters or not start(args):
+        launcher = ready.get(codes[aligned])
+        if launcher is None or counters or not launcher(args):
             NORM_FORWARD.load_and_launch(x.device, bound, args, aligned, stats)
         if out is not y:
             _in_order(y, order).copy_(out)
@@ -181,11 +181,11 @@ def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
             db = empty_like(partials)
         sums = (dw, db) if apart is None else (None, None)
         args = bound.pack(bound.values[aligned], dy, x, weight, shift, gate, dh, rstd, mean, out, *sums, out_gate, eps)
-        _start(NORM_BACKWARD, bound, args, x.device, aligned, launch)
+        start(NORM_BACKWARD, bound, args, x.device, aligned, launch=launch)
         if apart is not None:
             operands = dy, x, weight, shift, gate, None, rstd, mean, None, dw, db, None
             args = apart.pack(apart.values[aligned], *operands, eps)
-            _start(NORM_BACKWARD, apart, args, x.device, aligned, launch)
+            start(NORM_BACKWARD, apart, args, x.device, aligned, launch=launch)
         if not launch:
             return dx, dw, db, dg
         if out is not dx:
@@ -205,14 +205,23 @@ def _backward(plan: BackwardPlan, need: tuple[bool, ...]) -> Callable:
 def _summed(bound: BoundKernel, partials: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     total, aligned = torch.empty_like(parameter), bound.vectorised
     args = bound.pack(bound.values[aligned], partials, total)
-    _start(REDUCE_PARTIALS, bound, args, parameter.device, aligned)
+    start(REDUCE_PARTIALS, bound, args, parameter.device, aligned)
     return total
 
 
-def _start(kernel: Kernel, bound: BoundKernel, args: tuple, device: torch.device, aligned: bool, launch: bool = True):
-    start = bound.ready.get(bound.codes[aligned][0])
-    if start is None or counting.active or not launch or not start(args):
-        kernel.load_and_launch(device, bound, args, aligned, launch=launch)
+def start(
+    kernel: Kernel,
+    bound: BoundKernel,
+    args: tuple,
+    device: torch.device,
+    aligned: bool,
+    way: int = 0,
+    launch: bool = True,
+) -> None:
+    """Launch by the ready launcher where there is one, else load the kernel first; `launch=False` only loads it."""
+    ready = bound.ready.get(bound.codes[aligned][way])
+    if ready is None or counting.active or not launch or not ready(args):
+        kernel.load_and_launch(device, bound, args, aligned, way, launch)
 
 
 def _flat_like(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:

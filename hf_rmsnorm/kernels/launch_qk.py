@@ -3,8 +3,8 @@
 import torch
 
 from ..formula import NormSpec
-from . import counting, launch
-from .compiled import BoundKernel, Kernel, aligned_pointers
+from . import launch
+from .compiled import aligned_pointers
 from .plan_qk import (
     KERNELS,
     QK_NORM_BACKWARD,
@@ -50,7 +50,7 @@ def qk_norm_forward(q, k, parameters, cos, sin, spec: NormSpec, stats: bool, way
             bound.values[aligned], Q=q, K=k, WQ=q_weight, WK=k_weight, BQ=q_bias, BK=k_bias, COS=cos, SIN=sin, YQ=yq,
             YK=yk, RSTD=rstd, MEAN=mean, eps=spec.eps,
         )  # fmt: skip
-        _start(QK_NORM_FORWARD, device, bound, args, aligned, stats)
+        launch.start(QK_NORM_FORWARD, bound, args, device, aligned, stats)
     return yq, yk, rstd, mean
 
 
@@ -86,18 +86,12 @@ def qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec: NormS
             bound.values[aligned], DYQ=dq, DYK=dk, Q=q, K=k, WQ=q_weight, WK=k_weight, COS=cos, SIN=sin, RSTD=rstd,
             MEAN=mean, DXQ=dxq, DXK=dxk, DW=sums[0], DB=sums[1], eps=spec.eps,
         )  # fmt: skip
-        _start(QK_NORM_BACKWARD, device, bound, args, aligned)
+        launch.start(QK_NORM_BACKWARD, bound, args, device, aligned)
         bound, aligned = plan.sum, plan.sum.vectorised
         for way, (partials, (of_q, of_k)) in enumerate(zip(sums, pairs, strict=True)):
             if partials is not None:
                 args = bound.pack(bound.values[aligned], PARTIALS=partials, DWQ=of_q, DWK=of_k)
-                _start(QK_REDUCE_PARTIALS, device, bound, args, aligned, way)
+                launch.start(QK_REDUCE_PARTIALS, bound, args, device, aligned, way)
     else:
         found = [t if t is None else t.zero_() for t in found]
     return (dxq if need[0] else None), (dxk if need[1] else None), *found
-
-
-def _start(kernel: Kernel, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0) -> None:
-    ready = bound.ready.get(bound.codes[aligned][way])
-    if ready is None or counting.active or not ready(args):
-        kernel.load_and_launch(device, bound, args, aligned, way)

@@ -51,9 +51,9 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(backend, "describe_backend", lambda device: on_a_cpu)
     if "from kernels import" in block.code:
-        pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
+        pytest.importorskip("kernels", reason="the library that this is for, of scripts/requirements")
     if "BitsAndBytesConfig" in block.code:
-        pytest.importorskip("bitsandbytes", reason="the quantiser that this is for, of the extra 'test'")
+        pytest.importorskip("bitsandbytes", reason="the quantiser that this is for, of scripts/requirements")
     lines = block.code.splitlines(keepends=True)
     monkeypatch.setitem(linecache.cache, str(block), (len(block.code), None, lines, str(block)))  # as of a file
     printed = io.StringIO()

@@ -136,7 +136,6 @@ def test_rows_move_by_16_bytes(kernels):
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_the_machine_code_keeps_these_widths():
     assert compiled(("sm_90:llama-bf16:128,4096,14336",), "--disassemble")  # the script compares the two
 

@@ -146,7 +146,6 @@ def test_missing_peers_are_named(capsys):
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_gpu_paths_of_kernels_with_a_stubbed_clock(rehearsed):
     best = rehearsed["copy_gb_per_s"]["best"]
     assert len(rehearsed["cases"]) == 4
@@ -244,7 +243,6 @@ def test_zeros_on_every_side_do_not_pass_the_gate():
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_host_costs_on_a_cpu(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is an extra")
     out, picture = tmp_path / "host.json", tmp_path / "host.png"
@@ -359,7 +357,6 @@ def test_counting_without_kernels_leaves_no_launch_behind():
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_the_cost_of_a_patch_on_a_cpu_is_a_ratio_beside_that_of_chance():
     model = counting.build(TINY["tiny"], 1, "cpu", torch.float32).eval()
     found = cpu.measure(model, 5)

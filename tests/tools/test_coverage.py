@@ -65,7 +65,6 @@ def run_coverage(out: Path, mapping: str, types, *options: str) -> dict[str, dic
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_a_sample_drawn_by_date_is_bit_equal_patched_and_unpatched(tmp_path):
     records = run_coverage(tmp_path / "sample.json", "causal", SAMPLE, "--interpreter", "fusion")
     must_run = {t["type"] for t in committed_types("causal") if t["ran"]} & set(SAMPLE)

@@ -325,7 +325,6 @@ def command(*argv, terminal=False):
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 @pytest.mark.parametrize("argv", ["convert org/gpt2 DST --no-verify", "verify org/gpt2 --max-new-tokens 0"])
 def test_a_download_is_seen(argv, served, tmp_path):
     argv = argv.replace("DST", str(tmp_path / "dst")).split()
@@ -335,7 +334,6 @@ def test_a_download_is_seen(argv, served, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_a_download_is_said_off_a_terminal(served, tmp_path):
     downloading = ["downloading org/gpt2 from the Hub"]
     convert = ("convert", "org/gpt2", tmp_path / "dst", "--no-verify")

@@ -28,7 +28,7 @@ def measure(what, folder, *numbers):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc, which Linux has")
-@pytest.mark.parametrize(("mebibytes", "shards"), [(256, 2), pytest.param(4096, 4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("mebibytes", "shards"), [(256, 2), (4096, 4)])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, mebibytes, shards):
     used = measure("memory", tmp_path, mebibytes, shards)
     assert used["largest_shard"] >= mebibytes // shards * MEBIBYTE

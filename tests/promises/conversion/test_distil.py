@@ -81,7 +81,6 @@ def main(monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_two_processes_bring_a_student_nearer_and_it_loads_as_rms_norm(folders, tmp_path):
     teacher, student, text = folders
     run = launched(

@@ -41,7 +41,7 @@ class Modulations:
 
 @pytest.mark.parametrize("name", tiny_diffusion.MODELS)
 def test_a_transformer_of_diffusers(name):
-    pytest.importorskip("diffusers", reason="the library that this is for, of the extra 'test'")
+    pytest.importorskip("diffusers", reason="the library that this is for, of scripts/requirements")
     model, arguments = tiny_diffusion.build(name, torch.bfloat16)
     types = [type(m) for m in model.modules()]
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_a_transformer_of_diffusers(name):
 
 @pytest.mark.parametrize("name", ["DiT", "SD3"])
 def test_verification_judges_modulations(name):
-    pytest.importorskip("diffusers", reason="the library that this is for, of the extra 'test'")
+    pytest.importorskip("diffusers", reason="the library that this is for, of scripts/requirements")
     model, arguments = tiny_diffusion.build(name, torch.bfloat16)
     report = verify_equivalence(model, inputs=arguments, max_new_tokens=0, backend="triton", backward=True)
     assert report.passed, report

@@ -61,7 +61,6 @@ def test_training_compiles_once_too():
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 def test_what_inductor_sees_is_a_setting():
     model = tiny_models.build("llama")
     ids = tiny_models.token_ids()

@@ -93,7 +93,7 @@ def test_a_file_with_the_operator_loads_once_the_operators_are_imported(tmp_path
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_onnx_has_what_the_unpatched_model_has(family, tmp_path):
-    pytest.importorskip("onnxscript", reason="torch.onnx.export asks for it; it is of the extra 'test'")
+    pytest.importorskip("onnxscript", reason="torch.onnx.export asks for it; it is of scripts/requirements")
     model = tiny_models.build(family)
     ids = tiny_models.token_ids()
     nodes = []

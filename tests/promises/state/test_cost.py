@@ -110,7 +110,6 @@ print(elapsed, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / u
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not say what a process's peak memory was")
 def test_a_70b_model_on_meta_takes_seconds_and_no_memory():
     environment = {**os.environ, "PYTHONPATH": str(Path(hf_rmsnorm.__file__).parents[1])}

@@ -13,7 +13,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
 
-peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL_NORMS = ["norm", "input_layernorm", "post_attention_layernorm"]

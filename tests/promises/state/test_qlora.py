@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_rmsnorm import patch_model, use_backend, verify_equivalence
 from hf_rmsnorm.demo import demo_path
 
-peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
 pytest.importorskip("bitsandbytes", reason="the real quantised layers come with bitsandbytes")
 pytestmark = pytest.mark.full
 

@@ -98,7 +98,6 @@ def load(folder, patch):
 
 
 @pytest.mark.nightly
-@pytest.mark.full
 @pytest.mark.parametrize(
     "family, way",
     [("llama", "fused"), ("llama", "each norm alone"), ("qwen3", "fused"), ("gpt2", "memory_efficient")],

@@ -16,9 +16,9 @@ from hf_rmsnorm.fused.norm import fused_part
 
 pytestmark = pytest.mark.full
 
-trl = pytest.importorskip("trl", reason="it is of the extra 'test' from Python 3.11 on, which it needs")
+trl = pytest.importorskip("trl", reason="it is of scripts/requirements from Python 3.11 on, which it needs")
 datasets = pytest.importorskip("datasets", reason="TRL's own dependency")
-peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
 
 STEPS = 3
 LINES = [

@@ -19,7 +19,7 @@ from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.patching.converted import conversion_of
 from hf_rmsnorm.record import RECORD_KEY, is_centred
 
-peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
 
 TEXT = "The with statement wraps the execution of a block with methods that a context manager defines. " * 12
 IDS = tiny_models.token_ids(2, 16)

@@ -18,7 +18,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
-kernels = pytest.importorskip("kernels", reason="the library that this is for, of the extra 'test'")
+kernels = pytest.importorskip("kernels", reason="the library that this is for, of scripts/requirements")
 
 from places import HELPERS, PYTHONPATH  # noqa: E402
 

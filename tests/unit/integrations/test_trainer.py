@@ -157,7 +157,7 @@ def test_one_process_of_several_says_it(tmp_path, capsys):
 @pytest.mark.full
 @pytest.mark.parametrize("adapter", ["LoRA and all norms", "LNTuning"])
 def test_norms_that_an_adapter_trains(adapter, tmp_path):
-    peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+    peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
     norms = ["norm", "input_layernorm", "post_attention_layernorm"]
     config = peft.LNTuningConfig(target_modules=norms)
     if adapter != "LNTuning":

@@ -193,7 +193,7 @@ def test_a_head_that_is_loaded_with_a_base_model_is_not_outside(folders, tmp_pat
 
 
 def test_a_soft_prompt_keeps_layer_norm(folders):
-    peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+    peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     report = patch_model(peft.get_peft_model(load(folders[1]), config))
     assert not any(r.converted for r in report.swapped)

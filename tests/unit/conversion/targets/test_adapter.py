@@ -14,7 +14,7 @@ from hf_rmsnorm import convert_adapter, convert_checkpoint, patch_model, unpatch
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.conversion import ConversionError, ConversionRefused, VerificationFailed
 
-peft = pytest.importorskip("peft", reason="adapters come with peft, of the extra 'test'")
+peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
 
 IDS = torch.arange(3, 35).view(2, 16)
 
