@@ -88,16 +88,17 @@ class Trial:
         try:
             return self._find_layout()
         except (Unusable, NotANorm) as error:
-            failure = error
-        if self.probe.gate is None:
-            raise failure
-        if self.probe.gate_required:
-            words = f"its forward must be given {self.probe.gate!r} besides its input; with that, {failure}"
-            raise type(failure)(words) from failure
+            if self.probe.gate is None:
+                raise
+            if self.probe.gate_required:
+                words = f"its forward must be given {self.probe.gate!r} besides its input; with that, {error}"
+                raise type(error)(words) from error
+            # The error itself is not kept: a frame that holds its own error keeps the module alive.
+            kind, reason = type(error), error.args
         self.probe.require_gate()  # a forward may need its second input though None is that input's default
         with contextlib.suppress(Unusable, NotANorm):
             return self._find_layout()
-        raise failure
+        raise kind(*reason)
 
     def _find_layout(self) -> None:
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
@@ -115,12 +116,13 @@ class Trial:
                 try:
                     self._try_input()
                 except (Unusable, NotANorm) as error:
-                    failure = failure or error
+                    failure = failure or (type(error), error.args)
                     continue
                 if dims is None:
                     self._find_dims()
                 return
-        raise failure
+        kind, reason = failure
+        raise kind(*reason)
 
     def _find_dims(self) -> None:
         """Which numbers of dimensions the forward takes, if not any from two to four."""

@@ -27,7 +27,7 @@ class Sources:
 
     def __init__(self):
         self.modulations: dict[tuple, ModulationFusion | None] = {}
-        self.qk: dict[tuple, object] = {}
+        self.qk: dict[tuple, tuple[object, str]] = {}
 
     def modulation_of(self, module: nn.Module) -> ModulationFusion | None:
         """`find_modulations` of a module; None where its forward has no source."""
@@ -38,14 +38,15 @@ class Sources:
                 self.modulations[key] = find_modulations(unfused(type(module)), _of_rows(module))
         return self.modulations[key]
 
-    def qk_of(self, module: nn.Module) -> object:
-        """`_find_qk` of a module, or the `CannotRewrite` that it raises."""
+    def qk_of(self, module: nn.Module) -> tuple[object, str]:
+        """(`_find_qk` of a module, why it cannot be rewritten): one of the two is empty."""
         key = structure(module)
         if key not in self.qk:
             try:
-                self.qk[key] = _find_qk(module)
+                self.qk[key] = _find_qk(module), ""
             except CannotRewrite as error:
-                self.qk[key] = error
+                # Not the error itself: its traceback would keep the whole model alive.
+                self.qk[key] = None, str(error)
         return self.qk[key]
 
 
@@ -157,11 +158,11 @@ def _examine(module: nn.Module, sources: Sources, repeated: bool, inside: bool) 
             flow = found if isinstance(found, LayerFlow) else flow
             if flow.fusion.sites:
                 return flow, flow.fusion
-            qk = sources.qk_of(module)
-            if not isinstance(qk, CannotRewrite):
+            qk, why_not = sources.qk_of(module)
+            if not why_not:
                 return flow, qk
             if repeated and inside and len(norms_of(module)) > 1:
-                return flow, QKRefusal(qk)
+                return flow, QKRefusal(why_not)
             return flow, found if isinstance(found, str) else flow.reason
     except Exception as error:  # whatever a user's class does, its norms are swapped
         return flow, f"it could not be examined: {type(error).__name__}: {error}"
