@@ -31,7 +31,6 @@ from benchmarks.peers import other_libraries as find_libraries
 from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm import patch_model
-from hf_rmsnorm.fused import layer
 from hf_rmsnorm.ops import backend, rms_norm
 
 FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
@@ -44,7 +43,7 @@ STUBBED = (
 LOOPS = 50  # few enough that a launch queue never fills up
 ROUNDS = 60  # of so many loops
 HIDDEN_SIZE = 64  # small, so that the arithmetic of a CPU weighs little
-DEFAULT, EVERY_SUM = "patched", "every sum fused"
+PATCHED = "patched"
 DECODERS = {
     "LLaMA": ModelShape("llama", 64, 96, 4, 2, 16, 128),
     "Qwen3": ModelShape("qwen3", 64, 96, 4, 2, 16, 128, qk_norm=True),
@@ -199,7 +198,7 @@ def _decoding(device: str, dtype: torch.dtype, rounds: int) -> dict[str, dict]:
 
     The difference of a model of six layers and one of two, by four. The models are small: what the host does is not.
     """
-    kinds = {"unpatched": None, "norms alone": {"fuse_residual": False}, DEFAULT: {}, EVERY_SUM: {}}
+    kinds = {"unpatched": None, "norms alone": {"fuse_residual": False}, PATCHED: {}}
     found = {}
     for name, shape in DECODERS.items():
         calls = {}
@@ -208,7 +207,7 @@ def _decoding(device: str, dtype: torch.dtype, rounds: int) -> dict[str, dict]:
                 model = build(shape, layers, device, dtype).eval()
                 if options is not None:
                     patch_model(model, **options)
-                calls[kind, layers] = _token(model, 0 if kind == EVERY_SUM else layer.LEAST_ELEMENTS)
+                calls[kind, layers] = _token(model)
         with torch.no_grad():
             timed = host_us(calls, rounds, Stopwatch(device).sync, loops=5)
         least = {key: figures["us_min"] for key, figures in timed.items()}
@@ -216,15 +215,10 @@ def _decoding(device: str, dtype: torch.dtype, rounds: int) -> dict[str, dict]:
     return found
 
 
-def _token(model: torch.nn.Module, least_elements: int) -> Callable[[], None]:
+def _token(model: torch.nn.Module) -> Callable[[], None]:
     ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
 
-    def call():
-        layer.LEAST_ELEMENTS, before = least_elements, layer.LEAST_ELEMENTS
-        model(ids, use_cache=False)
-        layer.LEAST_ELEMENTS = before
-
-    return call
+    return lambda: model(ids, use_cache=False)
 
 
 def _ratios(entries: dict) -> dict:

@@ -74,18 +74,12 @@ def the_same_random_numbers_in_any_order():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def small_sums_are_fused_too(monkeypatch):
-    """As large ones are: the models here are tiny."""
-    monkeypatch.setattr("hf_rmsnorm.fused.layer.LEAST_ELEMENTS", 0)
-
-
 @pytest.fixture
 def fused_calls(monkeypatch):
     """The inputs that went through a patched module's fused forward."""
     from hf_rmsnorm.fused import attention as fused_attention
-    from hf_rmsnorm.fused import layer as fused_layers
     from hf_rmsnorm.fused import norm as layers
+    from hf_rmsnorm.fused import sums as fused_sums
 
     calls = []
 
@@ -104,28 +98,22 @@ def fused_calls(monkeypatch):
 
     spy_on(layers, "fused_norm")
     spy_on(layers, "launched_norm")
-    spy_on(fused_layers, "fused_add_norm")
+    spy_on(fused_sums, "fused_add_norm")
     monkeypatch.setattr(fused_attention, "fused_qk_norm", spy_on_pairs)
     return calls
 
 
 @pytest.fixture
-def taken(monkeypatch):
-    """How many outputs were taken that a sum's launch had left, and how many were left."""
-    counts = {"left": 0, "taken": 0}
-    from hf_rmsnorm.fused import handover as handover_module
-    from hf_rmsnorm.fused import layer as fused_layers
-    from hf_rmsnorm.fused import norm as layers
+def fused_sums(monkeypatch):
+    """The sums that were computed with their norm, in one launch."""
+    from hf_rmsnorm.fused import sums
 
-    def hand_over(*args):
-        counts["left"] += 1
-        handover_module.hand_over(*args)
+    made, real = [], sums.fused_add_norm
 
-    def handed_over(*args):
-        output = handover_module.handed_over(*args)
-        counts["taken"] += output is not None
-        return output
+    def spy(*args):
+        both = real(*args)
+        made.append(both[0].shape)
+        return both
 
-    monkeypatch.setattr(fused_layers, "hand_over", hand_over)
-    monkeypatch.setattr(layers, "handed_over", handed_over)
-    return counts
+    monkeypatch.setattr(sums, "fused_add_norm", spy)
+    return made

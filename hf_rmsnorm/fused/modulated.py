@@ -1,7 +1,7 @@
 """What a patched module with an adaptive LayerNorm runs: its norm, and what is around that, in one launch.
 
 Around it are ``* (1 + scale) + shift`` behind, and ``residual + gate * x`` before. The sum is computed with all that is
-behind it, which is kept until the forward gets there: `hand_over`.
+behind it, which a local variable of the forward, `ahead`, holds until the forward gets there.
 """
 
 import weakref
@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops.direct import state, under_transform
+from ..ops.direct import capturing, state, under_transform, version
 from ..ops.modulated import modulated_norm
-from .handover import hand_over, handed_over
 from .layer import observers, operands_ahead, tell
 
 # module -> {a norm's name: (the sum behind which it was computed last and not asked for yet, the modulation's memory)}
@@ -33,10 +32,11 @@ def put_off(left, right):
     return left * right if plain else Product(left, right)
 
 
-def modulated_sum(module: torch.nn.Module, left, right, site: tuple[str, bool, int], modulation: Callable):
+def modulated_sum(module: torch.nn.Module, ahead: dict, left, right, site: tuple[str, bool, int], modulation: Callable):
     """``left + right``, with the norm that reads the sum, and its modulation, where that gives the same bits.
 
     Args:
+        ahead: what `modulated` looks up: by the norm's name what was computed of which operands.
         left, right: tensors, or a `Product`.
         site: (the norm's name among the children, whether others may get hold of the sum or the norm may read another,
             which of the forward's sums this is).
@@ -44,7 +44,7 @@ def modulated_sum(module: torch.nn.Module, left, right, site: tuple[str, bool, i
     """
     plain = torch.compiler.is_compiling() or under_transform() or torch.is_inference_mode_enabled()  # without versions
     if not (plain or site in _in_vain.get(module, ()) or (site[1] and torch.is_grad_enabled())):
-        total = _sum_in_one_launch(module, site, _parts(left, right), modulation)
+        total = _sum_in_one_launch(module, ahead, site, _parts(left, right), modulation)
         if total is not None:
             return total
     left, right = (t.left * t.right if type(t) is Product else t for t in (left, right))
@@ -62,7 +62,7 @@ def _parts(left, right) -> tuple | None:
     return (x, left, factor) if type(x) is type(left) is torch.Tensor else None
 
 
-def _sum_in_one_launch(module, site, parts, modulation) -> torch.Tensor | None:
+def _sum_in_one_launch(module, ahead, site, parts, modulation) -> torch.Tensor | None:
     name, seen, _ = site
     norm = module._modules.get(name)
     operands = None if norm is None or parts is None else operands_ahead(norm, restricted=True)
@@ -90,19 +90,28 @@ def _sum_in_one_launch(module, site, parts, modulation) -> torch.Tensor | None:
     if before != site:  # of two sums the norm reads the later, where a branch makes that
         _in_vain.setdefault(module, set()).add(before)
     _untaken[module][name] = site, [t.detach() for t in (scale, *shift)]  # or others could get their addresses
-    hand_over(norm, total, y, weight, bias, spec, _kept_by(total, scale, *shift))
+    ahead[name] = total, _state_of(total, weight, bias, spec, scale, *shift), y
     return total
 
 
-def _kept_by(x: torch.Tensor, *modulation: torch.Tensor) -> tuple:
-    return x.shape, *((*state(t), t.shape, t.stride(), t.dtype, t.requires_grad) for t in modulation)
+def _state_of(x: torch.Tensor, weight, bias, spec, *modulation: torch.Tensor) -> tuple:
+    """What has to be the same for the result to be the same, the sum itself aside."""
+    modes = torch.is_grad_enabled(), capturing(x)
+    shapes = ((*state(t), t.shape, t.stride(), t.dtype, t.requires_grad) for t in modulation)
+    return version(x), state(weight), state(bias), spec, modes, *shapes
 
 
-def modulated(module: torch.nn.Module, name: str, x, scale, *shift):
+def _looked_at(x: torch.Tensor) -> bool:
+    """Whether a gradient that goes by what was computed with the sum would be missed at the sum."""
+    return x.requires_grad and bool(x._backward_hooks or x.retains_grad)
+
+
+def modulated(module: torch.nn.Module, ahead: dict, name: str, x, scale, *shift):
     """``norm(x) * (1 + scale) + shift`` of a child norm, in one launch where that gives the same bits.
 
     Args:
         module: whose forward this is.
+        ahead: what `modulated_sum` has computed.
         name: of the norm among its children.
         x, scale, shift: whatever the forward computes with; no shift where it adds nothing.
     """
@@ -116,8 +125,8 @@ def modulated(module: torch.nn.Module, name: str, x, scale, *shift):
             tell(module, "modulation", (name, bool(shift)), (x, scale, *shift))
         recipe = type(norm)._hf_rmsnorm_recipe
         if recipe.fits(x, weight, bias) and recipe.rows_of(x) is x:
-            y = handed_over(norm, x, weight, bias, spec, _kept_by(x, scale, *shift))
-            if y is not None:
+            total, known, y = ahead.pop(name, (None, None, None))
+            if total is x and known == _state_of(x, weight, bias, spec, scale, *shift) and not _looked_at(x):
                 _untaken.get(module, {}).pop(name, None)
                 return y
             made = modulated_norm(x, weight, bias, spec, scale, *shift)

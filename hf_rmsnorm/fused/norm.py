@@ -18,7 +18,6 @@ from ..ops.backend import left_alone
 from ..ops.direct import NOTHING, LaunchCache, is_watched
 from ..ops.norm import launched_norm, plan_of
 from ..ops.unrounded import norm_of_summands
-from .handover import handed_over, slot
 from .recipe import Recipe, one_dtype, operands, shapes_fit, tensor_of
 from .subclass import derive, marked
 from .summands import summands_of
@@ -140,16 +139,11 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)
-        precomputed = None
-        if is_simple and (plan is not None or not _is_compiling()):
-            precomputed = handed_over(self, x, weight, bias, spec, backend)
-        if isinstance(precomputed, torch.Tensor):
-            return precomputed
         keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)
         if plan is not None:
-            y = launched_norm(x, weight, bias, None, spec, plan, precomputed, keep_output)
+            y = launched_norm(x, weight, bias, None, spec, plan, keep_output)
             return y.contiguous() if row_major else y
-        y = fused_norm(rows, weight, bias, spec, backend, gate, precomputed, keep_output)
+        y = fused_norm(rows, weight, bias, spec, backend, gate, keep_output)
         if channels_first:
             y = y.movedim(-1, 1)
         return y.contiguous() if row_major else y
@@ -163,7 +157,6 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             plan is not None
             and len(args) == 1
             and not kwargs
-            and slot.held is None
             and (any_class or getattr(type(self), "_hf_rmsnorm_recipe", None) is recipe)
             and base.forward is base_forward
             and (code is None or base_forward.__code__ is code)
@@ -176,7 +169,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
                 like = alike(x, weight, bias := self._parameters.get(bias_name))
             if like and not is_watched():
                 keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, recipe.spec)
-                return launched_norm(x, weight, bias, None, recipe.spec, plan, None, keep_output)
+                return launched_norm(x, weight, bias, None, recipe.spec, plan, keep_output)
         return forward(self, *args, **kwargs)
 
     made = like_the_last if is_simple and gate_name is None and not (mixes or unrounded or row_major) else forward

@@ -43,55 +43,6 @@ class _FusedAddNorm(torch.autograd.Function):
         return dsum if need_x else None, dsum if need_residual else None, dweight, dbias, None
 
 
-class _Sum(torch.autograd.Function):
-    """``residual + x``, whose launch computes the norm of the sum too and puts it, in no graph, into a list."""
-
-    @staticmethod
-    def forward(ctx, x, residual, operands, precomputed):
-        # In a tuple the parameters are no inputs, so not in this graph.
-        h, *norm = _launch(x, residual, *operands, True)
-        precomputed.extend(norm)
-        return h
-
-    @staticmethod
-    def backward(ctx, dh):
-        return dh, dh, None, None
-
-
-def sum_ahead_of_norm(x, residual, weight, bias, spec, plan=None) -> tuple[torch.Tensor, tuple | None]:
-    """(``residual + x``, what `fused_norm` takes as `precomputed` of the sum), in one launch.
-
-    The norm is in no graph yet: whoever calls it puts it there, as a function of the very sum that arrives. So hooks,
-    gradients and checkpoints see the two as they are without fusion, where the sum is seen in between. Where the kernel
-    cannot be loaded nothing is precomputed, and None stands for it.
-
-    Args:
-        as in `fused_add_norm`, for calls that `add_norm_backend` gives to Triton.
-    """
-    if plan is None:
-        with torch.no_grad():
-            if spec.functional:
-                _, weight, bias = autocast_to_float32(spec, x, weight, bias)
-            weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
-    try:
-        return _sum_and_norm(x, residual, (weight, bias, spec, plan))
-    except KernelUnavailable as error:
-        give_up(error, x.device)
-    return residual + x, None
-
-
-def _sum_and_norm(x, residual, operands: tuple) -> tuple[torch.Tensor, tuple]:
-    if not torch.is_grad_enabled():
-        h, *precomputed = _launch(x, residual, *operands, False)
-    elif x.requires_grad or residual.requires_grad:
-        precomputed: list = []
-        h = _Sum.apply(x, residual, operands, precomputed)
-    else:
-        with torch.no_grad():
-            h, *precomputed = _launch(x, residual, *operands, True)
-    return h, tuple(precomputed)
-
-
 def _launch(x, residual, weight, bias, spec, plan, stats):
     if plan is None and (_is_compiling() or not is_direct(x, residual, weight, bias)):
         load_sharding_rules()

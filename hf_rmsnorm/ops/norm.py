@@ -22,13 +22,13 @@ class _FusedNorm(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
     def forward(ctx, x, weight, bias, gate, call):
-        spec, plan, precomputed, keep_output = call
-        if precomputed is None and plan is not None and (serve := plan.serve[True]) is not None:
+        spec, plan, keep_output = call
+        if plan is not None and (serve := plan.serve[True]) is not None:
             y, rstd, mean, _ = serve(x, weight, bias, gate, None, spec.eps)
         else:
             if plan is None and not _is_compiling() and is_direct(x, weight, bias, gate):
                 plan = kernels().forward_plan(x, weight, bias, gate, spec)
-            y, rstd, mean = precomputed or _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
+            y, rstd, mean = _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
         keep_output = keep_output and serves_as_input(y, x, weight, bias, spec)
         kept, mean = (y, None) if keep_output else (x, mean)
         ctx.save_for_backward(kept, weight, bias, gate, rstd, mean)
@@ -59,7 +59,6 @@ def fused_norm(
     spec: NormSpec,
     backend: str | None = None,
     gate: torch.Tensor | None = None,
-    precomputed: tuple | None = None,
     keep_output: bool = False,
 ) -> torch.Tensor:
     """Compute `spec` on x with the backend in force.
@@ -70,7 +69,6 @@ def fused_norm(
             spec says.
         backend: what `resolve_backend` answered, if the caller has asked already.
         gate: x's shape, where the spec has one.
-        precomputed: (y, rstd, mean) of just this, in no graph, where a launch has computed it already.
         keep_output: what `keeps_output` answered: the kernels' backward shall read the output, not x.
 
     Returns:
@@ -88,7 +86,7 @@ def fused_norm(
     if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
-    return launched_norm(x, weight, bias, gate, spec, None, precomputed, keep_output)
+    return launched_norm(x, weight, bias, gate, spec, None, keep_output)
 
 
 def plan_of(x, weight, bias, spec, residual=None):
@@ -96,7 +94,7 @@ def plan_of(x, weight, bias, spec, residual=None):
     return kernels().forward_plan(x, weight, bias, None, spec, residual)
 
 
-def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_output=False):
+def launched_norm(x, weight, bias, gate, spec, plan, keep_output=False):
     """`fused_norm` where the kernels serve it; in plain torch where they turn out not to be loadable.
 
     Args:
@@ -105,7 +103,7 @@ def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_outp
     """
     try:
         if not torch.is_grad_enabled():
-            if plan is not None and precomputed is None and (serve := plan.serve[False]) is not None:
+            if plan is not None and (serve := plan.serve[False]) is not None:
                 return serve(x, weight, bias, gate, None, spec.eps)[0]
         elif (
             x.requires_grad
@@ -116,9 +114,7 @@ def launched_norm(x, weight, bias, gate, spec, plan, precomputed=None, keep_outp
             if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
                 return _launch_forward(x, weight, bias, gate, spec, True)[0]
             apply = _FusedNorm.apply if plan is None else _apply
-            return apply(x, weight, bias, gate, (spec, plan, precomputed, keep_output))
-        if precomputed is not None:
-            return precomputed[0]
+            return apply(x, weight, bias, gate, (spec, plan, keep_output))
         return _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
     except KernelUnavailable as error:
         give_up(error, x.device)

@@ -13,7 +13,7 @@ from ..fused.recipe import Recipe
 from ..paths import compact_paths
 from .centring import centre_at, uncentre
 from .converted import recorded_model
-from .layers.links import fuse_layers, sums_unknown
+from .layers.fusions import fuse_layers, sums_unknown
 from .moved import unwatch, watch
 from .numerics import NUMERICS, as_rounded_by
 from .plan import Entry, Globs, make_plan, report_on
@@ -211,6 +211,11 @@ def _change(model, include, exclude, strict, options: Options) -> tuple[PatchRep
     if not returned and all(entry.recipe is None for entry in entries):
         why = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
         warned.append(f"patch_model changed no norm of this {type(model).__name__}: {why}")
+    if unrounded and len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        warned.append(
+            f"numerics={unrounded[0].numerics!r} reads sums unrounded; those that are copied to another device of this "
+            "model's device_map are rounded first"
+        )
     if missed:
         paths = ", ".join(compact_paths([layer.path for layer in missed]))
         what = f"numerics={unrounded[0].numerics!r} reads sums unrounded; rounded first are those of {paths}"

@@ -11,7 +11,7 @@ from ..fused.recipe import Recipe
 from ..ops.backend import runs_on
 from .converted import STAYS, conversion_of
 from .formula.recognise import Verdict, class_name, recognise
-from .layers.values import written_inputs
+from .layers.writes import written_inputs
 from .numerics import SERVERS
 from .report import FusedLayer, PatchReport, Skipped, Swapped
 from .swap import replaced_forward

@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..fused.attention import norm_and_rotate, norm_later
-from ..fused.layer import add_unrounded, observing, reader_of
+from ..fused.layer import observing
 from ..fused.modulated import Product, modulated, modulated_sum
 from ..fused.norm import fused_part, recipe_of
 from ..fused.recipe import tensor_of
+from ..fused.sums import add_and_norm
 from ..ops import use_backend
 from ..reference import as_normed, by_heads
 
@@ -177,15 +178,13 @@ def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
         yield pieces
 
 
-def _sum_piece(path: str, layer: nn.Module, site: tuple, operands: tuple, rows: int) -> Piece | None:
-    norm = reader_of(layer, site[0])
+def _sum_piece(path: str, norm: nn.Module, _: tuple, operands: tuple, rows: int) -> Piece | None:
     left, right = operands
-    if norm is None or not _is_comparable(norm) or left.shape != right.shape or left.dim() < 2:
+    if not _is_comparable(norm) or left.shape != right.shape or left.dim() < 2:
         return None
 
     def run(left, right):
-        total = add_unrounded(layer, left, right, site)
-        return total, type(norm).forward(norm, total)
+        return add_and_norm(left, right, norm)
 
     def original(left, right, norms=(norm,)):
         total = left + right
@@ -198,9 +197,9 @@ def _sum_piece(path: str, layer: nn.Module, site: tuple, operands: tuple, rows: 
     keep = max(1, rows // max(1, math.prod(left.shape[1:-1]))), max(1, rows)
     operands = tuple(_copied(t[: keep[0]] if t.dim() == 2 else t[: keep[0], : keep[1]]) for t in operands)
     along = (left.dim() - 2,) * 2
-    what = f"+ {site[0]}" if site[0] else "+ the norm behind it"
+    layer, _, name = path.rpartition(".")
     kept = (norm,), (along, along)
-    return Piece(f"{path}: {what}", type(layer).__name__, operands, run, original, None, expects, *kept)
+    return Piece(f"{layer}: + {name}", type(norm).__name__, operands, run, original, None, expects, *kept)
 
 
 def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
@@ -257,11 +256,12 @@ def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple
         return None
 
     def run(x, *modulation):
+        ahead: dict = {}
         modulation, others = modulation[: 1 + shifts], modulation[1 + shifts :]
         if others:
             x = Product(x, others[1]) if len(others) > 1 else x
-            x = modulated_sum(module, x, others[0], (name, *seen, -1), lambda: modulation)
-        y = modulated(module, name, x, *modulation)
+            x = modulated_sum(module, ahead, x, others[0], (name, *seen, -1), lambda: modulation)
+        y = modulated(module, ahead, name, x, *modulation)
         return (x, y) if others else (y,)
 
     def original(x, *modulation, norms=(norm,)):

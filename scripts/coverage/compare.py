@@ -19,7 +19,6 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 import hf_rmsnorm
-from hf_rmsnorm.fused import layer
 
 from . import BadOptions
 from .fusion import compare_fusion
@@ -41,9 +40,6 @@ def chosen(only: str | None) -> set[str] | None:
     if types and (unknown := types - {*MAPPINGS["causal"], *MAPPINGS["base"]}):
         raise BadOptions(f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}")
     return types
-
-
-layer.LEAST_ELEMENTS = 0  # the models here are tiny and stand for large ones, whose sums are fused
 
 
 def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda stage: None) -> dict:

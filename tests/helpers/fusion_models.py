@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 IDS = tiny_models.token_ids()
-BOTH = "+ post_attention_layernorm, + the norm behind it"
+INSIDE = "+ post_attention_layernorm"
 
 
 def layers_of(model):

@@ -15,6 +15,7 @@ from ...fused.source import call, compiled_again, forward_source
 from .values import JUMPS, PAST, Flow, hangs_hooks, is_seen
 
 _MODULATED, _SUM, _PRODUCT = "_hf_rmsnorm_modulated", "_hf_rmsnorm_modulated_sum", "_hf_rmsnorm_put_off"
+_AHEAD = "_hf_rmsnorm_ahead"
 # What may be computed after the norm instead of before it, as nothing that it does can be seen.
 _PURE = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
 _VIEWS = {"unsqueeze", "squeeze", "view", "expand", "to"}
@@ -34,18 +35,23 @@ class ModulationFusion:
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
             found = list(_modulations(definition, itself, set(self.norms)))
             totals, products = _sums(definition, itself, found)
+            ahead = ast.Name(_AHEAD, ast.Load())
             for put, name, rows, scale, shift in found:
-                put(call(_MODULATED, rows, itself, name, rows, scale, *([] if shift is None else [shift])))
+                put(call(_MODULATED, rows, itself, ahead, name, rows, scale, *([] if shift is None else [shift])))
 
             class Replace(ast.NodeTransformer):
                 def visit_BinOp(self, node):
                     site = totals.get(node)
                     self.generic_visit(node)
                     if site is not None:
-                        return call(_SUM, node, itself, node.left, node.right, *site)
+                        return call(_SUM, node, itself, ahead, node.left, node.right, *site)
                     return call(_PRODUCT, node, node.left, node.right) if node in products else node
 
-            return Replace().visit(definition)
+            definition = Replace().visit(definition)
+            empty = ast.Assign([ast.Name(_AHEAD, ast.Store())], ast.Dict([], []))
+            first = 1 if ast.get_docstring(definition, clean=False) is not None else 0
+            definition.body.insert(first, ast.copy_location(empty, definition.body[first]))
+            return definition
 
         helpers = {_MODULATED: modulated, _SUM: modulated_sum, _PRODUCT: put_off}
         return compiled_again(base, change, helpers)

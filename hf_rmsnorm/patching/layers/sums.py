@@ -1,326 +1,247 @@
-"""Which sums of a layer's forward its norms read, learned by running it on stand-ins for all that is not a norm.
+"""Residual sums that a norm reads next, found in the source of one forward, and computed with that norm.
 
-The layer's own `+` are made to note what they return, its norms what they are given; a norm that is given the very
-tensor that a `+` returned reads that sum. The forward with those sums fused then has to give the same bits.
+    h = a + b                   h, y = add_and_norm(a, b, self.norm)
+    residual = h          ->    residual = h
+    x = self.mlp(self.norm(h))  x = self.mlp(y)
+
+    self.norm(a + b)      ->    norm_of_sum(a, b, self.norm)
+
+Nothing but such an alias may stand between the two, and a norm that runs only on a condition is left alone. One `if`
+without `else` may stand between: sum and norm are then put on both of its ways.
 """
 
 import ast
 import copy
 import inspect
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
-from torch import nn
+from ...fused import sums as run_time
+from ...fused.source import call, compiled_again, forward_source
+from .uses import Replace, alias_of, captured, leaves, reads, stays_own, unconditional
 
-from ...fused.handover import hand_over, handed_over, holds_rows_of
-from ...fused.layer import Fusion
-from ...fused.norm import fusible_recipe, recipe_of
-from ...fused.recipe import operands
-from ...fused.source import CannotRewrite, changes_itself, forward_source, sums, with_sums
-from ..formula.probe import is_plain
-from ..swap import restore, unfused
-from .values import hangs_hooks, is_seen, past_versions
-
-SHAPE = (5, 3)  # rows of the stand-in's input: no dimension that a tuple of outputs could be mistaken for
-FORMS = (1, 2, 3)  # a tensor, or a tuple of so many
-NO_SUM, ADDS_NOTHING = "no norm reads a sum of its forward as it is", "its forward adds nothing"
-# What a layer is, without its own settings -> what was learned of such layers.
-_cache: dict[tuple, list["Learned"]] = {}
-_NOT_PLAIN = object()
+_BOTH, _BOTH_OF_SEEN = "_hf_rmsnorm_add_and_norm", "_hf_rmsnorm_add_and_norm_of_seen"
+_NORM_OF_SUM, _UNROUNDED = "_hf_rmsnorm_norm_of_sum", "_hf_rmsnorm_add_unrounded"
+_NORMED = "_hf_rmsnorm_normed"
+_HELPERS = {
+    _BOTH: run_time.add_and_norm,
+    _BOTH_OF_SEEN: run_time.add_and_norm_of_seen,
+    _NORM_OF_SUM: run_time.norm_of_sum,
+    _UNROUNDED: run_time.add_unrounded,
+}
+_SIMPLE = ast.Assign, ast.Return, ast.Expr
 
 
 @dataclass(frozen=True)
-class LayerFlow:
-    """What the forward of a layer does with sums, and where its tensors go.
+class SumFusion:
+    """The sums of a forward that are computed with a norm: the child norms that read one.
+
+    keeps: the summands of its other sums are kept for norms that read them unrounded.
+    """
+
+    norms: tuple[str, ...] = ()
+    keeps: bool = False
+
+    def rewrite(self, base: type) -> Callable:
+        """The forward of a class, with these sums and norms exchanged."""
+
+        def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
+            _Exchange(itself, set(self.norms), captured(definition)).block(definition.body, [])
+            if self.keeps:
+                _keep_summands(definition, itself)
+            return definition
+
+        return compiled_again(base, change, _HELPERS)
+
+    def __str__(self) -> str:
+        return ", ".join([*(f"+ {norm}" for norm in self.norms), *(["+ what reads it"] if self.keeps else [])])
+
+
+def find_sums(cls: type, norms: set[str], unrounded: bool = False) -> SumFusion | None:
+    """The sums of a class's forward that these child norms read; None where there are none.
+
+    unrounded: norms of the model read sums before they are rounded.
+
+    Raises:
+        CannotRewrite: the forward has no source that can be compiled again.
+    """
+    function, original = forward_source(cls)
+    definition, itself = copy.deepcopy(original), next(iter(inspect.signature(function).parameters), "")
+    exchange = _Exchange(itself, norms, captured(definition))
+    exchange.block(definition.body, [])
+    keeps = unrounded and _keep_summands(definition, itself) > 0
+    found = tuple(dict.fromkeys(exchange.found))
+    return SumFusion(found, keeps) if found or keeps else None
+
+
+def adds(cls: type) -> bool:
+    """Whether there is a ``+`` in a class's forward; a `CannotRewrite` where it has no source."""
+    return any(_is_sum(node) for node in ast.walk(forward_source(cls)[1]))
+
+
+@dataclass
+class _Exchange:
+    """Puts the calls in their places, block by block of a forward.
 
     Args:
-        fusion: its own sums that a norm reads.
-        entry: the child that is the first to be given the layer's input; "" where none is.
-        passes: (child, who is the first to be given the very tensor that it returned) for each child that is no norm:
-            another child, or "" for who called the layer.
-        reason: why no sum is fused; "" where one is.
+        itself: the forward's name for its module.
+        norms: the names of the children that may be computed with a sum.
+        shared: names that something besides the forward's own statements may read.
+        found: the norms of the sums that were exchanged.
     """
 
-    fusion: Fusion = Fusion(())
-    entry: str = ""
-    passes: tuple[tuple[str, str], ...] = ()
-    reason: str = ""
+    itself: str
+    norms: set[str]
+    shared: set[str]
+    found: list[str] = field(default_factory=list)
 
+    def block(self, body: list[ast.stmt], after: list[ast.stmt] | None) -> None:
+        """Exchange what is in a list of statements; `after` are those that follow it, None if that is not known."""
+        at = 0
+        while at < len(body):
+            statement, rest = body[at], None if after is None else body[at + 1 :] + after
+            if isinstance(statement, ast.If):
+                self._branches(statement, rest)
+            elif isinstance(statement, ast.With):
+                self.block(statement.body, rest)
+            elif isinstance(statement, (ast.For, ast.While)):
+                self.block(statement.body, None)
+            elif isinstance(statement, _SIMPLE):
+                self._direct(statement)
+                self._behind(body, at, after)
+            at += 1
 
-@dataclass(frozen=True)
-class Learned:
-    """What was learned of one layer. It holds for all layers alike whose settings, of those that were read, are equal.
+    def _branches(self, statement: ast.If, after: list[ast.stmt] | None) -> None:
+        self.block(statement.body, after)
+        self.block(statement.orelse, after)
 
-    A forward that never reads its `layer_idx` is learned once for all layers; one that branches on it, once for each.
-    """
+    def _direct(self, statement: ast.stmt) -> None:
+        """``self.norm(a + b)``"""
+        for node in unconditional(statement):
+            if (name := self._norm(node)) and _is_sum(node.args[0]):
+                total = node.args[0]
+                new = call(_NORM_OF_SUM, node, total.left, total.right, node.func)
+                node.func, node.args = new.func, new.args
+                self.found.append(name)
 
-    flow: LayerFlow | str
-    settings: dict[str, object]
+    def _behind(self, body: list[ast.stmt], at: int, after: list[ast.stmt] | None) -> None:
+        """``h = a + b`` and, behind aliases of it, a statement that begins with ``self.norm(h)``."""
+        made = _name_of_sum(body[at])
+        if made is None:
+            return
+        names, next_at = {made}, at + 1
+        while next_at < len(body) and _may_stand_between(body[next_at], names):
+            names.update(alias_of(body[next_at], names))
+            next_at += 1
+        if next_at == len(body):
+            return
+        reader = body[next_at]
+        if isinstance(reader, ast.If):
+            self._on_both_ways(body, at, next_at, names, after)
+            return
+        norm = self._first_call(reader, names) if isinstance(reader, _SIMPLE) else None
+        if norm is None:
+            return
+        self.found.append(norm.func.attr)
+        body[next_at] = reader = Replace(norm, ast.copy_location(ast.Name(_NORMED, ast.Load()), norm)).visit(reader)
+        own = after is not None and names.isdisjoint(self.shared)
+        own = own and stays_own([reader, *body[next_at + 1 :], *after], names)
+        _take_both(body[at], norm.func, _BOTH if own else _BOTH_OF_SEEN)
 
-    def holds_for(self, settings: dict[str, object]) -> bool:
-        return all(settings.get(name, _NOT_PLAIN) == value for name, value in self.settings.items())
+    def _on_both_ways(self, body: list[ast.stmt], at: int, if_at: int, names: set[str], after) -> None:
+        """Put the sum, and the norm if it comes behind the `if`, on both ways of it, and exchange them there."""
+        branch = body[if_at]
+        if branch.orelse or not _is_plain_test(branch.test, names) or leaves(branch):
+            return
+        head, tail = body[at:if_at], self._tail(body[if_at + 1 :], names)
+        if not (tail or self._begins_with_norm(branch.body, names)):
+            return
+        inside = [*copy.deepcopy(head), *branch.body, *copy.deepcopy(tail)]
+        ways = ast.copy_location(ast.If(branch.test, inside, [*head, *tail]), branch)
+        body[at : if_at + 1 + len(tail)] = [ways]
+        self._branches(ways, None if after is None else body[at + 1 :] + after)
 
+    def _tail(self, statements: list[ast.stmt], names: set[str]) -> list[ast.stmt]:
+        """The aliases behind an `if` and the statement with the norm; empty where that is not what comes."""
+        names = set(names)
+        for at, statement in enumerate(statements):
+            if alias := alias_of(statement, names):
+                names |= alias
+            elif isinstance(statement, _SIMPLE) and self._first_call(statement, names) is not None:
+                return statements[: at + 1]
+            else:
+                break
+        return []
 
-def find_flow(layer: nn.Module, inside: bool = False) -> LayerFlow | str:
-    """What a layer whose norms are patched does with sums; the reason where nothing can be told of it.
+    def _begins_with_norm(self, statements: list[ast.stmt], names: set[str]) -> bool:
+        at, names = 0, set(names)
+        while at < len(statements) and _may_stand_between(statements[at], names):
+            names.update(alias_of(statements[at], names))
+            at += 1
+        return bool(self._tail(statements[at:], names))
 
-    inside: it is further in than a layer, where there are many such modules, of which few add: less is tried.
-    """
-    settings = _settings(layer)
-    known = _cache.setdefault((inside, *structure(layer), _config(layer)), [])
-    for learned in known:
-        if learned.holds_for(settings):
-            return learned.flow
-    read: set[str] = set()
-    try:
-        flow = _learn(layer, inside, read)
-    except CannotRewrite as error:
-        flow = str(error)
-    known.append(Learned(flow, {name: settings.get(name, _NOT_PLAIN) for name in read}))
-    return flow
+    def _first_call(self, statement: ast.stmt, names: set[str]) -> ast.Call | None:
+        """The call of a norm of one of the names, if that is what a statement calls first."""
+        first = next((n for n in unconditional(statement) if isinstance(n, ast.Call)), None)
+        if first is None or not self._norm(first) or not isinstance(first.args[0], ast.Name):
+            return None
+        return first if first.args[0].id in names else None
 
-
-def norms_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """The layer's children that are patched norms whose sums may be fused."""
-    norms = ((name, child, fusible_recipe(child)) for name, child in layer.named_children())
-    return {name: child for name, child, recipe in norms if recipe is not None and recipe.is_simple}
-
-
-def structure(layer: nn.Module) -> tuple:
-    """What layers alike have in common: their class and its forward, the classes of their children, norms' shapes."""
-    cls = unfused(type(layer))
-    children = tuple((name, type(child)) for name, child in layer.named_children())
-    shapes = tuple(tuple(p.shape) for norm in norms_of(layer).values() for p in norm.parameters(recurse=False))
-    return cls, inspect.unwrap(cls.forward), children, shapes
-
-
-def _settings(layer: nn.Module) -> dict[str, object]:
-    """The plain values that a layer holds; all layers are learned in evaluation mode."""
-    return {name: value for name, value in vars(layer).items() if is_plain(value) and name != "training"}
-
-
-def _config(layer: nn.Module) -> tuple:
-    config = getattr(getattr(layer, "config", None), "__dict__", {})
-    return tuple(sorted((name, value) for name, value in config.items() if is_plain(value)))
-
-
-def _learn(layer: nn.Module, inside: bool, read: set[str]) -> LayerFlow | str:
-    """`find_flow` of a layer of which nothing is known; `read` gets the names of the attributes that it depends on."""
-    base = unfused(type(layer))
-    function, definition = forward_source(base)
-    positions = range(len(sums(definition, function)))
-    if changes_itself(definition):
-        return "its forward changes what the layer holds"
-    if hangs_hooks(definition):
-        return "its forward hangs hooks on tensors"
-    if not positions and not any(True for _ in layer.children()):  # nn.Linear: no stand-in for its large weight
-        return LayerFlow(reason=ADDS_NOTHING)
-    norms = norms_of(layer)
-    noting = _noting(base, read)
-    size, dtype = _row(norms)
-    x, other = torch.randn(2, *SHAPE, size, generator=torch.Generator().manual_seed(1)).to(dtype)
-    stubs = [name for name, child in layer.named_children() if name not in norms and not _is_plain_module(child)]
-    totals: dict[int, torch.Tensor] = {}  # what each `+` returned
-    returned: dict[str, torch.Tensor] = {}  # what each stub did
-    given: list[tuple[str, torch.Tensor, int]] = []  # what each child was given, in which version
-
-    def note(layer, left, right, at: int):
-        total = left + right
-        if isinstance(total, torch.Tensor):
-            totals[at] = total
-        return total
-
-    forward = with_sums(base, {at: at for at in positions}, note)
-    added = (getattr(node, "left", None) for node in sums(definition, function))
-    kind = list if any(isinstance(side, ast.List) for side in added) else tuple  # ``[h] + outputs[1:]``
-    # What the stubs may return, the most likely first: how the source uses their outputs says it.
-    guess = tuple(_used_as(definition, name) for name in stubs)
-    others = itertools.product(FORMS, repeat=len(stubs)) if len(stubs) <= 4 and not inside else ()
-    for rest, forms in itertools.product((None, other), dict.fromkeys([guess, *others])):
-        stand_in = _stand_in(layer, norms, size, dict(zip(stubs, forms, strict=True)), kind)
-        stand_in.__class__ = noting
-        try:
-            expected = _run(base.forward, stand_in, x, rest)
-            for name in (*norms, *stubs):
-                stand_in._modules[name].register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: given.extend(
-                        (name, t, t._version) for t in (_first(args, kwargs),) if t is not None
-                    ),
-                    with_kwargs=True,
-                )
-            for name in stubs:
-                stand_in._modules[name].register_forward_hook(
-                    lambda _, args, y, name=name: returned.update({name: y[0] if isinstance(y, tuple) else y})
-                )
-            output = _run(forward, stand_in, x, rest)
-        except Exception:  # a stub returns what this forward does not expect, which any error can say
-            output = None
-        if output is not None and output.shape == x.shape and torch.equal(output, expected):
-            nodes, itself = sums(definition, function), definition.args.args[0].arg
-            past = past_versions(definition, itself)
-            to_norms = [each for each in given if each[0] in norms]
-            sites = tuple(site for site in _first_readers(totals, to_norms, output) if nodes[site[0]] not in past)
-            entries = [*to_norms, *given]  # a norm before others
-            entry = next((name for name, read, _ in entries if read is x), "")
-            views = {
-                at for at, _ in sites if not any(t is totals[at] for _, t, _ in to_norms)
-            }  # whose graph is its own
-            seen = [at for at, name in sites if name and (at in views or is_seen(definition, nodes[at], itself, norms))]
-            reason = _refuted(base, stand_in, norms, sites, expected, x, rest) if sites else NO_SUM
-            fusion = Fusion(() if reason else sites, tuple(seen))
-            passes = tuple((name, to) for name, to in _first_readers(returned, given, output) if name != to)
-            return LayerFlow(fusion, entry, passes, reason if positions else ADDS_NOTHING)
-        totals.clear()
-        returned.clear()
-        given.clear()
-    return "its forward does not run on stand-ins for what is not a norm" if positions else ADDS_NOTHING
-
-
-def _first_readers(made: dict, given: list, output: torch.Tensor) -> tuple:
-    """(key, name) of each tensor that was made and is given to somebody as it is; "" is who called the forward."""
-    # A sum that is written to before it is read is another: what tells so at run time, the version of a tensor, there
-    # is none of under `inference_mode`.
-    given = [*given, ("", output, output._version)]
-    readers = (
-        (key, [name for name, x, version in given if (x is y or holds_rows_of(x, y)) and version == 0])
-        for key, y in made.items()
-    )
-    return tuple(sorted((key, names[0]) for key, names in readers if names))
-
-
-def _row(norms: dict[str, nn.Module]) -> tuple[int, torch.dtype]:
-    """(length of the norms' rows, dtype of their weights); any length for norms without weight, or with empty ones."""
-    parameters = [p for norm in norms.values() for p in norm.parameters(recurse=False)]
-    whole = [p for p in parameters if p.numel()]
-    sizes = [*(p.shape[-1] for p in whole), *(recipe_of(norm).hidden_size for norm in norms.values())]
-    dtypes = [p.dtype for p in whole or parameters]
-    return next(filter(None, sizes), 64), next(iter(dtypes), torch.bfloat16)
-
-
-def _refuted(base: type, stand_in: nn.Module, norms, sites: tuple, expected: torch.Tensor, x, rest) -> str:
-    """Why these sums cannot be fused, "" where the forward that fuses them gives what it is expected to."""
-    recipes = {name: recipe_of(norm) for name, norm in norms.items()}
-
-    def add(layer, left, right, reader):
-        total = left + right
-        if reader:
-            norm = layer._modules[reader]
-            given = operands(norm, recipes[reader])
-            hand_over(norm, total, type(norm).forward(norm, total), *given, "reference")
-        return total
-
-    for name, recipe in recipes.items():
-        stand_in._modules[name].register_forward_hook(
-            lambda norm, args, _, recipe=recipe: handed_over(norm, args[0], *operands(norm, recipe), "reference")
-        )
-    try:
-        output = _run(with_sums(base, dict(sites), add), stand_in, x, rest)
-    except Exception as error:  # a sum where `self` is another object, or whatever else a forward does
-        return f"with its sums fused its forward fails: {type(error).__name__}: {error}"
-    return "" if torch.equal(output, expected) else "with its sums fused its forward gives other values"
-
-
-class _Stub(nn.Module):
-    """Something that mixes: one tensor of its input's shape, or a tuple or list that begins with it."""
-
-    def __init__(self, original: nn.Module, number: int, form: int, kind: type = tuple):
-        super().__init__()
-        self.__dict__["original"], self.number, self.form, self.kind = original, number, form, kind
-
-    def __getattr__(self, name):
-        found = getattr(self.__dict__["original"], name)
-        return _Stub(found, self.number, 1) if isinstance(found, nn.Module) else found
-
-    def forward(self, *args, **kwargs):
-        x = _first(args, kwargs)
-        y = x.roll(1, -1) * 0.5 + 0.125 * self.number
-        return y if self.form == 1 else self.kind([y, *[None] * (self.form - 1)])
-
-
-def _first(args: tuple, kwargs: dict) -> torch.Tensor | None:
-    tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
-    return next((t for t in tensors if t.is_floating_point()), None)
-
-
-def _is_plain_module(module: nn.Module) -> bool:
-    """Whether this is dropout, an identity or an activation of torch's own."""
-    return type(module).__module__.startswith("torch.nn.") and not module._modules and not module._parameters
-
-
-def _stand_in(layer: nn.Module, norms: dict[str, nn.Module], size: int, forms: dict[str, int], kind: type) -> nn.Module:
-    """The layer with its norms on the CPU, hooks off, and stubs for all else; nothing of the layer is changed."""
-    twin = _bare(layer)
-    twin.__class__ = unfused(type(layer))
-    generator = torch.Generator().manual_seed(0)
-    for held, key, t in _held(twin):
-        # Its own values, but where these are elsewhere in parts or not at all.
-        here = type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta
-        held[key] = (t if here else torch.randn(t.shape, generator=generator).to(t.dtype)).detach().cpu()
-    modules = {}
-    for number, (name, child) in enumerate(layer.named_children()):
-        modules[name] = _Stub(child, number, forms[name], kind) if name in forms else _bare(child)
-    for name in norms:
-        for held, key, t in _held(modules[name]):
-            shape = t.shape if t.numel() else (size,)
-            held[key] = (0.7 + 0.4 * torch.randn(shape, generator=generator)).to(t.dtype)
-        restore(modules[name])  # the formula is proven: what runs here needs no backend
-    twin.__dict__["_modules"] = modules
-    return twin
-
-
-def _noting(cls: type, read: set[str]) -> type:
-    """A subclass of a class whose instances add to `read` the name of each attribute that is read of them."""
-
-    def __getattribute__(self, name):
-        read.add(name)
-        return super(noting, self).__getattribute__(name)
-
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
-    try:
-        noting = type(cls)(cls.__name__, (cls,), {**names, "__getattribute__": __getattribute__})
-    except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
-        raise CannotRewrite(f"its class cannot be subclassed: {type(error).__name__}: {error}") from error
-    return noting
-
-
-def _held(module: nn.Module) -> list[tuple[dict, str, torch.Tensor]]:
-    """The module's own tensors, each with the dict that holds it and its name there."""
-    stores = (module._parameters, module._buffers)
-    return [(store, name, t) for store in stores for name, t in store.items() if t is not None]
-
-
-def _bare(module: nn.Module) -> nn.Module:
-    state = {k: copy.copy(v) if isinstance(v, (dict, list, set)) else v for k, v in vars(module).items()}
-    state.update((k, v) for k, v in vars(nn.Module()).items() if k.endswith("_hooks") or "_hooks_" in k)
-    state["_buffers"] = {key: t if t is None else t.clone() for key, t in module._buffers.items()}
-    for name in ("forward", "_old_forward", "_hf_hook", "_is_hf_initialized"):
-        state.pop(name, None)
-    new = object.__new__(type(module))  # FSDP2's classes have a __new__ of their own
-    new.__dict__.update(state, training=False)
-    return new
-
-
-@torch.no_grad()
-def _run(forward: Callable, stand_in: nn.Module, x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """The first output of a forward for x, all else that it asks for, or may be given a tensor, being `other`."""
-    rest = list(inspect.signature(forward).parameters.values())[2:]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    asked = [p.name for p in rest if p.default in (p.empty, None) and p.kind in named]
-    output = forward(stand_in, x, **dict.fromkeys(asked, other))
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def _used_as(definition: ast.FunctionDef, child: str) -> int:
-    subscripts = [node.value for node in ast.walk(definition) if isinstance(node, ast.Subscript)]
-    indexed = {value.id for value in subscripts if isinstance(value, ast.Name)}
-    for node in ast.walk(definition):
+    def _norm(self, node: ast.AST) -> str:
+        """The name of the child norm that is called with one argument; "" of anything else."""
         match node:
-            case ast.Subscript(ast.Call(ast.Attribute(ast.Name(), name))) if name == child:
-                return 2
-            case ast.Assign([target, *_], ast.Call(ast.Attribute(ast.Name(), name))) if name == child:
-                if isinstance(target, (ast.Tuple, ast.List)):
-                    return len(target.elts)
-                return 2 if isinstance(target, ast.Name) and target.id in indexed else 1
-    return 1
+            case ast.Call(ast.Attribute(ast.Name(owner), name), [argument], []) if owner == self.itself:
+                return name if name in self.norms and not isinstance(argument, ast.Starred) else ""
+        return ""
+
+
+def _is_sum(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+
+
+def _name_of_sum(statement: ast.stmt) -> str | None:
+    """The name in ``name = a + b``."""
+    match statement:
+        case ast.Assign([ast.Name(name)], total) if _is_sum(total):
+            return name
+    return None
+
+
+def _may_stand_between(statement: ast.stmt, names: set[str]) -> bool:
+    """Whether this is an alias of the sum, or an `if` that only raises and does not look at the sum."""
+    if isinstance(statement, ast.If) and not statement.orelse and not reads(statement, names):
+        return all(isinstance(inner, ast.Raise) for inner in statement.body)
+    return bool(alias_of(statement, names))
+
+
+def _is_plain_test(test: ast.expr, names: set[str]) -> bool:
+    """Whether a condition may be asked before the sum: it calls nothing and does not look at the sum."""
+    return not reads(test, names) and not any(isinstance(n, (ast.Call, ast.NamedExpr)) for n in ast.walk(test))
+
+
+def _take_both(statement: ast.Assign, norm: ast.expr, function: str) -> None:
+    """Make ``h, normed = function(a, b, norm)`` of ``h = a + b``."""
+    total, (target,) = statement.value, statement.targets
+    both = ast.Tuple([target, ast.Name(_NORMED, ast.Store())], ast.Store())
+    statement.targets = [ast.copy_location(both, target)]
+    statement.value = call(function, total, total.left, total.right, norm)
+
+
+def _keep_summands(definition: ast.FunctionDef, itself: str) -> int:
+    """Exchange the sums that are assigned to a name or returned, first in a tuple maybe; returns how many."""
+    count = 0
+    for statement in ast.walk(definition):
+        if not isinstance(statement, (ast.Assign, ast.Return)):
+            continue
+        total, holder = statement.value, None
+        if isinstance(total, ast.Tuple) and total.elts:
+            holder, total = total.elts, total.elts[0]
+        if not _is_sum(total):
+            continue
+        new = call(_UNROUNDED, total, total.left, total.right, ast.Name(itself, ast.Load()))
+        if holder is None:
+            statement.value = new
+        else:
+            holder[0] = new
+        count += 1
+    return count

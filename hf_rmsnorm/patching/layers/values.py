@@ -1,20 +1,11 @@
-"""Where the values of a forward go, read from its source, on branches too that no trial run takes.
+"""Where the values of a forward go, read from its source, for modulated norms and for those of q and k.
 
-Two questions are answered so. Who else gets hold of a sum that a norm reads: such a sum may be hooked, differentiated
-by, or written to. And which norms' inputs are written to once they are read: ``x += mlp(norm(x))`` trains in half
-precision, where Hugging Face's norm keeps a float32 copy of x for its backward and the kernels' backward reads x.
+Who else gets hold of a sum that a modulated norm reads: such a sum may be hooked, differentiated by, or written to. And
+what else is given q and k between their norms and their rotation.
 """
 
 import ast
-import inspect
 from collections.abc import Iterable
-from functools import lru_cache
-
-import torch
-from torch import nn
-
-from ...fused.source import CannotRewrite, forward_source
-from ..swap import unfused
 
 _FACTS = {"shape", "dtype", "device", "ndim", "size", "dim", "numel"}  # asked without getting hold of the tensor
 _VIEWS = {"chunk", "flatten", "movedim", "permute", "reshape", "select", "split", "squeeze", "transpose", "unbind"}
@@ -41,11 +32,6 @@ def hangs_hooks(definition: ast.FunctionDef) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr in _HOOKING for node in ast.walk(definition))
 
 
-def past_versions(definition: ast.FunctionDef, itself: str) -> set:
-    """The nodes whose values a forward sets attributes of, or takes the ``.data`` of: no version tells what it does."""
-    return Flow(definition, itself).past
-
-
 def children_given(definition: ast.FunctionDef, body: list[ast.stmt], itself: str, norms: tuple[str, str]) -> tuple:
     """((name, what it is given) of each other child that is called from the first of two norms on; what these read)."""
     flow = Flow(ast.FunctionDef(definition.name, definition.args, body, []), itself)
@@ -53,47 +39,6 @@ def children_given(definition: ast.FunctionDef, body: list[ast.stmt], itself: st
     first = [name for name, _ in given].index(norms[0])
     rows = frozenset().union(*(values for name, values in given if name in norms))
     return [each for each in given[first:] if each[0] not in norms], rows
-
-
-def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
-    """Those of `norms` whose input some forward in the model writes to after they have read it."""
-    found: set[nn.Module] = set()
-    visited: set[tuple[nn.Module, frozenset[str]]] = set()
-    waiting: list[tuple[nn.Module, list[int | str]]] = [(model, [])]
-    while waiting:
-        module, hit = waiting.pop()  # what its caller writes to of the arguments of its forward
-        if module in norms:
-            found.update([module] if hit else [])
-        if module in norms or isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
-            continue
-        names = list(inspect.signature(type(module).forward).parameters)[1:] if hit else []
-        written = frozenset(names[at] if at in range(len(names)) else at for at in hit)
-        if (module, written) in visited:
-            continue
-        visited.add((module, written))
-        for at, child in enumerate(module.children()):
-            first = at == 0 and isinstance(module, nn.Sequential)
-            waiting.append((child, [0] if first and "input" in written else []))
-        calls, writes = _flow_of(unfused(type(module)), unfused(type(module)).forward)
-        for name, time, given in calls:
-            called = module._modules.get(name)
-            changed = {value for value, last in writes.items() if last > time} | written
-            hit = [at for at, values in given if values & changed]
-            # No truth of a module is asked for: torch.compile's wrapper of one without a length raises.
-            children = called.children() if isinstance(called, nn.ModuleList) else () if called is None else (called,)
-            waiting += [(child, hit) for child in children]
-    return found
-
-
-@lru_cache(1024)
-def _flow_of(cls: type, _) -> tuple[list, dict]:
-    """The calls and writes of a class's forward, none where its source is not there."""
-    try:
-        function, definition = forward_source(cls)
-    except CannotRewrite:
-        return [], {}
-    flow = Flow(definition, next(iter(inspect.signature(function).parameters)))
-    return flow.calls, flow.written
 
 
 class Flow:

@@ -8,62 +8,45 @@ import weakref
 import pytest
 import tiny_models
 import torch
-import transformers
-from fusion_models import BOTH, IDS, build, layers_of
+from fusion_models import IDS, INSIDE, build, layers_of
 
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
-from hf_rmsnorm.fused import handover as handover_module
 from hf_rmsnorm.fused.layer import layer_part
 
 FUSED = {
-    "llama": BOTH,
-    "qwen2": BOTH,
-    "qwen3": BOTH,
-    "mistral": BOTH,
-    "mixtral": BOTH,
-    "gemma": BOTH,
-    "phi3": BOTH,
-    "gemma2": "+ pre_feedforward_layernorm, + the norm behind it",
-    "gemma3_text": "+ pre_feedforward_layernorm, + the norm behind it",
-    "gpt2": "+ ln_2, + the norm behind it",
-    "olmo2": "+ the norm behind it",
+    "llama": INSIDE,
+    "qwen2": INSIDE,
+    "qwen3": INSIDE,
+    "mistral": INSIDE,
+    "mixtral": INSIDE,
+    "gemma": INSIDE,
+    "phi3": INSIDE,
+    "gemma2": "+ pre_feedforward_layernorm",
+    "gemma3_text": "+ pre_feedforward_layernorm",
+    "gpt2": "+ ln_2",
+    "olmo2": "",
 }
-UNREAD = {"no patched norm is known to read the sum that it returns"}  # of all layers but the last
+APART = "its last addition is not followed directly by a patched norm"
 
 
-def test_a_stream_in_float32_that_norms_read_in_bfloat16_is_computed_ahead_once(taken):
-    """Mamba's: each norm is given a copy of the sum, so what was computed with the sum is of no use."""
-    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=3, state_size=4)
-    model = transformers.MambaForCausalLM(config).to(torch.bfloat16).eval()
-    with torch.no_grad(), use_backend("triton"), count_launches() as alone:
-        patch_model(model, fuse_residual=False)
-        expected = model(IDS % 64).logits
-    patch_model(model, fuse_residual=True)
-    for _ in range(2):
-        with torch.no_grad(), use_backend("triton"), count_launches() as launches:
-            assert torch.equal(model(IDS % 64).logits, expected)
-    assert launches == alone and model.config.residual_in_fp32
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FUSED)
-def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(family, dtype, backend, taken):
+def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(family, dtype, fused_sums):
     model = tiny_models.build(family, dtype).eval()
     how = {"max_new_tokens": 4, "do_sample": False}
-    with torch.no_grad(), use_backend(backend):
+    with torch.no_grad(), use_backend("triton"):
         report = patch_model(model, fuse_residual=False)
-        assert report.layers == () and not taken["left"]
+        assert report.layers == ()
         expected, text = model(IDS, output_hidden_states=True), model.generate(IDS[:1, :8], **how)
-        assert not taken["left"]
+        assert not fused_sums
         report = patch_model(model, fuse_residual=True)
         of_layers = [r for r in report.layers if not r.class_name.endswith("Attention")]
-        assert {r.fused for r in of_layers if r.fused} == {FUSED[family]}
-        assert {r.reason for r in of_layers if not r.fused} == (UNREAD if family == "olmo2" else set())
+        assert {r.fused for r in of_layers} == {FUSED[family]}
+        assert {r.reason for r in of_layers} == {"" if FUSED[family] else APART}
         result = model(IDS, output_hidden_states=True)
-        assert taken["left"] == taken["taken"] == (1 if family == "olmo2" else 4)
+        assert len(fused_sums) == (0 if family == "olmo2" else 2)
         # A norm over all heads adds in another order where it is one launch with the other, which float32 shows.
-        close = 1e-5 if (family, dtype, backend) == ("olmo2", torch.float32, "triton") else 0.0
+        close = 1e-5 if (family, dtype) == ("olmo2", torch.float32) else 0.0
         pairs = zip((result.logits, *result.hidden_states), (expected.logits, *expected.hidden_states), strict=True)
         assert all(torch.allclose(a, b, rtol=close, atol=close) for a, b in pairs)
         assert torch.equal(model.generate(IDS[:1, :8], **how), text)
@@ -99,41 +82,35 @@ def test_nothing_is_kept_alive_beyond_the_step():
     model = build("llama")
     patch_model(model)
     seen = []
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
-    with torch.no_grad(), use_backend("reference"):
+    for module in (model.model.norm, *(layer.mlp for layer in layers_of(model))):
+        module.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    with torch.no_grad(), use_backend("triton"):
         model(IDS)
-        gc.collect()
-        assert seen[0]() is None and handover_module.slot.held is None
-        # An early exit: the last layer's norm is computed and nobody asks for it.
-        hidden = model.get_input_embeddings()(IDS)
-        embeddings = model.model.rotary_emb(hidden, torch.arange(IDS.shape[1])[None])
-        hidden = layers_of(model)[0](hidden, position_embeddings=embeddings)
-        assert handover_module.slot.held is not None
-        del hidden
-        gc.collect()
-        assert handover_module.slot.held is None
+    gc.collect()
+    assert [reference() for reference in seen] == [None] * 4
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_compute_the_same_and_are_patched_anew(how, taken):
+def test_copies_compute_the_same(how, fused_sums):
     model = build("llama")
-    with torch.no_grad():
+    patch_model(model)
+    with torch.no_grad(), use_backend("triton"):
         expected = model(IDS).logits
-        patch_model(model)
         again = how(model)
         layers_of(model)[1].input_layernorm.weight.zero_()  # the copy has weights of its own
-        with use_backend("reference"):
-            assert torch.equal(again(IDS).logits, expected) and taken["taken"] == 3, "inside of the layers"
-            assert patch_model(again).layers == patch_model(model).layers
-            assert torch.equal(again(IDS).logits, expected) and taken["taken"] == 3 + 6
+        fused_sums.clear()
+        assert torch.equal(again(IDS).logits, expected) and len(fused_sums) == 3
+        assert patch_model(again).layers == patch_model(model).layers
+        assert torch.equal(again(IDS).logits, expected)
 
 
-def test_inference_mode_fuses_inside_the_layers_only(taken):
+def test_inference_mode_fuses_too(fused_sums):
     model = build("llama")
-    with torch.inference_mode(), use_backend("reference"):
+    patch_model(model, fuse_residual=False)
+    with torch.inference_mode(), use_backend("triton"):
         expected = model(IDS).logits
-        patch_model(model)
-        assert torch.equal(model(IDS).logits, expected) and taken["taken"] == taken["left"] == 3
+        patch_model(model, fuse_residual=True)
+        assert torch.equal(model(IDS).logits, expected) and len(fused_sums) == 3
 
 
 @pytest.mark.full

@@ -37,17 +37,17 @@ for family in sys.argv[2:]:
     model = torch.load(f"{sys.argv[1]}/{family}.pt", weights_only=False)
     ids, expected, paths = torch.load(f"{sys.argv[1]}/{family}.expected.pt")
     from hf_rmsnorm import patch_model, unpatch_model, use_backend
-    from hf_rmsnorm.fused import attention as fused_attention, layer as fused_layers, norm as layers
+    from hf_rmsnorm.fused import attention as fused_attention, norm as layers, sums
     fused = [path for path, module in model.named_modules() if layers.fused_part(type(module))]
     assert fused == paths, fused
-    calls, real = [], (layers.fused_norm, fused_layers.fused_add_norm, fused_attention.fused_qk_norm)
+    calls, real = [], (layers.fused_norm, sums.fused_add_norm, fused_attention.fused_qk_norm)
     layers.fused_norm = lambda *args: calls.append(1) or real[0](*args)
-    fused_layers.fused_add_norm = lambda *args: calls.append(1) or real[1](*args)
+    sums.fused_add_norm = lambda *args: calls.append(1) or real[1](*args)
     fused_attention.fused_qk_norm = lambda *args, **how: calls.extend((1, 1)) or real[2](*args, **how)
     with use_backend("reference"):
         assert torch.equal(model(ids).logits, expected)
     assert len(calls) == len(paths)
-    layers.fused_norm, fused_layers.fused_add_norm, fused_attention.fused_qk_norm = real
+    layers.fused_norm, sums.fused_add_norm, fused_attention.fused_qk_norm = real
     assert [record.path for record in patch_model(model, strict=True).swapped] == paths
     assert unpatch_model(model) == len(paths)
     assert torch.equal(model(ids).logits, expected)

@@ -1,11 +1,13 @@
 """What users hang on models survives a patch: hooks of both kinds, copies, pickles, other patchers, subclasses."""
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 import tiny_models
@@ -357,3 +359,18 @@ def test_fully_shard(order, mesh, fused_calls):
     assert order == "patch first" or type(model[0]) is sharded
     fused, y = run(model, fused_calls)
     assert not fused and torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_a_patched_model_is_freed_as_soon_as_nothing_refers_to_it(name):
+    model = tiny_models.build(name)
+    patch_model(model)
+    references = [weakref.ref(module) for module in model.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        alive = [reference for reference in references if reference() is not None]
+    finally:
+        gc.enable()
+    assert not alive

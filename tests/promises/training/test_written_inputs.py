@@ -117,8 +117,8 @@ class WritesBefore(Base):
         return x + self.linear(self.norm(x))
 
 
-WRITERS = [AddsInPlace, CallsAMethod, WritesToAView, WritesAnIndex, Out, OnABranch, ParentWrites, ParentOfASequence,
-           InALoop, SumInPlace]  # fmt: skip
+WRITERS = [AddsInPlace, CallsAMethod, WritesToAView, WritesAnIndex, Out, OnABranch, SumInPlace]
+ELSEWHERE = [ParentWrites, ParentOfASequence, InALoop]
 
 
 def train(model, dtype):
@@ -147,6 +147,16 @@ def test_half_precision_trains_as_unpatched(layer, dtype, fuse_residual):
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("layer", ELSEWHERE)
+def test_a_write_in_another_module_than_the_norms_is_an_error(layer):
+    model, x = train(layer(), torch.bfloat16)
+    patch_model(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(model, x)
+    patch_model(model, exclude="*norm*" if layer is not ParentOfASequence else "block.0")
+    gradients(model, x)
 
 
 @pytest.mark.parametrize("layer", [AddsInPlace, ParentWrites])

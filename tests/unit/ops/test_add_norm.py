@@ -15,7 +15,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.kernels import launch
-from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm, sum_ahead_of_norm
+from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm
 from hf_rmsnorm.ops.norm import plan_of
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_kernels import DTYPES, LAYOUTS, SPECS, packed, parameters, rows, transposed, unaligned
@@ -426,48 +426,13 @@ def test_x_and_residual_may_be_changed_before_the_backward():
         assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], expected)
 
 
-def split(x, residual, weight, bias, spec):
-    """A sum and what its norm is, by way of `sum_ahead_of_norm`."""
-    h, precomputed = sum_ahead_of_norm(x, residual, weight, bias, spec)
-    return h, fused_norm(h, weight, bias, spec, "triton", precomputed=precomputed)
-
-
-@pytest.mark.parametrize("asks", [(), (0,), (1,), (0, 1), (2,), (3,), (0, 1, 2, 3)], ids=str)
-@pytest.mark.parametrize("strided", [False, True])
-def test_a_sum_ahead_of_its_norm_is_the_sum_and_the_norm(asks, strided):
-    spec = NormSpec(True, 1e-5, has_bias=True)
-    x, residual, dh, dy = operands((3, 64), torch.float32)
-    parameters = torch.stack([torch.rand(64) + 0.5, torch.rand(64)], 1 if strided else 0).to(DEVICE)
-    weight, bias = parameters.unbind(1 if strided else 0)
-    assert weight.is_contiguous() != strided
-
-    def run(function):
-        leaves = [t.detach().requires_grad_(i in asks) for i, t in enumerate((x, residual, weight, bias))]
-        h, y = function(*leaves, spec)
-        assert h.requires_grad == bool({0, 1} & {*asks}) and y.requires_grad == bool(asks)
-        given = [(t, d) for t, d in ((h, dh), (y, dy)) if t.requires_grad]
-        wanted = [t for t in leaves if t.requires_grad]
-        return [h, y, *(gradients([t for t, _ in given], wanted, [d for _, d in given]) if wanted else ())]
-
-    with use_backend("triton"):
-        found = run(split)
-        with torch.no_grad():
-            alone = split(x, residual, weight, bias, spec)
-    for a, b in zip(found, run(eager), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    for a, b in zip(alone, found, strict=False):
-        assert torch.equal(a, b) and not a.requires_grad
-
-
-def test_a_functional_norm_ahead_under_a_devices_autocast(monkeypatch):
+def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     monkeypatch.setattr("hf_rmsnorm.ops.norm.autocasts_functional", lambda *of: True)
     spec = NormSpec(True, 1e-5, has_bias=True, functional=True)
     x, residual, _, _ = operands((3, 64), torch.float32)
     half = torch.rand(64, device=DEVICE).bfloat16(), torch.rand(64, device=DEVICE).bfloat16()
     with use_backend("triton"), torch.no_grad():
-        h, (y, *_) = sum_ahead_of_norm(x, residual, *half, spec)
         expected = fused_add_norm(x, residual, *(t.float() for t in half), spec, "triton")
-        assert torch.equal(h, expected[0]) and torch.equal(y, expected[1])
         for a, b in zip(fused_add_norm(x, residual, *half, spec, "triton"), expected, strict=True):
             assert torch.equal(a, b)
 

@@ -1,0 +1,101 @@
+"""What a forward runs in place of a residual sum and the norm that reads it: both in one launch, if that is the same.
+
+A forward calls these functions once it was compiled again from its own source, by `patching.layers.sums`.
+"""
+
+import torch
+
+from ..formula import HALF_DTYPES
+from ..ops import add_norm_backend, fused_add_norm
+from ..ops.direct import capturing, launch_key, under_transform
+from ..ops.norm import plan_of
+from .layer import observers, operands_ahead, tell
+from .recipe import Recipe
+from .summands import keep_summands
+
+_is_compiling = torch.compiler.is_compiling
+_CALL = torch.nn.Module.__call__
+
+
+def add_and_norm(left, right, norm):
+    """(``left + right``, ``norm(left + right)``)."""
+    if observers:
+        tell(norm, "sum", (), (left, right))
+    both = _in_one_launch(left, right, norm)
+    return _one_by_one(left, right, norm) if both is None else both
+
+
+def add_and_norm_of_seen(left, right, norm):
+    """`add_and_norm` of a sum that something else gets hold of: one by one where gradients are asked for.
+
+    In one launch the gradient of the sum, as a hook on it sees it, would lack what comes by the norm.
+    """
+    return _one_by_one(left, right, norm) if torch.is_grad_enabled() else add_and_norm(left, right, norm)
+
+
+def norm_of_sum(left, right, norm):
+    """``norm(left + right)``."""
+    return add_and_norm(left, right, norm)[1]
+
+
+def add_unrounded(left, right, module: torch.nn.Module, returned: bool = True):
+    """``left + right``, whose summands are kept for a norm that reads the sum before it is rounded.
+
+    Args:
+        module: which adds, or reads the sum.
+        returned: a module returns the sum, so that a checkpoint may run what reads it again.
+
+    Raises:
+        RuntimeError: the sum is one of a graph that is compiled, exported or transformed, or of other tensors.
+    """
+    total = left + right
+    plain = type(left) is type(right) is type(total) is torch.Tensor
+    if plain and not (_is_compiling() or under_transform()):
+        again = module.training or torch.is_grad_enabled()
+        keep_summands(total, left, right, returned, again)
+    elif getattr(total, "dtype", None) in HALF_DTYPES:
+        raise RuntimeError(
+            "numerics='vllm' and 'sglang' read residual sums before they are rounded, which torch.compile, "
+            "torch.export, functorch and tensors of other types do not allow: run the model without them"
+        )
+    return total
+
+
+def _one_by_one(left, right, norm) -> tuple:
+    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
+    rounds = recipe is None or recipe.rounds_sum
+    total = left + right if rounds else add_unrounded(left, right, norm, returned=False)
+    return total, norm(total)
+
+
+def _in_one_launch(left, right, norm) -> tuple | None:
+    """(sum, norm of it); None where these are to be computed one after the other."""
+    if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
+        return None
+    if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
+        return None
+    graded = torch.is_grad_enabled()
+    if graded and not (left.requires_grad or right.requires_grad):
+        return None  # the sum would ask for gradients because the weight does
+    parameters = operands_ahead(norm)
+    if parameters is None or under_transform():
+        return None
+    recipe: Recipe = type(norm)._hf_rmsnorm_recipe
+    if not recipe.rounds_sum:
+        return None
+    weight, bias, spec = parameters
+    plans = type(norm)._hf_rmsnorm_plans
+    key = launch_key(right, weight, bias, spec.functional)
+    if key is not None:
+        key += ((left.shape, left.stride(), left.dtype, left.device),)
+    plan = None if key is None else plans.get(key)
+    if capturing(left) and (plan is None or (graded and not plan.backward)):
+        return None  # a graph can load no kernel while it is captured
+    if plan is None:
+        wider = left if left.element_size() >= right.element_size() else right
+        backend = add_norm_backend(right, left, weight, bias, spec)
+        if backend != "triton" or not recipe.fits(wider, weight, bias):
+            return None
+        plan = None if key is None else plans.keep(key, backend, plan_of, right, weight, bias, spec, left)
+    keep_output = recipe.keeps_output(norm, weight, bias, spec)
+    return fused_add_norm(right, left, weight, bias, spec, "triton", keep_output, plan)

@@ -1,0 +1,211 @@
+"""Which layers are listed, with what is fused in them or why nothing is."""
+
+import pytest
+import torch
+from fusion_models import INSIDE, build, fused
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
+
+from hf_rmsnorm import patch_model, patched, use_backend
+from hf_rmsnorm.patching.layers import fusions
+
+SIZES = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64,
+}  # fmt: skip
+TYPES = {
+    "opt": {"word_embed_proj_dim": 16, "ffn_dim": 32},
+    "bert": {},
+    "deberta-v2": {},
+    "gpt_neox": {},
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64},
+    "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
+    "vit": {"image_size": 8, "patch_size": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 8},
+    "swin": {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_layer_that_holds_a_patched_norm_is_listed(model_type):
+    sizes = {"hidden_size": 16} if model_type == "swin" else SIZES
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **{**sizes, **TYPES[model_type]}))
+    report = patch_model(model)
+    listed = [layer.path + "." for layer in report.layers]
+    rows = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    held = {f"{path}.{i}." for path in rows for i in range(len(model.get_submodule(path)))}
+    held = {layer for layer in held if any(record.path.startswith(layer) for record in report.swapped)}
+    assert held and not [layer for layer in held if not any(path.startswith(layer) for path in listed)]
+    assert all(bool(layer.fused) != bool(layer.reason) for layer in report.layers)
+    assert listed == sorted(listed, key=[f"{path}." for path, _ in model.named_modules()].index)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "reason"),
+    [
+        ("olmo", "OlmoDecoderLayer", "no launch serves a sum with norms like its own, as their formula or notes say"),
+        ("xmod", "XmodLayer", "its norms are in attention.output, output: sums are fused where the forward that"),
+    ],
+)
+def test_why_nothing_is_fused(model_type, class_name, reason):
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **SIZES, **TYPES.get(model_type, {})))
+    report = patch_model(model)
+    layers = [layer for layer in report.layers if layer.class_name == class_name]
+    assert len(layers) == 2 and all(layer.reason.startswith(reason) for layer in layers)
+    assert f"layers 2 x {class_name}: not fused: {reason}" in " ".join(str(report).split())
+
+
+class ReturnsASum(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.mix = norm, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.mix(self.norm(x))
+
+
+def test_a_sum_that_no_norm_reads_next():
+    layers = patch_model(nn.Sequential(ReturnsASum(nn.RMSNorm(8)), ReturnsASum(nn.RMSNorm(8)))).layers
+    assert {layer.reason for layer in layers} == {"its last addition is not followed directly by a patched norm"}
+
+
+class AddsNothing(ReturnsASum):
+    def forward(self, x):
+        return self.mix(self.norm(x))
+
+
+def test_a_layer_that_adds_nothing():
+    (layer,) = patch_model(nn.Sequential(AddsNothing(nn.RMSNorm(8)))).layers
+    assert layer.reason == "its forward adds nothing"
+
+
+def test_norms_that_no_sum_is_computed_with():
+    (layer,) = patch_model(nn.Sequential(ReturnsASum(ConvNextLayerNorm(8, data_format="channels_first")))).layers
+    assert layer.reason == "no launch serves a sum with norms like its own, as their formula or notes say"
+
+
+def test_a_norm_by_itself_is_no_layer():
+    assert patch_model(nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))).layers == ()
+
+
+class Alone(nn.Module):
+    """A module whose one child is none, as Informer's and others' optional parts are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_module("_part", None)
+
+    def forward(self, x):
+        return x
+
+
+def test_rows_with_places_that_hold_nothing():
+    rows = {"layers": nn.ModuleList([ReturnsASum(nn.RMSNorm(8)), None, Alone(), ReturnsASum(nn.RMSNorm(8))]),
+            "parts": nn.ModuleList([None]), "chain": nn.Sequential(nn.RMSNorm(8), Alone())}  # fmt: skip
+    report = patch_model(nn.ModuleDict(rows))
+    assert len(report.swapped) == 3 and {layer.path for layer in report.layers} == {"layers.0", "layers.3"}
+
+
+class Called(nn.Module):
+    """Its own forward calls a list that holds nothing in a place."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.convolutions = nn.RMSNorm(8), nn.ModuleList([nn.Linear(8, 8), None])
+
+    def forward(self, x):
+        return self.convolutions[0](self.norm(x)) if self.convolutions[1] is None else x
+
+
+def test_a_called_list_with_places_that_hold_nothing():
+    assert len(patch_model(Called()).swapped) == 1
+
+
+def test_an_empty_list_of_layers_is_no_row():
+    """As ConvNext's first stage has, which does not downsample."""
+    model = nn.ModuleDict({"stages": nn.ModuleList(), "layers": nn.ModuleList([ReturnsASum(nn.RMSNorm(8))])})
+    assert len(patch_model(model).layers) == 1
+
+
+def shared_heads(model):
+    for layer in model.model.layers:
+        layer.self_attn.k_norm = layer.self_attn.q_norm
+
+
+def shared_in_a_layer(model):
+    for layer in model.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm
+
+
+def shared_by_all_layers(model):
+    for layer in model.model.layers:
+        layer.input_layernorm = model.model.layers[0].input_layernorm
+
+
+QK = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
+
+
+@pytest.mark.parametrize(
+    ("share", "paths", "layer", "attention"),
+    [
+        (shared_heads, 2, INSIDE, "its q_norm and k_norm are one norm"),
+        (shared_in_a_layer, 2, "its input_layernorm and post_attention_layernorm are one norm", QK),
+        (shared_by_all_layers, 3, INSIDE, QK),
+    ],
+)
+def test_a_norm_in_several_places_is_said_to_be_one(share, paths, layer, attention):
+    model = build("qwen3")
+    share(model)
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad(), use_backend("reference"):
+        expected = model(ids).logits
+        report = patch_model(model)
+        assert torch.equal(model(ids).logits, expected)
+    assert [record.fused or record.reason.partition(":")[0] for record in report.layers] == [layer, attention] * 3
+    shared = [record for record in report.swapped if f"one module at {paths} paths" in record.notes]
+    assert len(shared) == (3 if share is shared_by_all_layers else 6)
+
+
+def test_auto_config_of_many_types_is_recognised_by_its_source():
+    """Other words for the same: dropout in the sum, a multiplier, a tuple returned, modules of other names."""
+    small = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, head_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    for model_type in ("granite", "starcoder2", "smollm3", "glm4", "stablelm", "ernie4_5"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small)).eval()
+        ids = torch.arange(3, 19)[None]
+        with torch.no_grad(), use_backend("reference"):
+            expected = model(ids).logits
+            layers = [layer for layer in patch_model(model).layers if layer.class_name.endswith("DecoderLayer")]
+            assert all(layer.fused.startswith("+") for layer in layers), model_type
+            assert torch.equal(model(ids).logits, expected), model_type
+
+
+def test_a_second_patch_sees_the_norms_swapped_since_and_undoes_no_more():
+    model = build("llama")
+    apart = "its last addition is not followed directly by a patched norm"
+    assert fused(patch_model(model, exclude="*post_attention*")) == [apart] * 3
+    with patched(model) as report:
+        assert fused(report) == [INSIDE] * 3
+    model.model.layers[1].forward = lambda *args, **kwargs: None
+    report = patch_model(model)
+    assert fused(report)[0] == INSIDE and "replaced on the instance" in fused(report)[1]
+
+
+def test_an_interrupted_patch_is_undone(monkeypatch):
+    model = build("llama")
+    types_before = [type(module) for module in model.modules()]
+    calls, real = [], fusions.fuse
+
+    def fuse(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(fusions, "fuse", fuse)
+    with pytest.raises(KeyboardInterrupt):
+        patch_model(model)
+    assert [type(module) for module in model.modules()] == types_before
