@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.counting import build
-from benchmarks.shapes import TINY
 from benchmarks.tolerance import assert_as_accurate
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.attention import norm_and_rotate, norm_later
+from hf_rmsnorm.fused.attention import norm_and_rotate, pair_to_rotate
 from hf_rmsnorm.fused.sums import add_and_norm
+from hf_rmsnorm.patching.layers.rotary import is_rotary
 from hf_rmsnorm.reference import reference_norm
 
 EPS = 1e-6
@@ -203,18 +202,20 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
         def call(x, residual):
             return add_and_norm(residual, x, owner.norm)
 
-    elif kind.startswith("q/k norm"):
-        owner.q_norm, owner.k_norm = fused
-        turn = None
-        if tables:
-            patch_model(build(TINY["tiny"], 1))  # which proves what the function computes
-            turn = rotary()
+    elif tables:
+        rotate = rotary()
+        if not is_rotary(rotate):
+            raise RuntimeError("no kernel computes the rotary embedding of Qwen3")
 
         def call(q, k):
-            held = {}
-            names = "q_norm", "k_norm"
-            q, k = (norm_later(owner, held, n, names[n], t).transpose(1, 2) for n, t in enumerate((q, k)))
-            return norm_and_rotate(owner, held, names, turn, q, k, *tables)
+            pair = pair_to_rotate(*fused)
+            return norm_and_rotate(pair, rotate, q.transpose(1, 2), k.transpose(1, 2), *tables)
+
+    elif kind.startswith("q/k norm"):
+        q_norm, k_norm = fused
+
+        def call(q, k):
+            return q_norm(q).transpose(1, 2), k_norm(k).transpose(1, 2)
 
     else:
         call = fused[0]

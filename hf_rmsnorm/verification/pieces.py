@@ -16,14 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..fused.attention import norm_and_rotate, norm_later
 from ..fused.layer import observing
 from ..fused.modulated import Product, modulated, modulated_sum
 from ..fused.norm import fused_part, recipe_of
-from ..fused.recipe import tensor_of
 from ..fused.sums import add_and_norm
 from ..ops import use_backend
-from ..reference import as_normed, by_heads
 
 
 @dataclass
@@ -169,7 +166,7 @@ def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
     def observe(module: nn.Module, kind: str, which: tuple, operands: tuple) -> None:
         key = module, which, operands[0].shape[:-1].numel() > 1
         if threading.get_ident() == thread and module in paths and key not in seen:
-            make = {"sum": _sum_piece, "q/k": _pair_piece, "modulation": _modulated_piece}[kind]
+            make = {"sum": _sum_piece, "modulation": _modulated_piece}[kind]
             if (piece := make(paths[module], module, which, operands, rows)) is not None:
                 seen.add(key)
                 pieces.append(piece)
@@ -200,53 +197,6 @@ def _sum_piece(path: str, norm: nn.Module, _: tuple, operands: tuple, rows: int)
     layer, _, name = path.rpartition(".")
     kept = (norm,), (along, along)
     return Piece(f"{layer}: + {name}", type(norm).__name__, operands, run, original, None, expects, *kept)
-
-
-def _pair_piece(path: str, attention: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
-    names, rotate = which
-    norms = tuple(attention._modules[name] for name in names)
-    if not all(map(_is_comparable, norms)):
-        return None
-
-    recipes = [recipe_of(norm) for norm in norms]
-    weights = [r.weight and tensor_of(norm, r.weight) for norm, r in zip(norms, recipes, strict=True)]
-    spans = any(as_normed(x, w).dim() == 3 for x, w in zip(operands[:2], weights, strict=True))
-
-    def run(*given):
-        held: dict = {}
-        pair = [as_normed(x, w) for x, w in zip(given[:2], weights, strict=True)]
-        if spans:
-            pair = [x.transpose(1, 2).flatten(2).contiguous() for x in given[:2]]
-        pair = [norm_later(attention, held, side, names[side], x, spans) for side, x in enumerate(pair)]
-        if spans:
-            pair = [rows.unflatten(-1, (x.shape[1], -1)).transpose(1, 2) for rows, x in zip(pair, given, strict=False)]
-        made = norm_and_rotate(attention, held, names, rotate, *pair, *given[2:])
-        return made if spans else tuple(map(by_heads, made, given, weights))
-
-    def normed(q, k, norms):
-        sides = zip(norms, (q, k), weights, strict=True)
-        return tuple(by_heads(_own_forward(norm, as_normed(x, w)), x, w) for norm, x, w in sides)
-
-    def original(q, k, *tables, norms=norms):
-        return normed(q, k, norms) if rotate is None else rotate(*normed(q, k, norms), *tables)
-
-    def expects(*outputs):
-        largest = (y.double().abs().amax(-1, keepdim=True) for y in outputs)  # two products of a row's elements
-        terms = (None, None)
-        if rotate is not None:  # |x cos| + |x' sin|, which may cancel: one of the two signs of sin adds them up
-            q, k, cos, sin = (t.abs() for t in (*normed(*operands[:2], norms), *operands[2:]))
-            signs = rotate(q, k, cos, sin), rotate(q, k, cos, -sin)
-            terms = [torch.maximum(a.abs(), b.abs()) for a, b in zip(*signs, strict=True)]
-        found = zip(outputs, largest, terms, strict=True)
-        return [Expected(y, _coarsest(operands), size, torch.ones(1), each) for y, size, each in found]
-
-    keep = max(1, rows // max(1, operands[0].shape[1]))
-    operands = tuple(_copied(t[:, :, :keep] if t.dim() == 4 else t[:, :keep]) for t in operands)
-    what = " and ".join(dict.fromkeys(names))
-    what += "" if rotate is None else f" with {getattr(rotate, '__name__', 'rotary')}"
-    along = tuple(2 if t.dim() == 4 else 1 for t in operands)
-    kept = norms, (along, (2, 2))
-    return Piece(f"{path}: {what}", type(attention).__name__, operands, run, original, None, expects, *kept)
 
 
 def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:

@@ -8,7 +8,7 @@ from torch import nn
 from ...fused.layer import layer_part
 from ...fused.norm import fusible_recipe
 from ...fused.source import CannotRewrite
-from ...ops.backend import MAX_HEAD_DIM, MAX_TOKEN
+from ...ops.backend import MAX_HEAD_DIM
 from ..report import FusedLayer
 from ..swap import fuse, fuse_again, replaced_forward, unfused
 from .modulation import find_modulations
@@ -132,27 +132,24 @@ def _fuse(model: nn.Module, module: nn.Module, fusion, undo: contextlib.ExitStac
 
 def _pair_of(module: nn.Module, cls: type, inside: bool):
     """What is fused of a module's norms of q and k, or why nothing of it is."""
+    norms = norms_of(module)
     try:
-        return _find_qk(module, cls)
+        return find_qk(cls, {name for name, norm in norms.items() if _is_of_heads(norm)}, module._modules.keys())
     except CannotRewrite as error:
-        if inside and len(norms_of(module)) > 1:
+        if inside and len(norms) > 1:
             return QKRefusal(error)
     return NO_NORM_NEXT if adds(cls) else ADDS_NOTHING
 
 
-def _find_qk(attention: nn.Module, cls: type):
-    """`find_qk` of the norms among its children that are short enough, for a head or for all of them.
+def _is_of_heads(norm: nn.Module) -> bool:
+    """Whether a norm may be computed with a rotation: one weight for all heads, and no bias.
 
-    `F.rms_norm` and `F.layer_norm` stay where they are: what they return is contiguous, and put off to behind a
-    transpose it would lie otherwise in memory. So do norms with a bias, whose sum no kernel rounds before a rotation.
+    What `F.rms_norm` and `F.layer_norm` return is contiguous. Computed behind a transpose it would lie otherwise.
     """
-    specs = {
-        name: fusible_recipe(norm).spec
-        for name, norm in norms_of(attention).items()
-        if all(p.shape[-1] <= (MAX_TOKEN if p.dim() == 1 else MAX_HEAD_DIM) for p in norm.parameters(recurse=False))
-    }
-    alone = {name for name, spec in specs.items() if spec.functional or spec.has_bias}
-    return find_qk(cls, set(specs), attention._modules, alone)
+    spec = fusible_recipe(norm).spec
+    shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
+    short = all(len(shape) == 1 and shape[0] <= MAX_HEAD_DIM for shape in shapes)
+    return short and not (spec.functional or spec.has_bias)
 
 
 def _norms_further_in(model: nn.Module, layers: set[nn.Module], recorded: set[str]) -> dict[str, str]:

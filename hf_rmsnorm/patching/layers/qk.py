@@ -1,337 +1,399 @@
-"""Where an attention normalises and rotates q and k, found in the source of its forward."""
+"""Norms of q and k in front of a rotary embedding, found in the source of one forward, and put in one launch with it.
+
+    q = self.q_norm(rows).transpose(1, 2)          pair = pair_to_rotate(self.q_norm, self.k_norm)
+    k = self.k_norm(others).transpose(1, 2)        q = (self.q_norm(rows) if pair is None else rows).transpose(1, 2)
+    v = self.v_proj(x)                       ->    k = (self.k_norm(others) if pair is None else others)...
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)    v = self.v_proj(x)
+                                                   q, k = norm_and_rotate(pair, apply_rotary_pos_emb, q, k, cos, sin)
+
+    x = self.q_norm(x)                             x = norm_and_rotate_one(self.q_norm, rotate, 2, x, cos, sin)
+    x = rotate(x, cos, sin, unsqueeze_dim=2) ->
+
+Between a norm and the rotation a forward may transpose q and k. Whatever else reads them there, or writes in place,
+leaves them apart. The rotation may stand under an `if` without `else`, and so may both norms.
+"""
 
 import ast
-import builtins
 import copy
 import inspect
 import itertools
-import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import torch
-
-from ...fused.attention import as_pair, norm_and_rotate, norm_and_turn, norm_later
+from ...fused import attention as run_time
 from ...fused.source import CannotRewrite, call, compiled_again, forward_source
-from .rotary import prove_rotary
-from .values import children_given
+from .rotary import is_rotary
+from .uses import Replace, reads
 
-_LATER, _ROTATE, _HELD = "_hf_rmsnorm_norm_later", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_held"
-_TURN = "_hf_rmsnorm_norm_and_turn"
-_HARMLESS = {bool, enumerate, float, int, isinstance, len, list, max, min, range, slice, tuple, zip}
-_NONE: Mapping = types.MappingProxyType({})
+_PAIR = "_hf_rmsnorm_pair"
+_WAIT, _ROTATE, _BOTH = "_hf_rmsnorm_pair_to_rotate", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_norm_both"
+_ROTATE_ONE = "_hf_rmsnorm_norm_and_rotate_one"
+_HELPERS = {
+    _WAIT: run_time.pair_to_rotate,
+    _ROTATE: run_time.norm_and_rotate,
+    _BOTH: run_time.norm_both,
+    _ROTATE_ONE: run_time.norm_and_rotate_one,
+}
+
+
+class QKRefusal(str):
+    """Why a forward that normalises q and k is left alone."""
 
 
 @dataclass(frozen=True)
 class QKFusion:
-    """Where an attention normalises q and k: by which children, and the function that rotates both directly after.
-
-    spans: of all heads at once, which are made of q and of k behind it.
-    """
+    """The child norms of q and k that are computed with the function that rotates both; `children` are all children."""
 
     q: str
     k: str
-    rotary: str = ""
-    spans: bool = False
+    rotary: str
+    children: frozenset[str]
 
     def rewrite(self, base: type) -> Callable:
-        """The forward of a class, with the norms put off."""
+        """The forward of a class, with its norms put off to the rotation."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            names = {self.q, self.k}
-            q, k, rotary, norms, spans = _find(definition, itself, names, () if self.rotary else names)
-            held = ast.Name(_HELD, ast.Load())
-            for side, (statement, name) in enumerate(zip((q, k), norms, strict=True)):
-                old = _norm_call(statement)
-                new = call(_LATER, old, itself, held, side, name, old.args[0], *([True] if spans else []))
-                holder = statement if statement.value is old else statement.value.func
-                holder.value = new
-            names = ast.Tuple([ast.Constant(name) for name in norms], ast.Load())
-            pair = [statement.targets[0].id for statement in (q, k)]
-            both = call(_ROTATE, k, itself, held, names, None, *(ast.Name(n, ast.Load()) for n in pair))
-            targets = ast.Tuple([ast.Name(n, ast.Store()) for n in pair], ast.Store())
-            unrotated = ast.copy_location(ast.Assign([targets], both), k)
-            if rotary is not None:
-                rotate = _rotation(rotary)
-                rotate.args[:0] = [ast.Name(itself, ast.Load()), held, names, rotate.func]
-                rotate.func = ast.Name(_ROTATE, ast.Load())
-                if isinstance(rotary, ast.If):
-                    rotary.orelse = [ast.copy_location(ast.If(held, [unrotated], []), k)]  # q may not be there
-            if rotary is None:
-                blocks = (definition.body, *(s.body for s in definition.body if isinstance(s, ast.If)))
-                block = next(block for block in blocks if k in block)
-                block.insert(block.index(k) + 1, unrotated)
-            for aside in _asides(definition.body, (q, k), rotary, pair):
-                at_once = ast.copy_location(copy.deepcopy(unrotated), aside)
-                aside.body.insert(0, at_once)
-            outer = next(s for s in definition.body if q in (s, *getattr(s, "body", ())))
-            fresh = ast.Assign([ast.Name(_HELD, ast.Store())], ast.Dict([], []))
-            definition.body.insert(definition.body.index(outer), ast.copy_location(fresh, outer))
+            pair = _pair_of(definition, itself, {self.q, self.k}, self.children)
+            _put_off(definition, pair)
             return definition
 
-        return compiled_again(base, change, {_LATER: norm_later, _ROTATE: norm_and_rotate})
+        return compiled_again(base, change, _HELPERS)
 
     def __str__(self) -> str:
-        norms = (f"{self.q} twice",) if self.q == self.k else (self.q, self.k)
-        return ", ".join(filter(None, (*norms, self.rotary))) + " in one launch"
+        return f"{self.q}, {self.k}, {self.rotary} in one launch"
 
 
 @dataclass(frozen=True)
-class TurnFusion:
-    """Where an attention normalises a tensor and rotates it directly after, each by itself, as `Gemma4TextAttention`.
-
-    norms: by which children; rotary: the function, which takes one tensor.
-    """
+class SingleFusion:
+    """The child norms of an attention that are each computed with a function that rotates one tensor."""
 
     norms: tuple[str, ...]
     rotary: str
 
     def rewrite(self, base: type) -> Callable:
-        """The forward of a class, with each norm and what rotates behind it as one call."""
+        """The forward of a class, with each norm and its rotation as one call."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            for body, at, (name, rotary, dim) in reversed(_turns(definition, itself, set(self.norms))):
-                rows, (_, cos, sin) = body[at].value.args[0], body[at + 1].value.args
-                function = ast.Name(rotary, ast.Load())
-                body[at].value = call(_TURN, body[at].value, itself, name, function, dim, rows, cos, sin)
-                del body[at + 1]
+            for single in _singles(definition, itself, set(self.norms)):
+                _join(single)
             return definition
 
-        return compiled_again(base, change, {_TURN: norm_and_turn})
+        return compiled_again(base, change, _HELPERS)
 
     def __str__(self) -> str:
         return ", ".join(f"{norm} with {self.rotary}" for norm in self.norms) + ", each in one launch"
 
 
-class QKRefusal(str):
-    """Why a forward that assigns a normalised q and a normalised k is left alone."""
+def find_qk(cls: type, norms: Set[str], children: Set[str]) -> QKFusion | SingleFusion:
+    """What the forward of a class rotates of these child norms' results.
 
+    Args:
+        children: names of all children.
 
-def find_qk(cls: type, norms: set[str], children: Mapping[str, torch.nn.Module] = _NONE, alone: Iterable[str] = ()):
-    """Where a forward assigns q and k, each normalised by one of these children; `CannotRewrite` where it does not.
-
-    A `QKRefusal` where a norm is called in a way of its own, or something may write to q or k in between. alone: those
-    that one launch computes without a rotation only, of what is not seen otherwise since.
+    Raises:
+        CannotRewrite: it rotates nothing of them directly, or not by a function that the kernels compute.
     """
     function, definition = forward_source(cls)
     itself = next(iter(inspect.signature(function).parameters))
-    turns = [turn for _, _, turn in _turns(definition, itself, norms)]
-    if found := [turn for turn in turns if turn[0] not in alone]:
-        names, (rotary, *others), dims = zip(*found, strict=True)
+    singles = list(_singles(definition, itself, norms))
+    if singles:
+        rotary = singles[0].rotary
         called = function.__globals__.get(rotary)
-        if set(others) <= {rotary} and all(prove_rotary(called, as_pair(called, dim)) for dim in dims):
-            return TurnFusion(names, rotary)
-    found = q, k, rotates, names, spans = _find(definition, itself, norms, alone)
-    if set(names) & set(alone) and any(statement.value is not _norm_call(statement) for statement in (q, k)):
-        return QKRefusal("its norms return what is row-major, and heads are made of that")
-    for name in names:
-        if name in children and type(children[name]).__call__ is not torch.nn.Module.__call__:
-            return QKRefusal(f"its {name} has a __call__ of its own")
-    rotary = "" if rotates is None else _rotation(rotates).func.id
-    proven = rotary and prove_rotary(function.__globals__.get(rotary))
-    if proven and not _may_write(function, definition, itself, found, children):
-        return QKFusion(*names, rotary, spans)
-    if rotary:
-        found = _find(definition, itself, norms, norms)
-    if writer := _may_write(function, definition, itself, found, children):
-        return QKRefusal(f"its forward calls {writer} after q is normalised, which may write to it")
-    return QKFusion(*names)
+        if all(s.rotary == rotary and is_rotary(called, s.heads_at) for s in singles):
+            return SingleFusion(tuple(single.norm for single in singles), rotary)
+    pair = _pair_of(definition, itself, norms, children)
+    rotary = pair.rotation.func.id
+    if not is_rotary(function.__globals__.get(rotary)):
+        raise CannotRewrite(f"no kernel computes its {rotary}")
+    return QKFusion(pair.q.norm, pair.k.norm, rotary, frozenset(children))
 
 
-def _may_write(function: Callable, definition: ast.FunctionDef, itself: str, found: tuple, children: Mapping) -> str:
-    """What a forward calls, from where q is normalised to what rotates it, that may write to either; "" if nothing."""
-    q, k, rotary, norms, _ = found
-    body = _flat(definition, itself, set(norms))
-    last = body.index(rotary or k)
-    pair = [statement.targets[0].id for statement in (q, k)]
-    between = [s for s in body[body.index(q) + 1 : last + 1] if s is rotary or not _is_aside(s, pair)]
-    known = [_norm_call(k), None if rotary is None else _rotation(rotary)]
-    for node in (node for statement in between for node in ast.walk(statement) if isinstance(node, ast.Call)):
-        inplace = any(isinstance(each, ast.Constant) and each.value is True for each in node.args)  # perhaps
-        if inplace or not (node in known or _is_harmless(node.func, function, itself, children)):
-            return ast.unparse(node.func)
-    read, own = children_given(definition, body[: last + 1], itself, norms)
-    reached = [name for name, values in read if values & own and not isinstance(children.get(name), torch.nn.Linear)]
-    return f"{itself}.{reached[0]}" if reached else ""
+class _Normed(NamedTuple):
+    """``name = self.norm(rows)``, transposed maybe: its statement, and the list of statements that this stands in."""
+
+    statement: ast.Assign
+    block: list[ast.stmt]
+    call: ast.Call
+
+    @property
+    def name(self) -> str:
+        return self.statement.targets[0].id
+
+    @property
+    def norm(self) -> str:
+        return self.call.func.attr
 
 
-def _is_harmless(called: ast.expr, function: Callable, itself: str, children: Mapping) -> bool:
-    """Whether this is a child, a method of tensors or a function of torch's, but for those that say that they write."""
-    match called:
-        case ast.Name(name):
-            named = function.__globals__.get(name, getattr(builtins, name, None))
-            return name not in function.__code__.co_varnames and any(named is each for each in _HARMLESS)
-        case ast.Attribute(ast.Name(owner), name) if owner == itself:
-            return name in children
-        case ast.Attribute(ast.Name(module), _) if module not in function.__code__.co_varnames:
-            return any(function.__globals__.get(module) is each for each in (torch, torch.nn.functional))
-        case ast.Attribute(value, name):
-            while isinstance(value, (ast.Attribute, ast.Subscript)):
-                value = value.value
-            known = not isinstance(value, ast.Name) or value.id in set(function.__code__.co_varnames) - {itself}
-            return known and hasattr(torch.Tensor, name) and not name.startswith("_") and name != "numpy"
-    return False
+class _Pair(NamedTuple):
+    """A normalised q and k, and the statement that rotates them; `branch` is the `if` that it stands under."""
+
+    q: _Normed
+    k: _Normed
+    statement: ast.Assign
+    branch: ast.If | None
+
+    @property
+    def rotation(self) -> ast.Call:
+        return self.statement.value
 
 
-def _turns(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[tuple[list, int, tuple[str, str, int]]]:
-    """(statements, position, (norm, function, dim)) of each ``x = self.norm(rows)`` that is directly rotated.
+class _Single(NamedTuple):
+    """``x = self.norm(rows)`` and right behind it ``x = rotary(x, cos, sin, unsqueeze_dim=heads_at)``."""
 
-    That is ``x = function(x, cos, sin, unsqueeze_dim=dim)``, with heads in dimension 1 or 2.
+    block: list[ast.stmt]
+    at: int
+    norm: str
+    rotary: str
+    heads_at: int
+
+
+@dataclass
+class _Search:
+    """Goes through a forward's statements with the normalised tensors that nothing has read or written yet.
+
+    Args:
+        norms: names of the children that may be computed with a rotation.
+        children: names of all children.
+        memory: by the name of a variable, the names that may hold views of the same memory.
+        waiting: by the name of the variable that holds one, a tensor that was normalised.
+        pairs: what the search has come to.
     """
-    blocks = [block for node in ast.walk(definition) for _, block in ast.iter_fields(node) if isinstance(block, list)]
-    found = []
-    for block in blocks:
-        for at, (first, second) in enumerate(itertools.pairwise(block)):
-            name = _normalises(first, itself, norms) if isinstance(first, ast.stmt) else ""
-            if not name or first.value is not _norm_call(first):
+
+    itself: str
+    norms: Set[str]
+    children: Set[str]
+    memory: dict[str, set[str]] = field(default_factory=dict)
+    waiting: dict[str, _Normed] = field(default_factory=dict)
+    pairs: list[_Pair] = field(default_factory=list)
+
+    def block(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            self.statement(statement, body)
+
+    def statement(self, statement: ast.stmt, body: list[ast.stmt]) -> None:
+        if self._is_plain_branch(statement):
+            if sum(self._norm_in(inner) is not None for inner in statement.body) == 2:
+                self.block(statement.body)
+                return
+            if self._rotates(statement.body[-1], statement, statement.body[:-1]):
+                return
+        if self._rotates(statement) or _is_transposed(statement, self.waiting):
+            return
+        self._forget(statement)
+        self._share(statement)
+        norm_call = self._norm_in(statement)
+        if norm_call is not None:
+            normed = _Normed(statement, body, norm_call)
+            self.waiting[normed.name] = normed
+
+    def _is_plain_branch(self, statement: ast.stmt) -> bool:
+        return isinstance(statement, ast.If) and not statement.orelse and not reads(statement.test, self.waiting)
+
+    def _forget(self, statement: ast.stmt) -> None:
+        """Drop what a statement may read, or write to."""
+        if any(_writes_in_place(node) for node in ast.walk(statement)):
+            self.waiting.clear()
+        viewed = _viewed(statement, self._norm_in(statement))
+        for name, normed in list(self.waiting.items()):
+            shared = self.memory.get(name, set()) - {name, viewed}
+            if reads(statement, {name, *shared}) or self._mentions_child(statement, normed.norm):
+                del self.waiting[name]
+
+    def _mentions_child(self, statement: ast.stmt, name: str) -> bool:
+        if self._norm_in(statement) is not None:
+            return False
+        attributes = (node for node in ast.walk(statement) if isinstance(node, ast.Attribute))
+        return any(node.attr == name and getattr(node.value, "id", "") == self.itself for node in attributes)
+
+    def _share(self, statement: ast.stmt) -> None:
+        """Note which variables may hold views of the same memory once a statement has run."""
+        for node in ast.walk(statement):
+            if not isinstance(node, ast.Assign):
                 continue
-            match second:
-                case ast.Assign(
-                    [ast.Name(made)],
-                    ast.Call(
-                        ast.Name(function),
-                        [ast.Name(rows), ast.Name(cos), ast.Name(sin)],
-                        [ast.keyword("unsqueeze_dim", ast.Constant(1 | 2 as dim))],
-                    ),
-                ) if made == rows == first.targets[0].id and made not in (cos, sin):
-                    found.append((block, at, (name, function, dim)))
-    return found
+            targets = {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            sources = set(self._tensors_in(node.value))
+            related = targets | sources.union(*(self.memory.get(name, set()) for name in sources))
+            for name in related:
+                self.memory[name] = self.memory.get(name, {name}) | related if name not in targets else related
+
+    def _tensors_in(self, node: ast.AST) -> Iterator[str]:
+        """The variables of which an expression may be a view: not what a child reads, nor a shape or a number."""
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(self.itself), name)) if name in self.children - self.norms:
+                return
+            case ast.Attribute(_, "shape" | "dtype" | "device" | "ndim") | ast.Call(ast.Attribute(_, "size" | "dim")):
+                return
+            case ast.Call(ast.Attribute(inner, name)) if name in _SHAPING:
+                yield from self._tensors_in(inner)
+                return
+            case ast.Name(name) if name != self.itself:
+                yield name
+        for child in ast.iter_child_nodes(node):
+            yield from self._tensors_in(child)
+
+    def _norm_in(self, statement: ast.stmt) -> ast.Call | None:
+        """The call of a norm in ``name = self.norm(rows)`` or ``name = self.norm(rows).transpose(1, 2)``."""
+        match statement:
+            case ast.Assign([ast.Name()], value):
+                value = _transposed(value) or value
+                match value:
+                    case ast.Call(ast.Attribute(ast.Name(self.itself), name), [rows], []) if name in self.norms:
+                        return None if isinstance(rows, ast.Starred) else value
+        return None
+
+    def _rotates(self, statement: ast.stmt, branch: ast.If | None = None, before: list[ast.stmt] = ()) -> bool:
+        """Note ``q, k = rotary(q, k, cos, sin)`` of two that wait; a branch may do other things before."""
+        match statement:
+            case ast.Assign(
+                [ast.Tuple([ast.Name(q), ast.Name(k)])],
+                ast.Call(ast.Name(), [ast.Name(of_q), ast.Name(of_k), *tables], []),
+            ) if (of_q, of_k) == (q, k) and q != k and len(tables) == 2:
+                pass
+            case _:
+                return False
+        for other in (*before, *tables):
+            self._forget(other)
+        if q not in self.waiting or k not in self.waiting:
+            return False
+        of_q, of_k = self.waiting.pop(q), self.waiting.pop(k)
+        if of_q.block is of_k.block:
+            self.pairs.append(_Pair(of_q, of_k, statement, branch))
+        return True
 
 
-def _find(definition: ast.FunctionDef, itself: str, norms: set[str], alone: Iterable[str] = ()) -> tuple:
-    """(the statement that assigns q, that for k, that which rotates both or None, the names of the norms, `spans`)."""
-    body = _flat(definition, itself, norms)
-    found = [(at, s, name) for at, s in enumerate(body) if (name := _normalises(s, itself, norms))]
-    if len(found) != 2:
-        raise CannotRewrite("its forward does not assign a normalised q and a normalised k")
-    (first, q, q_norm), (second, k, k_norm) = found
-    names = q_name, k_name = q.targets[0].id, k.targets[0].id
-    if q_name == k_name or any(_mentions(node, q_name) for node in (*body[first + 1 : second], k.value)):
-        raise CannotRewrite("its forward uses q before it normalises k")
-    using = [s for s in body[second + 1 :] if any(_mentions(s, name) for name in names)]
-    using = [s for s in using if not _is_aside(s, names)]
-    made = list(itertools.takewhile(bool, ("".join(_makes_heads(s, name, name) for name in names) for s in using)))
-    after = using[len(made)] if len(made) < len(using) else None
-    rotates = {q_norm, k_norm}.isdisjoint(alone)
-    rotary = after if rotates and after is not None and _rotates_both(after, *names) else None
-    spans = made == ["of rows"] * 2 and rotary is not None and all(s.value is _norm_call(s) for s in (q, k))
-    shown = [_makes_heads(s, q_name) for s in body[:first]] + [_makes_heads(s, q_name, q_name) for s in using]
-    bare = rotary is None and q.value is _norm_call(q)
-    if ("of rows" in made and not spans) or (bare and "of heads" not in shown):
-        raise CannotRewrite("its forward does not show that it normalises heads")
-    last = body.index(rotary or k)
-    roots = [_root(_norm_call(statement).args[0], itself) for statement in (q, k)]
-    for at, name, root in zip((first, second), names, roots, strict=True):
-        views = (rotary, k if roots[1] == root else None)
-        rest = [s for s in body[at + 1 : last + 1] if s not in views and not _is_aside(s, names)]
-        if root not in ("", name) and any(_mentions(statement, root) for statement in rest):
-            raise CannotRewrite(f"its forward goes on with {root}, which it may write to")
-    between = (s for s in body[first : last + 1] if s is rotary or not _is_aside(s, names))
-    if any(_in_place(node) for statement in between for node in ast.walk(statement)):
-        raise CannotRewrite("its forward writes in place between q and what rotates it")
-    return q, k, rotary, (q_norm, k_norm), spans
+_SHAPING = {"view", "reshape", "transpose", "permute", "unflatten", "flatten", "contiguous", "unsqueeze", "squeeze"}
 
 
-def _is_aside(statement: ast.stmt, pair: Iterable[str]) -> bool:
-    """Whether this is a condition that is not about q or k, under which something is done with them.
-
-    They are normalised before that, if it comes to pass: `OlmoeAttention` clips them where its configuration says so.
-    """
-    if not isinstance(statement, ast.If) or statement.orelse or any(_mentions(statement.test, name) for name in pair):
-        return False
-    return not _rotates_both(statement, *pair) and any(_mentions(statement, name) for name in pair)
-
-
-def _asides(body: list[ast.stmt], pair: tuple, rotary: ast.stmt | None, names: list[str]) -> list[ast.If]:
-    """Those between the norm of k and what rotates both."""
-    if rotary not in body or pair[1] not in body:
-        return []
-    return [s for s in body[body.index(pair[1]) + 1 : body.index(rotary)] if _is_aside(s, names)]
-
-
-def _normalises(statement: ast.stmt, itself: str, norms: set[str]) -> str:
-    """The norm in ``name = self.norm(rows)`` or ``name = self.norm(rows).transpose(1, 2)``; "" in anything else."""
-    match statement:
-        case ast.Assign([ast.Name()]):
-            match _norm_call(statement):
-                case ast.Call(ast.Attribute(ast.Name(owner), name), [_], []) if owner == itself and name in norms:
-                    return name
-    return ""
-
-
-def _norm_call(statement: ast.Assign) -> ast.expr:
-    match statement.value:
-        case ast.Call(ast.Attribute(inner, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
-            return inner
-    return statement.value
-
-
-def _flat(definition: ast.FunctionDef, itself: str, norms: set[str]) -> list[ast.stmt]:
-    """The statements of a forward; in the place of a condition, as `Glm4MoeAttention` has, what normalises under it.
-
-    Both norms are: of one alone nobody would know later.
-    """
-    statements: list[ast.stmt] = []
-    for statement in definition.body:
-        inside = statement.body if isinstance(statement, ast.If) and not statement.orelse else []
-        both = sum(bool(_normalises(s, itself, norms)) for s in inside) == 2
-        statements += inside if both else [statement]
-    return statements
-
-
-def _makes_heads(statement: ast.stmt, name: str, of: str = "") -> str:
-    """``"of heads"`` for ``name = x.transpose(1, 2)``, ``"of rows"`` for a view of x there; of: the name of x."""
-    match statement:
-        case ast.Assign(
-            [ast.Name(made)], ast.Call(ast.Attribute(x, "transpose"), [ast.Constant(1), ast.Constant(2)])
-        ) if made == name:
-            match x:
-                case _ if of in ("", getattr(x, "id", None)):
-                    return "of heads"
-                case ast.Call(ast.Attribute(ast.Name(rows), "view" | "reshape"), _, []) if rows == of:
-                    return "of rows"
-    return ""
-
-
-def _rotation(statement: ast.Assign | ast.If) -> ast.Call:
-    """The call in what `_rotates_both`."""
-    return (statement.body[-1] if isinstance(statement, ast.If) else statement).value
-
-
-def _rotates_both(statement: ast.stmt, q: str, k: str) -> bool:
-    """Whether this is ``q, k = function(q, k, cos, sin)``, if need be under a condition, as `Exaone4Attention` has."""
-    match statement:
-        case ast.If(test, [*before, inner], []):
-            about = any(_mentions(node, name) for node in (test, *before) for name in (q, k))
-            return not about and _rotates_both(inner, q, k)
-        case ast.Assign(
-            [ast.Tuple([ast.Name(to_q), ast.Name(to_k)])],
-            ast.Call(ast.Name(), [ast.Name(of_q), ast.Name(of_k), cos, sin], []),
-        ):
-            own = any(_mentions(table, name) for table in (cos, sin) for name in (q, k))
-            return (to_q, to_k) == (of_q, of_k) == (q, k) and not own
-    return False
-
-
-def _in_place(node: ast.AST) -> bool:
-    return (
-        (isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load))
-        or isinstance(node, ast.AugAssign)
-        or (isinstance(node, ast.Attribute) and node.attr.endswith("_"))
-        or (isinstance(node, ast.keyword) and node.arg in ("out", "inplace"))
-    )
-
-
-def _root(rows: ast.expr, itself: str) -> str:
-    """The variable of which an expression is a view, if it is one: `x` in ``x.view(shape)[..., 0]``."""
-    while not isinstance(rows, ast.Name):
-        match rows:
-            case ast.Subscript(inner) | ast.Call(ast.Attribute(inner)):
-                rows = inner
+def _viewed(statement: ast.AST, norm_call: ast.Call | None) -> str:
+    """The variable that a statement makes a view of, and does nothing else with."""
+    match norm_call, statement:
+        case ast.Call(_, [rows]), _:
+            node = rows
+        case None, ast.Assign([ast.Name()], node):
+            pass
+        case _:
+            return ""
+    while not isinstance(node, ast.Name):
+        match node:
+            case ast.Call(ast.Attribute(inner, name), _, []) if name in _SHAPING:
+                node = inner
+            case ast.Subscript(inner):
+                node = inner
             case _:
                 return ""
-    return "" if rows.id == itself else rows.id
+    return node.id
 
 
-def _mentions(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+def _pair_of(definition: ast.FunctionDef, itself: str, norms: Set[str], children: Set[str]) -> _Pair:
+    """The one pair that a forward normalises and rotates; `children` are the names of all children.
+
+    Raises:
+        CannotRewrite: there is none, or there are more.
+    """
+    search = _Search(itself, norms, children)
+    search.block(definition.body)
+    if len(search.pairs) != 1:
+        raise CannotRewrite("its forward does not rotate a normalised q and a normalised k directly")
+    return search.pairs[0]
+
+
+def _put_off(definition: ast.FunctionDef, pair: _Pair) -> None:
+    """Let the norms of a pair wait for the rotation."""
+    name = ast.Name(_PAIR, ast.Load())
+    q, k, rotation = pair.q, pair.k, pair.rotation
+    for normed in (q, k):
+        waits = ast.Compare(name, [ast.Is()], [ast.Constant(None)])
+        rows = copy.deepcopy(normed.call.args[0])
+        either = ast.copy_location(ast.IfExp(waits, normed.call, rows), normed.call)
+        Replace(normed.call, either).visit(normed.statement)
+    first = min((q, k), key=lambda normed: q.block.index(normed.statement)).statement
+    both = call(_WAIT, first, copy.deepcopy(q.call.func), copy.deepcopy(k.call.func))
+    _insert(q.block, q.block.index(first), _assign(_PAIR, both))
+    pair.statement.value = call(_ROTATE, rotation, name, rotation.func, *rotation.args)
+    if pair.branch is not None:
+        names = (ast.Name(normed.name, ast.Load()) for normed in (q, k))
+        unrotated = copy.deepcopy(pair.statement)
+        unrotated.value = call(_BOTH, rotation, name, *names)
+        pair.branch.orelse = [unrotated]
+    if q.block is not definition.body:
+        outer = next(at for at, statement in enumerate(definition.body) if q.block is getattr(statement, "body", None))
+        _insert(definition.body, outer, _assign(_PAIR, ast.Constant(None)))
+
+
+def _assign(name: str, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
+
+
+def _insert(block: list[ast.stmt], at: int, statement: ast.stmt) -> None:
+    block.insert(at, ast.copy_location(statement, block[at]))
+
+
+def _transposed(value: ast.expr) -> ast.expr | None:
+    """x in ``x.transpose(1, 2)``."""
+    match value:
+        case ast.Call(ast.Attribute(inner, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
+            return inner
+    return None
+
+
+def _is_transposed(statement: ast.stmt, names: Set[str]) -> bool:
+    """Whether this is ``x = x.transpose(1, 2)`` of one of the names."""
+    match statement:
+        case ast.Assign([ast.Name(name)], value) if name in names:
+            inner = _transposed(value)
+            return isinstance(inner, ast.Name) and inner.id == name
+    return False
+
+
+def _writes_in_place(node: ast.AST) -> bool:
+    """Whether an expression or a statement says that it writes into a tensor."""
+    match node:
+        case ast.AugAssign():
+            return True
+        case ast.Subscript(ctx=ast.Store()):
+            return True
+        case ast.Attribute(_, name):
+            return name.endswith("_") and not name.endswith("__")
+        case ast.keyword(name):
+            return name in ("out", "inplace")
+    return False
+
+
+def _singles(definition: ast.FunctionDef, itself: str, norms: Set[str]) -> Iterator[_Single]:
+    for node in ast.walk(definition):
+        for block in (getattr(node, part, None) for part in ("body", "orelse")):
+            if not isinstance(block, list):
+                continue
+            for at, (first, second) in enumerate(itertools.pairwise(block)):
+                single = _single_at(block, at, first, second, itself, norms)
+                if single is not None:
+                    yield single
+
+
+def _single_at(
+    block: list[ast.stmt], at: int, first: ast.stmt, second: ast.stmt, itself: str, norms: Set[str]
+) -> _Single | None:
+    match first, second:
+        case (
+            ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(ast.Name(owner), norm), [rows], [])),
+            ast.Assign(
+                [ast.Name(again)],
+                ast.Call(
+                    ast.Name(rotary),
+                    [ast.Name(rotated), ast.Name(cos), ast.Name(sin)],
+                    [ast.keyword("unsqueeze_dim", ast.Constant(1 | 2 as heads_at))],
+                ),
+            ),
+        ) if owner == itself and norm in norms and name == again == rotated and name not in (cos, sin):
+            return None if isinstance(rows, ast.Starred) else _Single(block, at, norm, rotary, heads_at)
+    return None
+
+
+def _join(single: _Single) -> None:
+    """Make one call of a norm and the rotation behind it."""
+    first, second = single.block[single.at : single.at + 2]
+    norm, rotation = first.value, second.value
+    _, cos, sin = rotation.args
+    second.value = call(_ROTATE_ONE, rotation, norm.func, rotation.func, single.heads_at, *norm.args, cos, sin)
+    single.block[single.at] = ast.copy_location(ast.Pass(), first)

@@ -2,85 +2,91 @@
 
 import itertools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
-from ...fused.attention import is_rotary, proven_rotary
+from ...fused.attention import IN_PAIRS, RotaryProof, rotary_proofs
 from ...reference import rotated
 
-_FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, int, float, str, type(None))
-WAYS = "", "once", "pairs", "once pairs", "joined", "once joined", "pairs joined", "once pairs joined"
+WAYS = "", "once", "joined"  # words of `reference.rotated`
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
+_SAME_DTYPES = tuple(zip(_DTYPES, _DTYPES, strict=True))
+_OTHER_DTYPES = tuple(itertools.permutations(_DTYPES, 2))
+_SIZES = (5, 8), (7, 64)  # length and head_dim
 
 
-def prove_rotary(function: Callable | None, pair: Callable | None = None) -> bool:
-    """Whether a function rotates q and k as `reference.rotated` does in one of `WAYS`, to the bit; it is run to see.
+def is_rotary(function: Callable | None, heads_at: int = IN_PAIRS) -> bool:
+    """Whether a function rotates as `reference.rotated` does in one of `WAYS`, to the bit; the function is run to see.
 
-    pair: what calls it for q and for k, where it takes one of them.
+    Args:
+        heads_at: the function takes one tensor, with its heads in this dimension; or `IN_PAIRS`, q and k.
     """
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(function, types.FunctionType) or function.__closure__ or function.__kwdefaults__:
         return False
-    if any(is_rotary(pair or function, False, in_part) is not None for in_part in (False, True)):
-        return True  # of another layer
-    alike, mixed = [(d, d) for d in _DTYPES], list(itertools.permutations(_DTYPES, 2))
-
-    def way(*how) -> str | None:
-        return next((each for each in WAYS if _rotates(pair or function, *how, each)), None)
-
-    whole, in_part = ((way(alike, part), way(mixed, part)) for part in (1, 0.5))
-    if whole[0] is in_part[0] is None:
-        return False
-    functions, named = _named(function)
-    held = [value for f in functions for value in f.__defaults__ or ()] + [value for *_, value in named]
-    if any(f.__closure__ or f.__kwdefaults__ for f in functions) or not all(isinstance(v, _FIXED) for v in held):
-        return False  # what they hold may change while they stay what they are
-    proven_rotary[pair or function] = [(f, f.__code__, f.__defaults__) for f in functions], named, (whole, in_part)
-    return True
+    proof = rotary_proofs.get(function)
+    if proof is None or not proof.still_holds(function):
+        proof = RotaryProof(function.__code__, function.__defaults__, {})
+        rotary_proofs[function] = proof
+    if heads_at not in proof.ways:
+        proof.ways[heads_at] = _ways_of(_in_pairs(function, heads_at))
+    return any(proof.ways[heads_at].get((in_part, False)) is not None for in_part in (False, True))
 
 
-def _named(function: types.FunctionType) -> tuple[list[types.FunctionType], list[tuple[dict, str, object]]]:
-    """The functions that a function calls by a global name, itself first; each (globals, name, value) of them."""
-    functions, found, waiting = [], [], [function]
-    while waiting:
-        each = waiting.pop()
-        functions.append(each)
-        for name in each.__code__.co_names:
-            if name in each.__globals__ and (each.__globals__, name) not in [(s, n) for s, n, _ in found]:
-                value = each.__globals__[name]
-                found.append((each.__globals__, name, value))
-                if isinstance(value, types.FunctionType):
-                    waiting.append(value)
-    return functions, found
+def _in_pairs(function: Callable, heads_at: int) -> Callable:
+    """A function of one tensor as one of q and k, (batch, heads, length, head_dim)."""
+    if heads_at == IN_PAIRS:
+        return function
+
+    def one(x, cos, sin):
+        if heads_at == 2:
+            return function(x.transpose(1, 2), cos, sin, unsqueeze_dim=2).transpose(1, 2)
+        return function(x, cos, sin, unsqueeze_dim=1)
+
+    return lambda q, k, cos, sin: (one(q, cos, sin), one(k, cos, sin))
 
 
-def _rotates(function: Callable, dtypes: Iterable[tuple[torch.dtype, torch.dtype]], part: float, way: str) -> bool:
-    """Whether it does with q and k, by tables of that part of their columns; of both dtypes of each pair.
+def _ways_of(function: Callable) -> dict[tuple[bool, bool], str | None]:
+    """How a function rotates; by whether fewer columns rotate than there are, and whether the tables' dtype differs."""
+    ways = {}
+    for in_part, dtypes_differ in itertools.product((False, True), repeat=2):
+        dtypes = _OTHER_DTYPES if dtypes_differ else _SAME_DTYPES
+        alike = (way for way in WAYS if all(_rotates(function, way, in_part, *pair) for pair in dtypes))
+        ways[in_part, dtypes_differ] = next(alike, None)
+    return ways
 
-    Heads of two sizes are tried, with gradients and without. way: as in `reference.rotated`.
-    """
+
+def _rotates(function: Callable, way: str, in_part: bool, dtype: torch.dtype, table_dtype: torch.dtype) -> bool:
+    """Whether it rotates heads of two sizes in this way, with gradients and without."""
     generator = torch.Generator().manual_seed(0)
-    for pair, (length, head_dim), graded in itertools.product(dtypes, ((5, 8), (7, 64)), (False, True)):
-        shapes = (2, length, 3, head_dim), (2, length, 2, head_dim), *[(2, length, int(part * head_dim))] * 2
-        q, k, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
-        (q, k), (cos, sin) = ([t.to(dtype) for t in two] for two, dtype in zip(((q, k), (cos, sin)), pair, strict=True))
-        q, k = (t.transpose(1, 2).requires_grad_(graded) for t in (q, k))
+
+    def random(*shape, dtype):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    for (length, head_dim), graded in itertools.product(_SIZES, (False, True)):
+        columns = head_dim // 2 if in_part else head_dim
+        cos, sin = (random(2, length, columns, dtype=table_dtype) for _ in range(2))
+        q, k = (random(2, length, heads, head_dim, dtype=dtype).transpose(1, 2) for heads in (3, 2))
+        q.requires_grad_(graded)
+        k.requires_grad_(graded)
         with torch.set_grad_enabled(graded):
             try:
-                given = function(q, k, cos, sin)
+                result = function(q, k, cos, sin)
             except Exception:  # a function of other arguments, which any error can say
                 return False
             expected = [rotated(x, cos, sin, way=way) for x in (q, k)]
-        two = isinstance(given, tuple) and len(given) == 2 and all(isinstance(each, torch.Tensor) for each in given)
-        if not two or not all(_same(y, e, x) for y, e, x in zip(given, expected, (q, k), strict=True)):
+        if not isinstance(result, tuple) or len(result) != 2:
+            return False
+        if not all(_same(y, e, x) for y, e, x in zip(result, expected, (q, k), strict=True)):
             return False
     return True
 
 
-def _same(y: torch.Tensor, expected: torch.Tensor, x: torch.Tensor) -> bool:
+def _same(y, expected: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether two functions of x are equal, in bits and strides, and have the same gradient but for the last bits."""
-    alike = y.dtype == expected.dtype and y.requires_grad == expected.requires_grad and y.stride() == expected.stride()
-    if not (alike and torch.equal(y, expected)):
+    if not isinstance(y, torch.Tensor) or y.requires_grad != expected.requires_grad:
+        return False
+    if y.dtype != expected.dtype or y.stride() != expected.stride() or not torch.equal(y, expected):
         return False
     if not y.requires_grad:
         return True
