@@ -72,15 +72,13 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
     if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return None
-    if left.shape != right.shape:
-        return None
     if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
         return None
     graded = torch.is_grad_enabled()
     if graded and not (left.requires_grad or right.requires_grad):
         return None  # the sum would ask for gradients because the weight does
     parameters = operands_ahead(norm)
-    if parameters is None or under_transform():
+    if parameters is None or under_transform() or left.shape != right.shape:
         return None
     recipe: Recipe = type(norm)._hf_rmsnorm_recipe
     if not recipe.rounds_sum:

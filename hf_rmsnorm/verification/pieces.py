@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..fused.layer import observing
-from ..fused.modulated import Product, modulated, modulated_sum
 from ..fused.norm import fused_part, recipe_of
 from ..fused.sums import add_and_norm
 from ..ops import use_backend
@@ -165,11 +164,11 @@ def recording_fused(model: nn.Module, rows: int) -> Iterator[list[Piece]]:
 
     def observe(module: nn.Module, kind: str, which: tuple, operands: tuple) -> None:
         key = module, which, operands[0].shape[:-1].numel() > 1
-        if threading.get_ident() == thread and module in paths and key not in seen:
-            make = {"sum": _sum_piece, "modulation": _modulated_piece}[kind]
-            if (piece := make(paths[module], module, which, operands, rows)) is not None:
-                seen.add(key)
-                pieces.append(piece)
+        if threading.get_ident() != thread or module not in paths or key in seen:
+            return
+        if (piece := _sum_piece(paths[module], module, which, operands, rows)) is not None:
+            seen.add(key)
+            pieces.append(piece)
 
     with observing(observe):
         yield pieces
@@ -197,41 +196,6 @@ def _sum_piece(path: str, norm: nn.Module, _: tuple, operands: tuple, rows: int)
     layer, _, name = path.rpartition(".")
     kept = (norm,), (along, along)
     return Piece(f"{layer}: + {name}", type(norm).__name__, operands, run, original, None, expects, *kept)
-
-
-def _modulated_piece(path: str, module: nn.Module, which: tuple, operands: tuple, rows: int) -> Piece | None:
-    name, shifts, *seen = which
-    norm = module._modules[name]
-    if not _is_comparable(norm) or operands[0].dim() < 2:
-        return None
-
-    def run(x, *modulation):
-        ahead: dict = {}
-        modulation, others = modulation[: 1 + shifts], modulation[1 + shifts :]
-        if others:
-            x = Product(x, others[1]) if len(others) > 1 else x
-            x = modulated_sum(module, ahead, x, others[0], (name, *seen, -1), lambda: modulation)
-        y = modulated(module, ahead, name, x, *modulation)
-        return (x, y) if others else (y,)
-
-    def original(x, *modulation, norms=(norm,)):
-        (scale, *shift), others = modulation[: 1 + shifts], modulation[1 + shifts :]
-        if others:
-            x = others[0] + (x * others[1] if len(others) > 1 else x)
-        y = _own_forward(norms[0], x) * (1 + scale)
-        y = y + shift[0] if shift else y
-        return (x, y) if others else (y,)
-
-    def expects(*outputs):
-        added = *operands[2 + shifts : 3 + shifts], operands[2] if shifts else torch.zeros(1)
-        terms = (y.double().abs() + t.double().abs() for y, t in zip(outputs, added, strict=True))
-        sizes = (each.amax(-1, keepdim=True) for each in terms)
-        return [Expected(y, _coarsest(operands), size, torch.ones(1)) for y, size in zip(outputs, sizes, strict=True)]
-
-    lead = _first_rows(operands[0], norm._parameters.get("weight"), rows)
-    operands = tuple(_first(t, operands[0].shape, lead) for t in operands)
-    what = f"{path}: {'+ ' * bool(seen)}{name} * (1 + scale)" + " + shift" * shifts
-    return Piece(what, type(module).__name__, operands, run, original, None, expects, (norm,))
 
 
 def _first(t: torch.Tensor, shape: torch.Size, lead: tuple[int, ...]) -> torch.Tensor:

@@ -11,7 +11,6 @@ from ...fused.source import CannotRewrite
 from ...ops.backend import MAX_HEAD_DIM
 from ..report import FusedLayer
 from ..swap import fuse, fuse_again, replaced_forward, unfused
-from .modulation import find_modulations
 from .qk import QKRefusal, find_qk
 from .sums import adds, find_sums
 
@@ -101,8 +100,7 @@ class _Finder:
     def _find(self, module: nn.Module, inside: bool) -> object:
         cls = unfused(type(module))
         try:
-            fusion = find_modulations(cls, _of_rows(module))
-            fusion = fusion or find_sums(cls, set(norms_of(module)), self.unrounded)
+            fusion = find_sums(cls, norms_of(module).keys(), _of_rows(module), self.unrounded)
             return fusion or _pair_of(module, cls, inside)
         except CannotRewrite as error:
             return str(error)

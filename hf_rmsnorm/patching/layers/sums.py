@@ -7,46 +7,71 @@
     self.norm(a + b)      ->    norm_of_sum(a, b, self.norm)
 
 Nothing but such an alias may stand between the two, and a norm that runs only on a condition is left alone. One `if`
-without `else` may stand between: sum and norm are then put on both of its ways.
+without `else` may stand between: sum and norm are then put on both of its ways. What scales and shifts the norm's
+result (`modulation`) is computed with it, and so is a gate of one summand:
+
+    y = gate * y                h, y = add_and_modulate(h, Product(gate, y), self.norm, scale, shift)
+    h = h + y             ->
+    y = self.norm(h)
+    y = y * (1 + scale) + shift
 """
 
 import ast
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ...fused import sums as run_time
+from ...fused import modulated as of_modulations
+from ...fused import sums as of_sums
 from ...fused.source import call, compiled_again, forward_source
+from .modulation import MODULATED, MarkModulations
 from .uses import Replace, alias_of, captured, leaves, reads, stays_own, unconditional
 
-_BOTH, _BOTH_OF_SEEN = "_hf_rmsnorm_add_and_norm", "_hf_rmsnorm_add_and_norm_of_seen"
-_NORM_OF_SUM, _UNROUNDED = "_hf_rmsnorm_norm_of_sum", "_hf_rmsnorm_add_unrounded"
-_NORMED = "_hf_rmsnorm_normed"
-_HELPERS = {
-    _BOTH: run_time.add_and_norm,
-    _BOTH_OF_SEEN: run_time.add_and_norm_of_seen,
-    _NORM_OF_SUM: run_time.norm_of_sum,
-    _UNROUNDED: run_time.add_unrounded,
-}
+_PREFIX = "_hf_rmsnorm_"
+_NORMED, _PRODUCT = f"{_PREFIX}normed", f"{_PREFIX}product"
+_FUNCTIONS = (
+    of_sums.add_and_norm, of_sums.add_and_norm_of_seen, of_sums.norm_of_sum, of_sums.add_unrounded,
+    of_modulations.modulated, of_modulations.add_and_modulate, of_modulations.add_and_modulate_seen,
+    of_modulations.modulated_sum,
+)  # fmt: skip
+_HELPERS = {f"{_PREFIX}{function.__name__}": function for function in _FUNCTIONS} | {_PRODUCT: of_modulations.Product}
 _SIMPLE = ast.Assign, ast.Return, ast.Expr
+
+
+class Site(NamedTuple):
+    """A child norm that is computed with the sum that it reads, with the modulation of its result, or with both."""
+
+    norm: str
+    adds: bool
+    modulates: bool
+
+    def __str__(self) -> str:
+        return f"{'+ ' * self.adds}{self.norm}{' * (1 + scale) + shift' * self.modulates}"
 
 
 @dataclass(frozen=True)
 class SumFusion:
-    """The sums of a forward that are computed with a norm: the child norms that read one.
+    """The norms of a forward that are computed with what is around them.
 
-    keeps: the summands of its other sums are kept for norms that read them unrounded.
+    Args:
+        norms: the names of those that one launch may compute with a sum.
+        rows: the names of those that one launch may compute with a modulation.
+        sites: what the forward has of them.
+        keeps: the summands of its other sums are kept for norms that read them unrounded.
     """
 
-    norms: tuple[str, ...] = ()
+    norms: frozenset[str]
+    rows: frozenset[str]
+    sites: tuple[Site, ...]
     keeps: bool = False
 
     def rewrite(self, base: type) -> Callable:
-        """The forward of a class, with these sums and norms exchanged."""
+        """The forward of a class, with these sums, norms and modulations exchanged."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            _Exchange(itself, set(self.norms), captured(definition)).block(definition.body, [])
+            _exchange(definition, itself, self.norms, self.rows)
             if self.keeps:
                 _keep_summands(definition, itself)
             return definition
@@ -54,24 +79,48 @@ class SumFusion:
         return compiled_again(base, change, _HELPERS)
 
     def __str__(self) -> str:
-        return ", ".join([*(f"+ {norm}" for norm in self.norms), *(["+ what reads it"] if self.keeps else [])])
+        words = [str(site) for site in self.sites]
+        if self.keeps:
+            words.append("+ what reads it")
+        in_one = any(site.modulates for site in self.sites)
+        each = ", each" if len(words) > 1 else ""
+        return ", ".join(words) + (f"{each} in one launch" if in_one else "")
 
 
-def find_sums(cls: type, norms: set[str], unrounded: bool = False) -> SumFusion | None:
-    """The sums of a class's forward that these child norms read; None where there are none.
+def find_sums(cls: type, norms: Set[str], rows: Set[str], unrounded: bool = False) -> SumFusion | None:
+    """What the forward of a class has around these child norms; None where that is nothing.
 
-    unrounded: norms of the model read sums before they are rounded.
+    Args:
+        norms: the names of those that one launch may compute with a sum.
+        rows: the names of those that one launch may compute with a modulation.
+        unrounded: norms of the model read sums before they are rounded.
 
     Raises:
         CannotRewrite: the forward has no source that can be compiled again.
     """
     function, original = forward_source(cls)
     definition, itself = copy.deepcopy(original), next(iter(inspect.signature(function).parameters), "")
-    exchange = _Exchange(itself, norms, captured(definition))
-    exchange.block(definition.body, [])
+    sites = _exchange(definition, itself, norms, rows)
     keeps = unrounded and _keep_summands(definition, itself) > 0
-    found = tuple(dict.fromkeys(exchange.found))
-    return SumFusion(found, keeps) if found or keeps else None
+    return SumFusion(frozenset(norms), frozenset(rows), sites, keeps) if sites or keeps else None
+
+
+def _exchange(definition: ast.FunctionDef, itself: str, norms: Set[str], rows: Set[str]) -> tuple[Site, ...]:
+    """Put the calls in their places; returns what was exchanged."""
+    marks = MarkModulations(itself, rows)
+    marks.visit(definition)
+    exchange = _Exchange(itself, norms, captured(definition))
+    if marks.count:
+        exchange.merge_products(definition.body, [])
+    exchange.block(definition.body, [])
+    modulated = (call.args[1].attr for call in ast.walk(definition) if _is_modulated(call))
+    exchange.sites.extend(Site(norm, False, True) for norm in modulated)
+    return tuple(dict.fromkeys(exchange.sites))
+
+
+def _is_modulated(node: ast.AST) -> bool:
+    """Whether this is a call that `MarkModulations` has put there."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == MODULATED
 
 
 def adds(cls: type) -> bool:
@@ -87,52 +136,73 @@ class _Exchange:
         itself: the forward's name for its module.
         norms: the names of the children that may be computed with a sum.
         shared: names that something besides the forward's own statements may read.
-        found: the norms of the sums that were exchanged.
+        sites: what was exchanged.
     """
 
     itself: str
-    norms: set[str]
+    norms: Set[str]
     shared: set[str]
-    found: list[str] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    def merge_products(self, body: list[ast.stmt], after: list[ast.stmt] | None) -> None:
+        """Make ``h = h + gate * y`` of ``y = gate * y`` and ``h = h + y``, where nothing reads that y later."""
+        for at in range(len(body) - 1, -1, -1):
+            statement = body[at]
+            rest = None if after is None else body[at + 1 :] + after
+            for block, follows in _blocks(statement, rest):
+                self.merge_products(block, follows)
+            if at and rest is not None:
+                self._merge(body, at, rest)
+
+    def _merge(self, body: list[ast.stmt], at: int, rest: list[ast.stmt]) -> None:
+        match body[at - 1], body[at]:
+            case (
+                ast.Assign([ast.Name(name)], ast.BinOp(_, ast.Mult(), _) as product),
+                ast.Assign([ast.Name(made)], ast.BinOp(left, ast.Add(), right) as total),
+            ):
+                pass
+            case _:
+                return
+        is_left, is_right = (isinstance(side, ast.Name) and side.id == name for side in (left, right))
+        dead = name == made or not _is_read_later(name, rest)
+        if is_left == is_right or not dead or name in self.shared:
+            return
+        if is_left:
+            total.left = product
+        else:
+            total.right = product
+        del body[at - 1]
 
     def block(self, body: list[ast.stmt], after: list[ast.stmt] | None) -> None:
         """Exchange what is in a list of statements; `after` are those that follow it, None if that is not known."""
         at = 0
         while at < len(body):
-            statement, rest = body[at], None if after is None else body[at + 1 :] + after
-            if isinstance(statement, ast.If):
-                self._branches(statement, rest)
-            elif isinstance(statement, ast.With):
-                self.block(statement.body, rest)
-            elif isinstance(statement, (ast.For, ast.While)):
-                self.block(statement.body, None)
-            elif isinstance(statement, _SIMPLE):
+            statement = body[at]
+            rest = None if after is None else body[at + 1 :] + after
+            for block, follows in _blocks(statement, rest):
+                self.block(block, follows)
+            if isinstance(statement, _SIMPLE):
                 self._direct(statement)
                 self._behind(body, at, after)
             at += 1
 
-    def _branches(self, statement: ast.If, after: list[ast.stmt] | None) -> None:
-        self.block(statement.body, after)
-        self.block(statement.orelse, after)
-
     def _direct(self, statement: ast.stmt) -> None:
         """``self.norm(a + b)``"""
         for node in unconditional(statement):
-            if (name := self._norm(node)) and _is_sum(node.args[0]):
-                total = node.args[0]
-                new = call(_NORM_OF_SUM, node, total.left, total.right, node.func)
-                node.func, node.args = new.func, new.args
-                self.found.append(name)
+            site = self._site(node)
+            if site is None or not _is_sum(node.args[0]):
+                continue
+            name = "modulated_sum" if site.modulates else "norm_of_sum"
+            new = _of_both(name, node.args[0], node)
+            node.func, node.args = new.func, new.args
+            self.sites.append(site)
 
     def _behind(self, body: list[ast.stmt], at: int, after: list[ast.stmt] | None) -> None:
         """``h = a + b`` and, behind aliases of it, a statement that begins with ``self.norm(h)``."""
         made = _name_of_sum(body[at])
         if made is None:
             return
-        names, next_at = {made}, at + 1
-        while next_at < len(body) and _may_stand_between(body[next_at], names):
-            names.update(alias_of(body[next_at], names))
-            next_at += 1
+        next_at, names = _behind_aliases(body, at + 1, {made})
         if next_at == len(body):
             return
         reader = body[next_at]
@@ -142,11 +212,13 @@ class _Exchange:
         norm = self._first_call(reader, names) if isinstance(reader, _SIMPLE) else None
         if norm is None:
             return
-        self.found.append(norm.func.attr)
-        body[next_at] = reader = Replace(norm, ast.copy_location(ast.Name(_NORMED, ast.Load()), norm)).visit(reader)
-        own = after is not None and names.isdisjoint(self.shared)
-        own = own and stays_own([reader, *body[next_at + 1 :], *after], names)
-        _take_both(body[at], norm.func, _BOTH if own else _BOTH_OF_SEEN)
+        site = self._site(norm)
+        self.sites.append(site)
+        normed = ast.copy_location(ast.Name(_NORMED, ast.Load()), norm)
+        body[next_at] = reader = Replace(norm, normed).visit(reader)
+        stays = after is not None and names.isdisjoint(self.shared)
+        stays = stays and stays_own([reader, *body[next_at + 1 :], *after], names)
+        _take_both(body[at], norm, _name_of_both(site.modulates, stays))
 
     def _on_both_ways(self, body: list[ast.stmt], at: int, if_at: int, names: set[str], after) -> None:
         """Put the sum, and the norm if it comes behind the `if`, on both ways of it, and exchange them there."""
@@ -159,7 +231,9 @@ class _Exchange:
         inside = [*copy.deepcopy(head), *branch.body, *copy.deepcopy(tail)]
         ways = ast.copy_location(ast.If(branch.test, inside, [*head, *tail]), branch)
         body[at : if_at + 1 + len(tail)] = [ways]
-        self._branches(ways, None if after is None else body[at + 1 :] + after)
+        rest = None if after is None else body[at + 1 :] + after
+        for block, follows in _blocks(ways, rest):
+            self.block(block, follows)
 
     def _tail(self, statements: list[ast.stmt], names: set[str]) -> list[ast.stmt]:
         """The aliases behind an `if` and the statement with the norm; empty where that is not what comes."""
@@ -174,25 +248,60 @@ class _Exchange:
         return []
 
     def _begins_with_norm(self, statements: list[ast.stmt], names: set[str]) -> bool:
-        at, names = 0, set(names)
-        while at < len(statements) and _may_stand_between(statements[at], names):
-            names.update(alias_of(statements[at], names))
-            at += 1
+        at, names = _behind_aliases(statements, 0, names)
         return bool(self._tail(statements[at:], names))
 
     def _first_call(self, statement: ast.stmt, names: set[str]) -> ast.Call | None:
         """The call of a norm of one of the names, if that is what a statement calls first."""
-        first = next((n for n in unconditional(statement) if isinstance(n, ast.Call)), None)
-        if first is None or not self._norm(first) or not isinstance(first.args[0], ast.Name):
+        calls = [node for node in unconditional(statement) if isinstance(node, ast.Call)]
+        views = {node for call in calls if _is_modulated(call) for part in call.args[2:] for node in ast.walk(part)}
+        first = next((call for call in calls if call not in views), None)
+        if first is None or self._site(first) is None or not isinstance(first.args[0], ast.Name):
+            return None
+        if any(reads(part, names) for part in first.args[1:]):
             return None
         return first if first.args[0].id in names else None
 
-    def _norm(self, node: ast.AST) -> str:
-        """The name of the child norm that is called with one argument; "" of anything else."""
+    def _site(self, node: ast.AST) -> Site | None:
+        """What is fused of a call of a norm with its sum; None of anything else."""
+        if _is_modulated(node):
+            return Site(node.args[1].attr, True, True)
         match node:
-            case ast.Call(ast.Attribute(ast.Name(owner), name), [argument], []) if owner == self.itself:
-                return name if name in self.norms and not isinstance(argument, ast.Starred) else ""
-        return ""
+            case ast.Call(ast.Attribute(ast.Name(self.itself), name), [argument], []) if name in self.norms:
+                return None if isinstance(argument, ast.Starred) else Site(name, True, False)
+        return None
+
+
+def _blocks(statement: ast.stmt, after: list[ast.stmt] | None) -> list[tuple[list[ast.stmt], list[ast.stmt] | None]]:
+    """The lists of statements in a statement, each with what follows it; None if that is not known."""
+    match statement:
+        case ast.If(_, body, orelse):
+            return [(body, after), (orelse, after)]
+        case ast.With(_, body):
+            return [(body, after)]
+        case ast.For(_, _, body) | ast.While(_, body):
+            return [(body, None)]
+    return []
+
+
+def _behind_aliases(body: list[ast.stmt], at: int, names: set[str]) -> tuple[int, set[str]]:
+    """The place behind what may stand between a sum and its norm, and the names that the sum has there."""
+    names = set(names)
+    while at < len(body) and _may_stand_between(body[at], names):
+        names.update(alias_of(body[at], names))
+        at += 1
+    return at, names
+
+
+def _is_read_later(name: str, statements: list[ast.stmt]) -> bool:
+    """Whether statements may read a variable before they bind it anew."""
+    for statement in statements:
+        match statement:
+            case ast.Assign([ast.Name(again)], value) if again == name:
+                return reads(value, {name})
+        if reads(statement, {name}):
+            return True
+    return False
 
 
 def _is_sum(node: ast.AST) -> bool:
@@ -219,12 +328,34 @@ def _is_plain_test(test: ast.expr, names: set[str]) -> bool:
     return not reads(test, names) and not any(isinstance(n, (ast.Call, ast.NamedExpr)) for n in ast.walk(test))
 
 
-def _take_both(statement: ast.Assign, norm: ast.expr, function: str) -> None:
-    """Make ``h, normed = function(a, b, norm)`` of ``h = a + b``."""
+def _name_of_both(modulates: bool, stays_own: bool) -> str:
+    if modulates:
+        return "add_and_modulate" if stays_own else "add_and_modulate_seen"
+    return "add_and_norm" if stays_own else "add_and_norm_of_seen"
+
+
+def _take_both(statement: ast.Assign, norm: ast.Call, name: str) -> None:
+    """Make ``h, normed = name(a, b, norm)`` of ``h = a + b``."""
     total, (target,) = statement.value, statement.targets
     both = ast.Tuple([target, ast.Name(_NORMED, ast.Store())], ast.Store())
     statement.targets = [ast.copy_location(both, target)]
-    statement.value = call(function, total, total.left, total.right, norm)
+    statement.value = _of_both(name, total, norm)
+
+
+def _of_both(name: str, total: ast.BinOp, norm: ast.Call) -> ast.Call:
+    """``name(a, b, norm, ...)`` of a sum and a call of a norm, which may be modulated."""
+    left, right = total.left, total.right
+    if not _is_modulated(norm):
+        return call(f"{_PREFIX}{name}", total, left, right, norm.func)
+    if _is_product(right):
+        right = call(_PRODUCT, right, right.left, right.right)
+    elif _is_product(left):
+        left = call(_PRODUCT, left, left.left, left.right)
+    return call(f"{_PREFIX}{name}", total, left, right, *norm.args[1:])
+
+
+def _is_product(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
 def _keep_summands(definition: ast.FunctionDef, itself: str) -> int:
@@ -238,7 +369,7 @@ def _keep_summands(definition: ast.FunctionDef, itself: str) -> int:
             holder, total = total.elts, total.elts[0]
         if not _is_sum(total):
             continue
-        new = call(_UNROUNDED, total, total.left, total.right, ast.Name(itself, ast.Load()))
+        new = call(f"{_PREFIX}add_unrounded", total, total.left, total.right, ast.Name(itself, ast.Load()))
         if holder is None:
             statement.value = new
         else:
