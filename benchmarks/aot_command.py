@@ -3,16 +3,13 @@
 python -m benchmarks aot                                       the table of sm_90, RMSNorm in bf16
 python -m benchmarks aot sm_80,gfx942:gemma-bf16:128,4096      TARGETS:VARIANTS:SIZES, and more of them if wanted
 python -m benchmarks aot sm_90:: --json                        every variant and size
-python -m benchmarks aot sm_90:: --tighten tests/tools/aot_budgets.json
 """
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.paths import did_you_mean
@@ -27,7 +24,6 @@ def add_arguments(parser) -> None:
         help="each a comma-separated list, an empty one meaning all (default sm_90:llama-bf16)",
     )  # fmt: skip
     parser.add_argument("--disassemble", action="store_true", help="check access widths against the machine code")
-    parser.add_argument("--tighten", type=Path, metavar="FILE", help="lower the budgets in FILE to what was compiled")
 
 
 def run(args) -> Result:
@@ -39,10 +35,6 @@ def run(args) -> Result:
     if aot.launch.INTERPRETED:
         raise CliError("triton was imported for its interpreter, which compiles nothing: run this in a process anew")
     found = aot.examine_all([case for text in args.cases for case in parse_cases(text)], args.disassemble)
-    if args.tighten:
-        budgets = json.loads(args.tighten.read_text(encoding="utf-8")) if args.tighten.exists() else {}
-        tighten(budgets.setdefault(triton.__version__, {}), found)
-        write_budgets(args.tighten, budgets)
     lines = [ROW.format(*HEADS)]
     for c in found:
         widths = " ".join(f"{name}:{'/'.join(map(str, w))}" for name, w in c.widths.items())
@@ -73,28 +65,3 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
         raise CliError(f"{text}: {sizes} is no list of hidden sizes, as in 128,4096") from None
     cases = product(choose(targets, CHIPS), choose(variants, VARIANTS), sizes)
     return [case for case in cases if is_served(VARIANTS[case[1]], case[2])]
-
-
-def tighten(table: dict, found: list) -> None:
-    """Lower the budgets of one version of Triton to what was compiled where that is better; never raise one.
-
-    table["target variant kernel"][hidden size] is [registers, blocks], and the bytes spilled where there are any.
-    """
-    for c in found:
-        row = table.setdefault(f"{c.target} {c.variant} {c.kernel}", {})
-        now = c.registers, c.blocks, c.spilled
-        registers, blocks, spilled = (*row.get(str(c.hidden_size), now), 0)[:3]
-        best = [min(registers, c.registers), max(blocks, c.blocks), min(spilled, c.spilled)]
-        row[str(c.hidden_size)] = best if best[2] else best[:2]
-
-
-def write_budgets(path: Path, budgets: dict) -> None:
-    """One line for each kernel, so that a change is easy to review."""
-    lines = []
-    for version, table in sorted(budgets.items()):
-        rows = (
-            f"  {json.dumps(name)}: {json.dumps(dict(sorted(row.items(), key=lambda item: int(item[0]))))}"
-            for name, row in sorted(table.items())
-        )
-        lines.append(f" {json.dumps(version)}: {{\n" + ",\n".join(rows) + "\n }")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -15,7 +15,7 @@ import hf_rmsnorm
 
 from . import BadOptions
 from .compare import MAPPINGS, TIME_LIMIT, chosen, examine
-from .report import by_reason, table, totals, wrong
+from .report import by_reason, dumped, table, totals, wrong
 from .scan import not_built
 from .workers import Job, run_all
 
@@ -83,7 +83,7 @@ def _write(path: Path, found: dict[str, dict[str, dict]]) -> None:
             "types": [{**r, "wrong": wrong(r)} for r in results],
         }
     document["not_built"] = not_built(document)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.write_text(dumped(document), encoding="utf-8")
     path.with_suffix(".txt").write_text(_table(found), encoding="utf-8")
 
 

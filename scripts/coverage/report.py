@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 
@@ -96,3 +97,29 @@ def table(results: list[dict]) -> str:
 
 def _sum(entries: list[list]) -> int:
     return sum(n for *_, n in entries)
+
+
+NOT_COMMITTED = {"arguments", "parameters"}  # what the model was built with
+
+
+def committed(result):
+    """A result without what nothing reads later."""
+    if isinstance(result, dict):
+        return {key: committed(value) for key, value in result.items() if key not in NOT_COMMITTED}
+    return [committed(value) for value in result] if isinstance(result, list) else result
+
+
+def lines_of(results: list[dict]) -> str:
+    """JSON with a line for each type, so that a change of one is a line of a diff."""
+    lines = (json.dumps(committed(result), separators=(",", ":")) for result in results)
+    return "[\n" + ",\n".join(lines) + "\n]"
+
+
+def dumped(document: dict) -> str:
+    """The JSON of `patch`."""
+    types = {name: part["types"] for name, part in document["mappings"].items()}
+    mappings = {name: {**part, "types": f"<{name}>"} for name, part in document["mappings"].items()}
+    text = json.dumps({**document, "mappings": mappings}, indent=1)
+    for name, results in types.items():
+        text = text.replace(f'"<{name}>"', lines_of(results))
+    return text + "\n"

@@ -1,11 +1,10 @@
-"""Counts what compiled kernels do for a row: ``python tests/helpers/ptx_counts.py`` writes the table of them anew.
+"""Counts what compiled kernels do for a row: ``python tests/helpers/ptx_counts.py`` prints it, a line a kernel.
 
 Each count is of the PTX for sm_90 as the executor runs it: instructions of warps, 32-byte sectors of global memory that
 a warp's access touches, barriers that a program meets, and exchanges between the lanes of a warp. They are counts, not
 times; the assembler behind PTX makes fewer or more instructions of it.
 """
 
-import json
 import sys
 from collections import Counter
 from functools import partial
@@ -19,7 +18,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 from ptx import machine  # noqa: E402
 from ptx.driver import TRITON, run_kernels_on_cpu  # noqa: E402
 
-TABLE = Path(__file__).parents[1] / "ptx/counts.json"
 UNITS = ("instructions", "sectors", "barriers", "shuffles")
 BF16 = torch.bfloat16
 
@@ -140,6 +138,5 @@ def counted() -> dict:
 if __name__ == "__main__":
     if not run_kernels_on_cpu():
         sys.exit(f"this needs Triton {TRITON}, and TRITON_INTERPRET unset")
-    lines = [f"  {json.dumps(name)}: {json.dumps(counts)}" for name, counts in counted().items()]
-    TABLE.write_text(f'{{"triton": "{TRITON}", "rows": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
-    print(TABLE.read_text(encoding="utf-8"))
+    for name, counts in counted().items():
+        print(f"{name:60}", "  ".join(f"{unit} {value:g}" for unit, value in counts.items()))

@@ -20,7 +20,6 @@ from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
 from hf_rmsnorm.ops import backend
 from scripts.coverage.__main__ import parser as coverage_parser
-from scripts.mutants.__main__ import build_parser as mutants_parser
 from scripts.real_configs import build_parser as real_configs_parser
 from scripts.trainers import ROWS, TRAINERS
 
@@ -89,8 +88,6 @@ def parses(words: list[str]) -> bool:
         return parser.parse_args(words[3:]) is not None
     if words[:3] == ["python", "-m", "scripts.coverage"]:
         return coverage_parser().parse_args(words[3:]) is not None
-    if words[:3] == ["python", "-m", "scripts.mutants"]:
-        return mutants_parser().parse_args(words[3:]) is not None
     if words[:3] == ["python", "-m", "scripts.real_configs"]:
         return real_configs_parser().parse_args(words[3:]) is not None
     return False

@@ -174,36 +174,6 @@ def test_limits_it_names_are_there():
 # --- what a committed result holds -------------------------------------------------------------------------------
 
 
-def test_it_names_what_the_table_of_budgets_holds():
-    tables = json.loads((ROOT / "tests/tools/aot_budgets.json").read_text(encoding="utf-8"))
-    said = pages.prose("docs/proof.md")
-    (old, older), (version, table) = sorted(tables.items())
-    assert f"for Triton {version} and, of fewer kernels, {old}" in said and set(older) < set(table)
-    spills = {
-        (*name.split(), int(size)): row[2]
-        for name, sizes in older.items() for size, row in sizes.items() if len(row) == 3 and "unaligned" not in name
-    }  # fmt: skip
-    assert {name[1:] for name in spills} == {("layernorm-bf16", "norm_backward", size) for size in (9_216, 12_288)}
-    least, most = min(spills.values()), max(spills.values())
-    assert f"With Triton {old} LayerNorm's backward on 9,216 and 12,288 columns spills {least} to {most} bytes" in said
-    sums, pairs = {"add_llama", "add_layernorm"}, {"qk", "qk_rotary", "qk_whole", "qk_weighted"}
-    # plain has no weight; mamba's gate is before the norm, qwen3_next's after it; cohere is LayerNorm without a bias
-    alone = {"llama", "gemma", "t5", "plain", "textbook", "mamba", "qwen3_next"}
-    centered = {"layernorm", "cohere", "gated_layernorm", "modulated", "add_modulated"}
-    rows = [row.split() for row in table]
-    on_sm_90 = {variant.split("-")[0] for target, variant, _ in rows if target == "sm_90"}
-    assert on_sm_90 == alone | centered | sums | pairs
-    assert {target for target, _, _ in rows} == {"sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942"}
-    for words in (
-        "ahead of time for sm_75, sm_80, sm_86, sm_90, sm_100 and gfx942: the RMSNorms of LLaMA, Gemma and T5",
-        "one without weight, one with its eps outside the root, gated ones of both orders; LayerNorm",
-        "with a bias, without and gated; residual sums with the norms of LLaMA and LayerNorm",
-        "q and k norm with and without rotary embedding, over all heads and with a weight for each",
-        "modulated norms, with a gated sum and without",
-    ):
-        assert words in said
-
-
 def test_the_numbers_of_types_are_those_of_the_results():
     causal = result("coverage-5.23.0.json")["mappings"]["causal"]
     fused = [{text for run in t["runs"] for _, text, _ in run["layers"]} for t in causal["types"]]

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ...fused import attention as run_time
 from ...fused.source import CannotRewrite, call, compiled_again, forward_source
 from .rotary import is_rotary
-from .uses import Replace, reads
+from .uses import Replace, captured, reads
 
 _PAIR = "_hf_rmsnorm_pair"
 _WAIT, _ROTATE, _BOTH = "_hf_rmsnorm_pair_to_rotate", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_norm_both"
@@ -293,9 +293,10 @@ def _pair_of(definition: ast.FunctionDef, itself: str, norms: Set[str], children
     """
     search = _Search(itself, norms, children)
     search.block(definition.body)
-    if len(search.pairs) != 1:
+    pairs = [pair for pair in search.pairs if captured(definition).isdisjoint({pair.q.name, pair.k.name})]
+    if len(pairs) != 1:
         raise CannotRewrite("its forward does not rotate a normalised q and a normalised k directly")
-    return search.pairs[0]
+    return pairs[0]
 
 
 def _put_off(definition: ast.FunctionDef, pair: _Pair) -> None:

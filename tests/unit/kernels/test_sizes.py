@@ -35,7 +35,7 @@ def test_a_tile_holds_the_row(hidden_size):
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("hidden_size", SIZES)
 def test_the_backwards_buffers_fit_in_shared_memory(hidden_size, limit):
-    """`tests/tools/test_aot_budgets.py` says the same of what was compiled."""
+    """`tests/tools/test_aot.py` says the same of what was compiled."""
     for centered, gated, added, biased, mixed in itertools.product((False, True), repeat=5):
         for itemsize in (2, 4):
             config = backward_config(hidden_size, centered, itemsize, limit, gated, added, biased, mixed=mixed)

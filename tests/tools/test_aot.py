@@ -1,7 +1,7 @@
-"""Budgets on the machine code of every kernel, compiled ahead of time by benchmarks/aot.py: no GPU is needed.
+"""The machine code of the kernels, compiled ahead of time by benchmarks/aot.py: no GPU is needed.
 
-tests/tools/aot_budgets.json holds, by the version of Triton, registers per thread, programs per multiprocessor, and the
-bytes spilled where there are any. It only ever improves: ``python -m benchmarks aot CASES --tighten FILE``.
+Registers and programs per multiprocessor are printed, not tested: ``python -m benchmarks aot``. What protects users is:
+no spills on common rows, accesses of 16 bytes, sums in one order, and memory that fits the chip.
 """
 
 import json
@@ -15,8 +15,7 @@ import pytest
 from places import ROOT
 
 triton = pytest.importorskip("triton", reason="nothing is compiled without Triton")
-BUDGETS = json.loads((ROOT / "tests/tools/aot_budgets.json").read_text())
-REGISTER_SLACK = 8
+CHOSEN_FOR = "3.9.0"
 GATED = ("mamba-bf16", "qwen3_next-bf16", "gated_layernorm-bf16")
 TOKENS = ("qk_whole", "qk_weighted")
 OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "SHIFT", "FACTOR", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK",
@@ -24,7 +23,7 @@ OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "SHIFT", "FACTOR", "RES", "H", "DH"
 SHARED_LIMIT = {"sm_75": 65_536, "sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448,
                 "gfx942": 65_536}  # fmt: skip
 
-DEFAULT = (
+SAMPLE = (
     "sm_90:llama-bf16",
     "sm_90:llama-bf16-frozen,llama-fp16,llama-fp32,llama-mixed,gemma-bf16,t5-mixed,plain-bf16:128,8192,14336",
     "sm_90:layernorm-bf16,layernorm-fp32:128,4096,14336",
@@ -52,10 +51,6 @@ DEFAULT = (
     "sm_75:llama-bf16,llama-fp16,add_llama-bf16:128,4096",
     "sm_75:qk_rotary-bf16:128",
 )
-EVERYTHING = ("::",)
-budgeted = pytest.mark.skipif(
-    triton.__version__ not in BUDGETS, reason=f"registers are budgeted for Triton {', '.join(BUDGETS)} only"
-)
 
 
 @cache
@@ -67,11 +62,7 @@ def compiled(cases, *options):
     return json.loads(run.stdout)["kernels"]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(DEFAULT, marks=pytest.mark.nightly), pytest.param(EVERYTHING, marks=pytest.mark.nightly)],
-    ids=["sample", "everything"],
-)
+@pytest.fixture(scope="module", params=[pytest.param(SAMPLE, marks=pytest.mark.nightly)], ids=["sample"])
 def kernels(request):
     return compiled(request.param)
 
@@ -82,12 +73,10 @@ def a_few():
 
 
 @pytest.mark.full
-@budgeted
-def test_a_few_kernels_keep_to_the_table(a_few):
+def test_a_few_kernels(a_few):
     assert [kernel["kernel"] for kernel in a_few] == ["norm_forward", "norm_backward", "reduce_partials"]
-    test_no_register_is_spilled_but_where_the_table_says_so(a_few)
+    test_common_rows_spill_no_register(a_few)
     test_rows_move_by_16_bytes(a_few)
-    test_registers_and_programs_per_multiprocessor_keep_to_the_table(a_few)
 
 
 def name_of(kernel):
@@ -104,20 +93,19 @@ def test_every_kernel_compiles_for_every_target(kernels):
         assert names[target] == rows | heads, target
 
 
-def budget_of(kernel):
-    row = BUDGETS[triton.__version__].get("{target} {variant} {kernel}".format(**kernel), {})
-    return row.get(str(kernel["hidden_size"]))
+def is_common(kernel):
+    """Aligned rows of up to 8,192 columns without a gate, on an A100 or an H100."""
+    variant = kernel["variant"]
+    aligned = not variant.endswith(("unaligned", "strided"))
+    return (
+        kernel["target"] in ("sm_80", "sm_90") and aligned and variant not in GATED and kernel["hidden_size"] <= 8_192
+    )
 
 
-def spill_allowed(kernel):
-    """Bytes: what the table says, or none."""
-    return (*(budget_of(kernel) or (0, 0)), 0)[2]
-
-
-@budgeted
-def test_no_register_is_spilled_but_where_the_table_says_so(kernels):
-    spilled = {name_of(k): k["spilled"] for k in kernels if k["spilled"] > spill_allowed(k)}
-    assert not spilled, "bytes of local memory per thread"
+def test_common_rows_spill_no_register(kernels):
+    common = [kernel for kernel in kernels if is_common(kernel)]
+    spilled = {name_of(kernel): kernel["spilled"] for kernel in common if kernel["spilled"]}
+    assert common and not spilled, "bytes of local memory per thread"
 
 
 def test_rows_move_by_16_bytes(kernels):
@@ -165,27 +153,14 @@ def test_shared_memory_fits_the_chip(kernels):
     assert not over, "bytes per program"
 
 
-@budgeted
-def test_registers_and_programs_per_multiprocessor_keep_to_the_table(kernels):
-    over, unknown = [], []
-    for kernel in kernels:
-        budget = budget_of(kernel)
-        if budget is None:
-            unknown.append(name_of(kernel))
-        elif kernel["registers"] > budget[0] + REGISTER_SLACK or kernel["blocks"] < budget[1]:
-            over.append(f"{name_of(kernel)}: {kernel['registers']} registers, {kernel['blocks']} blocks, not {budget}")
-    assert not over
-    assert not unknown or kernels is not compiled(DEFAULT), "compiled, but not in tests/tools/aot_budgets.json"
-
-
 @pytest.mark.nightly
-@pytest.mark.skipif(triton.__version__ != max(BUDGETS), reason=f"shapes are chosen for Triton {max(BUDGETS)}")
+@pytest.mark.skipif(triton.__version__ != CHOSEN_FOR, reason=f"sizes are chosen for Triton {CHOSEN_FOR}")
 @pytest.mark.full
 def test_the_persistent_grid_asks_for_no_more_programs_than_fit():
     from hf_rmsnorm.kernels.plan_qk import PROGRAMS_PER_SM as QK_PROGRAMS_PER_SM
     from hf_rmsnorm.kernels.sizes import backward_config
 
-    for kernel in compiled(DEFAULT):
+    for kernel in compiled(SAMPLE):
         variant = kernel["variant"]
         gated, added, output = variant in GATED, variant.startswith("add_"), variant.endswith("-output")
         if (
