@@ -21,6 +21,7 @@ from benchmarks.machine_code import read_amd, read_nvidia, sums
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.kernels import launch, launch_qk, plan
 from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
+from hf_rmsnorm.ops.from_output import MOST_COLUMNS_WITH_BIAS
 
 KERNELS = (*launch.KERNELS, *launch_qk.KERNELS)
 SIZES = (64, 96, 128, 896, 2048, 2560, 4096, 5120, 8192, 12288, 14336, 16384)
@@ -122,8 +123,10 @@ VARIANTS = {
 
 
 def is_served(variant: Variant, hidden_size: int) -> bool:
-    """Whether the kernels compute rows of this size; of heads they compute short ones alone."""
-    return not variant.heads or hidden_size <= MAX_HEAD_DIM
+    """Whether the kernels compute rows of this size: of heads short ones alone, and with a bias from outputs."""
+    if variant.heads:
+        return hidden_size <= MAX_HEAD_DIM
+    return not (variant.output and variant.spec.has_bias) or hidden_size <= MOST_COLUMNS_WITH_BIAS
 
 
 class CompileOnly(StubDriver):

@@ -155,13 +155,16 @@ def reference_backward(
 
 
 def input_of_output(y: Tensor, weight: Tensor | None, bias: Tensor | None, rstd: Tensor, spec: NormSpec) -> Tensor:
-    """The x (less its mean, where the norm is centered) that gave y and rstd, in float32 and with the rounding of y."""
+    """The x (less its mean, where the norm is centered) that gave y and rstd, in float32 and with the rounding of y.
+
+    A scale of zero counts as one, as in the kernel.
+    """
     xhat = y.to(compute_dtype(y.dtype))
     if bias is not None:
         xhat = xhat - bias.to(xhat.dtype)
     if weight is not None:
         scale = _scale(weight, spec).to(xhat.dtype)
-        xhat = torch.where(scale == 0, 0.0, xhat / scale)  # a weight that became zero since: never NaN
+        xhat = xhat / torch.where(scale == 0, 1.0, scale)
     return xhat / rstd.view(*y.shape[:-1], 1)
 
 

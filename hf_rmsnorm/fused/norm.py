@@ -83,7 +83,7 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
     # Where nothing but eps can change, what it was found with; None is also what is not there.
     only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
     eps_name, eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
-    replaces, is_simple, memory_efficient = recipe.replaces, recipe.is_simple, recipe.memory_efficient
+    replaces, is_simple, keep_output = recipe.replaces, recipe.is_simple, recipe.keeps_output
     # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
     mixes, unrounded = recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight", not recipe.rounds_sum
     mixes = mixes and gate_name is None
@@ -139,7 +139,6 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
                 return own_forward(self, *args, **kwargs)
             plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)
-        keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, spec)
         if plan is not None:
             y = launched_norm(x, weight, bias, None, spec, plan, keep_output)
             return y.contiguous() if row_major else y
@@ -168,7 +167,6 @@ def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: boo
             else:
                 like = alike(x, weight, bias := self._parameters.get(bias_name))
             if like and not is_watched():
-                keep_output = memory_efficient and recipe.keeps_output(self, weight, bias, recipe.spec)
                 return launched_norm(x, weight, bias, None, recipe.spec, plan, keep_output)
         return forward(self, *args, **kwargs)
 

@@ -1,14 +1,14 @@
 """How one norm module is computed: its formula, and where the module keeps what the formula needs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from ..formula import NormSpec
-from ..ops import formula_refusal, keeps_output, parameters_refusal
+from ..ops import input_needed
 from ..ops.direct import autocast_enabled
 from ..ops.norm import autocasts_functional
 
@@ -45,8 +45,8 @@ class Recipe:
             module's own forward is never run.
         own: the recipe of the module itself, where that is another.
         rounds_sum: a residual sum is rounded before it is normalised; else the norm reads it as float32 holds it.
-        memory_efficient: the kernels' backward reads the norm's output instead of its input, where that serves. Not of
-            weights that FSDP manages: it writes them past their version.
+        memory_efficient: the kernels' backward is to read the norm's output instead of its input.
+        input_needed: why it reads the input all the same; "" where it need not.
         fuse_residual: one launch may compute the norm with what surrounds it: a sum, a rotation, a modulation.
 
     Calls that do not meet all this run the module's own forward.
@@ -75,6 +75,7 @@ class Recipe:
     own: "Recipe | None" = None
     rounds_sum: bool = True
     memory_efficient: bool = False
+    input_needed: str = ""
     fuse_residual: bool = True
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
@@ -158,23 +159,23 @@ class Recipe:
         }
         return "; ".join(text for text, applies in words.items() if applies)
 
-    def keeps_output(self, module: torch.nn.Module, weight, bias, spec: NormSpec) -> bool:
-        """Whether this call of the module shall keep its output for the backward, not its input."""
-        return (
-            self.memory_efficient
-            and "_is_fsdp_managed_module" not in module.__dict__
-            and keeps_output(weight, bias, spec)
-        )
+    @cached_property
+    def keeps_output(self) -> bool:
+        """Whether the backward reads the norm's output."""
+        return self.memory_efficient and not self.input_needed
 
-    def memory_note(self, module: torch.nn.Module) -> str:
-        """What the module, as it is now, keeps for the backward under `memory_efficient`, in words; "" without that."""
+    def saving_memory(self, module: torch.nn.Module) -> "Recipe":
+        """Return this recipe under `memory_efficient`, for a module with the parameters that it has now."""
+        weight, bias = (None if name is None else tensor_of(module, name) for name in (self.weight, self.bias))
+        return replace(self, memory_efficient=True, input_needed=input_needed(weight, bias, self.spec))
+
+    def memory_note(self) -> str:
+        """What the module keeps for the backward under `memory_efficient`, in words; "" without that."""
         if not self.memory_efficient:
             return ""
-        found = operands(module, self)
-        refusal = formula_refusal(self.spec)
-        if refusal is None and found is not None:
-            refusal = parameters_refusal(*found)
-        return "keeps its output for backward" if refusal is None else f"keeps its input for backward: {refusal}"
+        if self.keeps_output:
+            return "keeps its output for backward"
+        return f"keeps its input for backward: {self.input_needed}"
 
 
 def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:

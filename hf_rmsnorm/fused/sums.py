@@ -97,5 +97,4 @@ def _in_one_launch(left, right, norm) -> tuple | None:
         if backend != "triton" or not recipe.fits(wider, weight, bias):
             return None
         plan = None if key is None else plans.keep(key, backend, plan_of, right, weight, bias, spec, left)
-    keep_output = recipe.keeps_output(norm, weight, bias, spec)
-    return fused_add_norm(right, left, weight, bias, spec, "triton", keep_output, plan)
+    return fused_add_norm(right, left, weight, bias, spec, "triton", recipe.keeps_output, plan)

@@ -116,7 +116,7 @@ def norm_backward(
                 if RELOAD_W:
                     w = load(W + tile_cols, col_mask, BLOCK == N, always)
                 scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
-            xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N, CENTERED)
+            xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N)
         else:
             if CENTERED:
                 x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]

@@ -113,18 +113,15 @@ def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr, EARLY: tl.constexpr):
-    """xhat from the norm's output y, in float32: (y - bias) / scale, zero in masked columns; scale None: no weight.
+def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
+    """xhat from the norm's output y, in float32: (y - bias) / scale; zero in masked columns. scale None: no weight.
 
-    Where the scale is zero, y has lost xhat: a weight that became so since the forward gives zero, not NaN. EARLY says
-    which of two ways there takes fewer registers.
+    A scale of zero counts as one: y has lost xhat there, and xhat is then zero.
     """
     if B is not None:
         y = y - load(B + cols, col_mask, DENSE).to(tl.float32)
     if scale is not None:
-        y = y / tl.where(scale == 0.0, float("inf"), scale) if EARLY else tl.where(scale == 0.0, 0.0, y / scale)
-    if not DENSE:
-        y = tl.where(col_mask, y, 0.0)
+        y = y / tl.where(scale == 0.0, 1.0, scale)
     return y
 
 

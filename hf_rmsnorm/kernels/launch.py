@@ -133,9 +133,6 @@ def norm_backward(
         plan = backward_plan(dy, x, weight, bias, gate, spec, need, limits, dh, from_output)
         if forward is not None:
             forward.backward[key] = plan
-            if from_output:  # a CUDA graph keeps inputs, and can load no kernel: those that read them are loaded here
-                stats = rstd, rstd if spec.centered else None
-                norm_backward(dy, x, weight, bias, *stats, spec, need, gate, dh, False, forward, launch=False)
     serve = plan.serve.get(need) or _backward(plan, need)
     return serve(dy, x, weight, bias, rstd, mean, gate, dh, spec.eps, launch)
 

@@ -103,7 +103,7 @@ def fused_add_norm(
         residual: the same shape, any strides; of x's dtype, or one of the two is float32, as under autocast.
         weight, bias: (hidden_size,) or None, as the spec says.
         backend: what `add_norm_backend` answered, if the caller has asked already.
-        keep_output: what `keeps_output` answered: y is kept for the backward, not h.
+        keep_output: y is kept for the backward, not h, where `serves_as_input`.
         plan: what `plan_of` answered for such tensors.
 
     Returns:

@@ -18,7 +18,6 @@ from ..reference import (
 )
 from .backend import give_up
 from .direct import alike_to, is_direct, is_watched, under_transform
-from .from_output import note_backward
 from .loading import kernels, qk_kernels
 from .operators import as_saved, norm_backward_op, qk_as_saved, qk_norm_backward_op, spec_args, wanted
 
@@ -68,8 +67,6 @@ def norm_gradients(
     """
     dh = dh if need[0] else None
     compiling = _is_compiling()
-    if from_output:
-        note_backward()
     asked = need, from_output, dh is None
     try:
         if plan is not None and not (compiling or torch.is_grad_enabled() or is_watched()):

@@ -69,7 +69,7 @@ def fused_norm(
             spec says.
         backend: what `resolve_backend` answered, if the caller has asked already.
         gate: x's shape, where the spec has one.
-        keep_output: what `keeps_output` answered: the kernels' backward shall read the output, not x.
+        keep_output: the kernels' backward shall read the output, not x, where `serves_as_input`.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging Face module's output has.

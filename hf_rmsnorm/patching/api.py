@@ -32,14 +32,15 @@ class Options:
     memory_efficient: bool | None = None
     numerics: str | None = None
 
-    def recipe(self, recipe: Recipe, before: Recipe | None) -> Recipe:
-        """A norm's recipe with what this call names, and for the rest what it had `before`, or else the defaults."""
-        kept = before or recipe
+    def recipe(self, recipe: Recipe, module: torch.nn.Module) -> Recipe:
+        """A norm's recipe with what this call names, and for the rest what the module had, or else the defaults."""
+        kept = recipe_of(module) or recipe
         numerics = kept.numerics if self.numerics is None else self.numerics
         fuse_residual = kept.fuse_residual if self.fuse_residual is None else self.fuse_residual
         memory_efficient = kept.memory_efficient if self.memory_efficient is None else self.memory_efficient
         rounded = as_rounded_by(numerics, kept)
-        return replace(rounded, fuse_residual=fuse_residual, memory_efficient=memory_efficient)
+        result = replace(rounded, fuse_residual=fuse_residual, memory_efficient=False, input_needed="")
+        return result.saving_memory(module) if memory_efficient else result
 
 
 def patch_model(
@@ -190,7 +191,7 @@ def _change(model, include, exclude, strict, options: Options) -> tuple[PatchRep
     chosen = [entry for entry in entries if entry.recipe is not None and entry.chosen]
     for entry in chosen:
         try:
-            entry.recipe = options.recipe(entry.recipe, recipe_of(entry.module))
+            entry.recipe = options.recipe(entry.recipe, entry.module)
         except ValueError as error:
             what, cure = f"numerics={options.numerics!r}: {error}", f"as {entry.paths[0]!r} is: list it in exclude"
             raise ValueError(f"{what}, {cure}") from None

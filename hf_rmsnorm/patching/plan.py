@@ -38,7 +38,7 @@ def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedL
     swapped, skipped = [], []
     for entry in entries:
         name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
-        memory = "" if fused is None else fused.memory_note(entry.module)
+        memory = "" if fused is None else fused.memory_note()
         order = f"as {SERVERS[recipe.numerics]} rounds" if recipe and recipe.numerics != "model" else ""
         shared = f"one module at {len(entry.paths)} paths" if len(entry.paths) > 1 else ""
         notes = "; ".join(filter(None, (recipe.notes() if recipe else "", order, memory, shared, entry.note)))

@@ -1,17 +1,13 @@
 """`patch_model(model, memory_efficient=True)`: the backward reads the norm's output, where that serves."""
 
 import copy
-import gc
 import pickle
 
 import pytest
 import tiny_models
 import torch
-from probes import facts
 from tolerance import FACTOR, assert_as_accurate
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -20,7 +16,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend
-from hf_rmsnorm.ops import from_output, fused_add_norm, fused_norm
+from hf_rmsnorm.kernels.serves import unserved
+from hf_rmsnorm.ops import fused_add_norm, fused_norm
 from tests.unit.kernels import test_kernels
 from tests.unit.kernels.test_kernels import DTYPES, SPECS, parameters, rows
 from tests.unit.ops import test_add_norm
@@ -33,7 +30,7 @@ MODULES = {
     "t5": T5LayerNorm,
     "layer_norm": nn.LayerNorm,
 }
-SERVED = [name for name, spec in SPECS.items() if from_output.formula_refusal(spec) is None]
+SERVED = [name for name, spec in SPECS.items() if unserved(spec, "from the output") is None]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +92,6 @@ def served_parameters(spec, hidden_size, dtype):
             weight[scale.abs() < 0.05] = 0.05 - spec.weight_offset
         if bias is not None:
             bias.copy_(bias.clamp(-3.9 * scale.abs(), 3.9 * scale.abs()))
-    assert from_output.parameters_refusal(weight, bias, spec) is None
     return weight, bias
 
 
@@ -186,89 +182,17 @@ def test_a_weight_that_hides_the_input_has_it_kept(what):
     check(module, x, dy)
 
 
-@pytest.mark.parametrize("what", [0.0, "bias", float("nan")])
-def test_weights_are_looked_at_again_when_they_change(what):
-    module, (x, dy) = build("layer_norm"), operands()
+def test_what_is_kept_is_decided_when_the_model_is_patched():
+    module, (x, _) = build("layer_norm"), operands()
     patch_model(module, memory_efficient=True)
+    spoil(module, 0.0)
     assert kept(module, x) == "output"
-    good = copy.deepcopy(module.state_dict())
-    spoil(module, what)
+    patch_model(module)
     assert kept(module, x) == "input"
-    if what == what:
-        check(module, x, dy)
-    module.load_state_dict(good)
-    assert kept(module, x) == "output"
-    module.weight = nn.Parameter(torch.zeros_like(module.weight))
-    assert kept(module, x) == "input"
-    module.weight.data = torch.ones_like(module.weight)  # which moves no version
-    module.bias.data.zero_()
-    assert kept(module, x) == "output"
-
-
-def test_all_norms_are_looked_at_once_a_forward(monkeypatch):
-    model = nn.Sequential(*(build("llama") for _ in range(3)), build("layer_norm"))
-    patch_model(model, memory_efficient=True)
-    looks = []
-    real = from_output._look
-    x, dy = operands()
-    model(x)
-    monkeypatch.setattr(from_output, "_look", lambda device: (looks.append(device), real(device)))
-    for step in range(1, 4):
-        model(x).backward(dy)
-        torch.optim.SGD(model.parameters(), 1e-4).step()
-        model(x)
-        model(x)
-        assert len(looks) == 3 * step
-    with torch.no_grad():
-        model(x)
-    assert len(looks) == 9, "without gradients nothing is looked at"
 
 
 def prune(parameter):
     parameter.data[3] = 0.0
-
-
-def average(parameter):
-    parameter.data.copy_(torch.where(torch.arange(len(parameter)) == 3, 0.0, parameter.data))
-
-
-def through_numpy(parameter):
-    parameter.detach().view(torch.int16).numpy()[3] = 0
-
-
-def trained(module, x, dy):
-    module(x).backward(dy)
-
-
-def run(module, x, dy):
-    module(x)
-
-
-def only_patched(module, x, dy):
-    pass
-
-
-@pytest.mark.parametrize("name", ["llama", "layer_norm"])
-@pytest.mark.parametrize("before", [trained, run, only_patched])
-@pytest.mark.parametrize("write", [prune, average, through_numpy])
-def test_a_weight_that_becomes_zero_past_its_version_is_noticed_at_the_next_forward(write, before, name):
-    module, (x, dy) = build(name), operands()
-    patch_model(module, memory_efficient=True)
-    before(module, x, dy)
-    version = module.weight._version
-    write(module.weight)
-    assert module.weight._version == version and kept(module, x) == "input"
-    check(module, x, dy)
-
-
-def test_a_norm_that_a_step_left_out_is_asked_about_in_the_next():
-    used, other = build("llama"), build("llama")
-    x, dy = operands()
-    patch_model(nn.Sequential(used, other), memory_efficient=True)
-    for module in (used, other, used):
-        module(x).backward(dy)
-    prune(other.weight)
-    assert kept(other, x) == "input"
 
 
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
@@ -335,35 +259,6 @@ def test_optimizers_that_write_past_versions_train_as_without(optimizer):
         assert (kept_output - kept_input).norm() < 0.1 * kept_input.norm()
 
 
-def test_nothing_is_looked_at_or_left_out_while_a_graph_is_captured(monkeypatch):
-    module, (x, _) = build(), operands()
-    patch_model(module, memory_efficient=True)
-    spoil(module, 1.0)
-    monkeypatch.setattr(from_output, "capturing", lambda tensor: True)
-    monkeypatch.setattr(from_output, "_look", lambda device: pytest.fail("a synchronisation breaks the capture"))
-    assert kept(module, x) == "input"
-
-
-@pytest.mark.full
-def test_a_warm_up_loads_all_kernels_that_a_captured_step_launches():
-    """While a graph is captured inputs are kept, whose backward is another kernel, and a GPU can load none."""
-    warm, captured, *of_layer_norm = facts("capture_probe.py", "sm_90")
-    assert (warm["launches"], warm["loaded"]) == (3, 4)  # forward, both backwards, the sum of partial gradients
-    assert (captured["capturing"], captured["launches"], captured["loaded"]) == (True, 3, 0)
-    assert of_layer_norm[1]["launches"] == 4 and of_layer_norm[1]["loaded"] == 0
-
-
-def test_what_is_known_of_weights_dies_with_them():
-    before = len(from_output._seen)
-    module, (x, _) = build(), operands()
-    patch_model(module, memory_efficient=True)
-    module(x)
-    assert len(from_output._seen) == before + 1
-    del module
-    gc.collect()
-    assert len(from_output._seen) == before
-
-
 def test_formulas_that_need_their_input_keep_it():
     class Textbook(LlamaRMSNorm):
         def forward(self, x):
@@ -400,17 +295,6 @@ def test_a_parametrized_or_frozen_weight_and_an_input_without_gradient():
     assert kept(module, x.detach()) == "output"
     parametrize.register_parametrization(module, "weight", nn.Identity())
     assert kept(module, x) == "output"
-
-
-def test_weights_that_fsdp_writes_past_their_version(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model, (x, _) = nn.Sequential(build()), operands()
-        fully_shard(model, mesh=init_device_mesh(DEVICE, (1,)))
-        patch_model(model, memory_efficient=True)
-        assert kept(model, x) == "input"
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_changes_between_forward_and_backward_are_an_error():
@@ -593,16 +477,6 @@ def test_copies_and_pickles_keep_it():
     patch_model(module, memory_efficient=True)
     assert kept(copy.deepcopy(module), x) == "output"
     assert kept(pickle.loads(pickle.dumps(module)), x) == "output"
-
-
-def test_weights_on_meta_are_looked_at_when_they_arrive():
-    with torch.device("meta"):
-        module = LlamaRMSNorm(96)
-    assert "keeps its input for backward" in patch_model(module, memory_efficient=True).swapped[0].notes
-    module.to_empty(device=DEVICE)
-    with torch.no_grad():
-        module.weight.fill_(1.0)
-    assert kept(module, operands(dtype=torch.float32)[0]) == "output"
 
 
 def test_a_norm_that_keeps_a_strided_input_after_one_alike_that_kept_its_output():

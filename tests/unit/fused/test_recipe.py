@@ -162,22 +162,17 @@ def test_an_accelerators_autocast_takes_any_dtypes(monkeypatch):
 
 def test_what_keeps_its_output():
     norm = nn.RMSNorm(64)
-    recipe = Recipe(SPEC, weight="weight", memory_efficient=True)
-    assert recipe.keeps_output(norm, norm.weight, None, SPEC)
-    assert not Recipe(SPEC, weight="weight").keeps_output(norm, norm.weight, None, SPEC)
-    with torch.no_grad():
-        assert not recipe.keeps_output(norm, norm.weight, None, SPEC)
-    assert recipe.memory_note(norm) == "keeps its output for backward"
-    assert Recipe(SPEC, weight="weight").memory_note(norm) == ""
+    plain = Recipe(SPEC, weight="weight")
+    assert not plain.keeps_output and plain.memory_note() == ""
+    saving = plain.saving_memory(norm)
+    assert saving.keeps_output and saving.memory_note() == "keeps its output for backward"
+    outside = Recipe(NormSpec(False, 1e-6, eps_outside=True), weight="weight").saving_memory(norm)
+    assert outside.memory_note() == "keeps its input for backward: its formula has eps_outside"
     with torch.no_grad():
         norm.weight[0] = 0.0
-    assert recipe.memory_note(norm).startswith("keeps its input for backward: a weight is below")
-    outside = Recipe(NormSpec(False, 1e-6, eps_outside=True), weight="weight", memory_efficient=True)
-    assert outside.memory_note(norm) == "keeps its input for backward: its formula has eps_outside"
+    assert not plain.saving_memory(norm).keeps_output
     norm.weight = None
-    assert recipe.memory_note(norm) == "keeps its output for backward"
-    norm._is_fsdp_managed_module = True
-    assert not recipe.keeps_output(norm, torch.ones(64), None, SPEC)
+    assert plain.saving_memory(norm).keeps_output
 
 
 @pytest.mark.parametrize(

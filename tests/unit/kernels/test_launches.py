@@ -85,9 +85,7 @@ def test_what_is_needed_is_computed_and_nothing_else(spec, columns, need, from_o
     x, w, b, dy = rows(3, columns), rows(columns, seed=1).abs() + 0.5, rows(columns, seed=2), rows(3, columns, seed=3)
     y, rstd, mean, _ = launch.norm_forward(x, w, b, spec, True)
     with count_launches() as launches:
-        found = launch.norm_backward(
-            dy, y if from_output else x, w, b, rstd, mean, spec, need, None, None, from_output
-        )
+        found = launch.norm_backward(dy, y if from_output else x, w, b, rstd, mean, spec, need, None, None, from_output)
     parameters = need[1] + need[2]
     apart = spec.centered and columns > 8_192 and need[0] and parameters > 0
     expected = {"norm_backward": 1 + apart, "reduce_partials": parameters}

@@ -14,7 +14,7 @@ from places import ROOT
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.kernels import launch, launch_qk
 from hf_rmsnorm.kernels.serves import SERVES
-from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm, keeps_output, resolve_backend
+from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm, input_needed, resolve_backend
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.ops.operators import spec_args, spec_from
 from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm
@@ -135,7 +135,7 @@ def test_what_no_kernel_computes_falls_back_to_the_reference(name):
         expected = residual + x, reference_norm(residual + x, weight, bias, spec)
         assert_same(fused_add_norm(x, residual, weight, bias, spec), expected)
         leaf = x.clone().requires_grad_()
-        y = fused_norm(leaf, weight, bias, spec, None, None, None, served and keeps_output(weight, bias, spec))
+        y = fused_norm(leaf, weight, bias, spec, None, None, served and not input_needed(weight, bias, spec))
         expected = reference_norm(leaf, weight, bias, spec)
         assert_same(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, leaf, dy))
     if gate is None and bias is None:
@@ -159,7 +159,7 @@ def test_operators_and_plans_tell_formulas_apart(name):
 INVENTED = """
 import torch
 from hf_rmsnorm import NormSpec, count_launches
-from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm, keeps_output
+from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm, input_needed
 from hf_rmsnorm.ops.operators import norm_forward_op, spec_args
 from hf_rmsnorm.reference import reference_norm, reference_qk_norm
 
@@ -173,7 +173,7 @@ with count_launches() as launches:
     assert torch.equal(norm_forward_op(x, weight, None, None, *spec_args(spec), False)[0], expected)
     compiled = torch.compile(lambda t: fused_norm(t, weight, None, spec), backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), expected)
-    assert not keeps_output(weight.requires_grad_(), None, spec)
+    assert input_needed(weight, None, spec)
 assert not launches, launches
 fused_norm(x, weight.detach(), None, NormSpec(False, 1e-6), "triton")
 """
