@@ -15,7 +15,7 @@ import torch
 Entries = Mapping[str, dict]  # by parameter or module path, or by what several of them are called together
 RECORD_KEY = "hf_rmsnorm"
 TRAINED_AS_RMS = "rms_norm"  # what the record says that the checkpoint computes, where training made it so
-VERSIONS = (1, 2)  # 2 where a mean is to be taken off in the run, which a package that knows 1 alone would not do
+VERSION = 1
 # Of a row's mean size: what centring in float64 and taking the mean again leave besides the rounding to its dtype.
 ARITHMETIC = 64 * torch.finfo(torch.float64).eps
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -33,7 +33,6 @@ def make_record(
     parameters: Iterable[str],
     paths: Iterable[str],
     neurons: Entries | None = None,
-    centred: Mapping[str, str] | None = None,
 ) -> dict:
     """The record: JSON data for config.json.
 
@@ -45,13 +44,11 @@ def make_record(
         paths: all LayerNorms of the model.
         neurons: parameter -> ``{"axis", "first", "values"}``: its slices along `axis`, from `first` to the last, hold
             one value each; they are neurons that cancel the mean of what is added to them.
-        centred: module path -> ``"input"`` or ``"output"``, whose mean no weight holds: it is taken off in the run.
     """
     parameters = list(parameters)
-    record = {"version": VERSIONS[bool(centred)], "computes": "layer_norm"}
+    record = {"version": VERSION, "computes": "layer_norm"}
     record |= {"writers": _counted(writers, parameters), "rms_norms": shorten(norms, paths)}
-    more = {"neurons": _counted(neurons or {}, parameters), "centred": dict(centred or {})}
-    return {**record, **{name: entries for name, entries in more.items() if entries}}
+    return {**record, "neurons": _counted(neurons, parameters)} if neurons else record
 
 
 def _counted(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
@@ -80,8 +77,8 @@ def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]
 
     `tensors` are by parameter name, of any dtype, on any device. A record of another version raises a ValueError.
     """
-    if record.get("version") not in VERSIONS:
-        raise ValueError(f"the record has version {record.get('version')!r}, this package knows {VERSIONS}")
+    if record.get("version") != VERSION:
+        raise ValueError(f"the record has version {record.get('version')!r}, this package reads version {VERSION}")
     there = Counter(text for name in tensors for text in {name, _alike(name)})
     recorded = {**record.get("neurons", {}), **record["writers"]}
     gone = [text for text, how in recorded.items() if there[text] < how.get("count", 1)]

@@ -62,7 +62,6 @@ class CentringPlan:
     """Everything that is done to a checkpoint; a tensor that no step names is copied. Equal plans give equal bytes.
 
     Args:
-        centred: module path -> "input" or "output", which loses its mean when the norms run as RMSNorm.
         config: keys to set in config.json (``tie_word_embeddings`` and the record of this package).
         undetermined: tensors that no output depends on, so that nothing is known of them; they are copied.
         margins: how clearly writers were told from the rest: ``{"gauge_max": ..., "nongauge_min": ...}``.
@@ -73,7 +72,6 @@ class CentringPlan:
     scale: tuple[Scale, ...] = ()
     copy: tuple[Copy, ...] = ()
     norms: tuple[NormRecord, ...] = ()
-    centred: dict[str, str] = field(default_factory=dict)
     config: dict = field(default_factory=dict)
     undetermined: tuple[str, ...] = ()
     margins: dict = field(default_factory=dict)

@@ -8,7 +8,6 @@ import torch
 from ..ops.loading import is_dtensor
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
-from ..patching.moved import unwatch
 from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, mend_, own_names, promises
 
 TRAINED = (
@@ -68,7 +67,6 @@ class Recentre:
                 self._run(frozen=True)
             if doubt := moved(tensors, found.record):
                 raise ValueError(f"this model cannot be kept centred: {doubt}")
-        unwatch(found.model)  # which would read all weights after each step
 
     def __call__(self) -> None:
         """Centre the parameters that are trained; raises ValueError where one is no longer here whole."""

@@ -11,10 +11,7 @@ import torch
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
 from ..paths import compact_paths
-from .centring import centre_at, uncentre
-from .converted import recorded_model
 from .layers.fusions import fuse_layers, sums_unknown
-from .moved import unwatch, watch
 from .numerics import NUMERICS, as_rounded_by
 from .plan import Entry, Globs, make_plan, report_on
 from .report import PatchReport
@@ -140,12 +137,8 @@ def unpatch_model(model: torch.nn.Module) -> int:
     """
     check_module("unpatch_model", model)
     with _changing:
-        # A part of a converted model may hold a mean that the rest is to lack.
-        whole = recorded_model(model) is not None
         for module in model.modules():
             fuse(module, None)
-        if whole:
-            _uncentre_all(model)
         return sum([restore(module) for module in model.modules()])
 
 
@@ -197,7 +190,6 @@ def _change(model, include, exclude, strict, options: Options) -> tuple[PatchRep
             raise ValueError(f"{what}, {cure}") from None
     returned = [entry.module for entry in entries if entry.excluded and entry.already]
     with contextlib.ExitStack() as undo:
-        _centre(model, entries, undo)
         alone = _swap_all(chosen, returned, undo)
         for module in model.modules() if returned or alone else ():  # what is still fused is found again
             undo.callback(fuse_again, model, module, fuse(module, None))
@@ -251,26 +243,6 @@ def _swap_all(chosen: list[Entry], returned: list[torch.nn.Module], undo: contex
             reswap(entry.module, entry.recipe)
             alone = alone or (before.fuse_residual and not entry.recipe.fuse_residual)
     return alone
-
-
-def _centre(model: torch.nn.Module, entries: list[Entry], undo: contextlib.ExitStack) -> None:
-    """Have a converted model take off the means that its RMSNorms need to be off, as long as there are such norms."""
-    recorded = recorded_model(model)  # None where this is a part of a model patched before
-    if recorded is None:
-        return
-    if any(entry.recipe is not None and entry.recipe.as_rms for entry in entries):
-        centre_at(model, recorded.centred, undo)
-        watch(recorded, undo)
-    elif any(recipe_of(entry.module).as_rms for entry in entries if entry.excluded and entry.already):
-        undo.callback(watch, recorded, contextlib.ExitStack())
-        undo.callback(centre_at, model, recorded.centred, contextlib.ExitStack())
-        _uncentre_all(model)
-
-
-def _uncentre_all(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        uncentre(module)
-        unwatch(module)
 
 
 def check_options(numerics: str | None = None, include=None, exclude=None, **flags) -> None:

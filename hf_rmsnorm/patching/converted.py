@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
@@ -16,7 +16,7 @@ from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, 
 
 STAYS = "stays the LayerNorm that it is: "
 TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
-# Whose hooks move tensors and do not change what is in them, or take a mean off.
+# Whose hooks move tensors and do not change what is in them.
 _HARMLESS = ("transformers.", "torch.distributed.", "hf_rmsnorm.")
 WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
 
@@ -26,17 +26,13 @@ class ConvertedNorms:
     """What a model's record says of its norms."""
 
     norms: dict[str, float]  # module path -> eps, of each LayerNorm that is recorded as an RMSNorm
-    # Module path -> "input" or "output", which is to lose its mean when the model runs.
-    centred: dict[str, str] = field(default_factory=dict)
     doubt: str = ""  # that the record cannot be followed, and why
     trained: bool = False  # training has made the model one of RMSNorms, by the record: its writers may have any mean
 
     @property
     def note(self) -> str:
         """What a report says of a norm that runs as RMSNorm."""
-        which = ", ".join(f"the {where} of {path}" for path, where in self.centred.items())
-        taken = f"the mean of {which} is taken off when the model runs, as no weight holds it" if which else ""
-        return "; ".join(filter(None, (TRAINED if self.trained else "", taken)))
+        return TRAINED if self.trained else ""
 
     def recipe(self, paths: list[str], recipe: Recipe) -> tuple[Recipe, str]:
         """(the recipe to swap in, a note for the report) for a norm that was recognised as `recipe`."""
@@ -65,11 +61,6 @@ class Recorded:
         """Whether the norms are RMSNorms whatever the weights are."""
         return self.record.get("computes") == TRAINED_AS_RMS
 
-    @property
-    def centred(self) -> dict[str, str]:
-        """Module path in the model that was searched -> "input" or "output", which is to lose its mean."""
-        return {self.here(path): where for path, where in self.record.get("centred", {}).items()}
-
     def here(self, path: str) -> str:
         """What the record calls so, by its path in the model that was searched."""
         own = path[len(self.head) :]
@@ -94,13 +85,10 @@ def conversion_of(model: torch.nn.Module) -> ConvertedNorms | None:
     if (found := recorded_model(model)) is None:
         return None
     norms = {found.here(path): how["eps"] for path, how in found.norms.items()}
-    centred = found.centred
-    if gone := centred.keys() - {path for path, _ in model.named_modules(remove_duplicate=False)}:
-        return ConvertedNorms(norms, doubt=f"{STAYS}{min(gone)}, where a mean is taken off, is not in this model")
     if found.followed:
-        return ConvertedNorms(norms, centred, trained=trained_as_rms(found.record))
+        return ConvertedNorms(norms, trained=trained_as_rms(found.record))
     doubt = _doubt(found) or outside_of(model, found.model)
-    return ConvertedNorms(norms, centred, doubt if doubt in ("", WITHOUT_WEIGHTS) else STAYS + doubt)
+    return ConvertedNorms(norms, doubt if doubt in ("", WITHOUT_WEIGHTS) else STAYS + doubt)
 
 
 def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
@@ -123,17 +111,9 @@ def _doubt(found: Recorded) -> str:
         away = found.model.get_parameter(hidden[len(found.head) :]).is_meta
         return WITHOUT_WEIGHTS if away else f"{hidden} is not here whole; patch once the weights are loaded"
     try:
-        return dropped(found) or tensors.hooked(found.record) or moved(tensors, found.record)
+        return tensors.hooked(found.record) or moved(tensors, found.record)
     except ValueError as error:
         return str(error)
-
-
-def dropped(found: Recorded) -> str:
-    """Why training may not run a layer whose input is to lose its mean."""
-    layers = [path for path in found.record.get("centred", {}) if path.rpartition(".")[2].isdecimal()]
-    config = getattr(found.model, "config", None)
-    names = [name for name, value in vars(config).items() if name.endswith("layerdrop") and value]
-    return f"training may drop {layers[0]}, where a mean is taken off: set {names[0]} to 0" if layers and names else ""
 
 
 def moved(tensors: Weights, record: dict) -> str:
@@ -175,8 +155,6 @@ class Weights(UserDict):
     def hooked(self, record: Mapping) -> str:
         """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""
         modules = {key.rpartition(".")[0]: self.data[key][0] for key in Writers(record, self.data).how}
-        places = {path[len(self.head) :] for path in record.get("centred", {})}
-        modules |= {path: module for path, module in self.model.named_modules() if path in places}
         for path, module in modules.items():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):

@@ -6,7 +6,6 @@ agree; where it is not, a LayerNorm that is merely replaced gives another model.
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -14,8 +13,6 @@ from torch import nn
 
 from ..fused.norm import recipe_of
 from ..patching import patched
-from ..patching.centring import centre_at
-from ..patching.converted import conversion_of
 from ..reference import reference_norm
 from .context import evaluating, hooked
 from .noise import compare_logits
@@ -66,8 +63,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     """Run model on inputs and measure the mean of every norm's input, and the cost of swapping norms naively.
 
     Args:
-        model: any model that `patch_model` takes; it is run as it is, in evaluation mode, and left unchanged. A mean
-            that its conversion takes off when it runs is taken off here too.
+        model: any model that `patch_model` takes; it is run as it is, in evaluation mode, and left unchanged.
         inputs: token ids (batch, tokens), or keyword arguments.
 
     Returns:
@@ -98,9 +94,7 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
             return getattr(model(**given), "logits", None)
 
     naive = perplexity = None
-    with evaluating(model), ExitStack() as undo:
-        if (conversion := conversion_of(model)) and not conversion.doubt:
-            centre_at(model, conversion.centred, undo)
+    with evaluating(model):
         logits = logits_with(note, recipes)
         centered = [path for path in recipes if path in layer_norms and ratios[path]]
         if logits is not None and ids is not None:

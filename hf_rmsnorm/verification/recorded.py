@@ -1,15 +1,12 @@
 """A converted checkpoint as what it was trained to be, in plain torch: its LayerNorms are the RMSNorms it records."""
 
 import copy
-from contextlib import ExitStack
 
 import torch
 
 from ..formula import NormSpec
 from ..fused.norm import recipe_of
 from ..patching import patched
-from ..patching.centring import centre_at
-from ..patching.converted import recorded_model
 from ..reference import reference_norm
 
 
@@ -18,8 +15,6 @@ def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
     result = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     with patched(model, fuse_residual=False, numerics="model") as report:
         recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped if r.converted}
-    if recipes and (found := recorded_model(model)):
-        centre_at(result, found.centred, ExitStack())
     for path, recipe in recipes.items():
         norm = result.get_submodule(path)
         norm.__class__ = _plain(type(norm), recipe.spec, recipe.weight, recipe.bias)

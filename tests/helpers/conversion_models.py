@@ -61,11 +61,9 @@ CONFIGS = {
     "dinov2": ("dinov2", _VISION),
     "vit": ("vit", _VISION),
 }
-# The same of models whose stream gets a mean from what no weight sets: a norm, a table, an activation.
-CENTRED_IN_RUN = {
+# The same of models whose stream gets a mean from what no weight sets: a norm, an activation, a table.
+MEAN_OF_A_MODULE = {
     "bloom": ("bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "mbart": ("mbart", _BART_LIKE),
-    "pegasus": ("pegasus", _BART_LIKE),
     "whisper": (
         "whisper",
         {

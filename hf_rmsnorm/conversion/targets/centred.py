@@ -102,7 +102,6 @@ class PlannedCentring(PlannedSteps):
         lines = [str(self.proof), f"tensors centred ({len(plan.centre)}):", *_grouped(groups)]
         lines += [f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones" for scale in plan.scale]
         lines += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
-        lines += [f"mean taken off in the run: the {where} of {path}" for path, where in plan.centred.items()]
         becoming = [norm.path for norm in plan.norms if norm.becomes_rms]
         groups = {f"norms that become RMSNorm ({len(becoming)}):": becoming}
         for norm in (norm for norm in plan.norms if not norm.becomes_rms):

@@ -11,11 +11,10 @@ from ... import __version__
 from ...record import RECORD_KEY, make_record
 from ...verification.context import default_inputs, is_float, one_line
 from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
-from .gauge import Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test
+from .gauge import ZERO_MEAN, Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, with_mean
 from .keys import Hit, KeyMap, named_as_stored, stored_names
 from .layer_norms import TwinNorm, find_layer_norms
 from .run import alike, and_more, run
-from .runtime import centre_at_run_time, same_mean, with_mean
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
 
@@ -53,7 +52,6 @@ def discover(source, **how) -> CentringPlan:
     scales = {by for parameter, _, by in folds if parameter in used}
     folds = [fold for fold in folds if fold[2] in scales]
     centre(work, hits)
-    centred_in_run = centre_at_run_time(work, twin.inputs, norms)
     bad = with_mean(work, twin.inputs, norms)
     causes = _causes(work, twin, norms, bad, gauge, unsaved) if bad else {}
     if any(not cause.source for cause in causes.values()) and _returns_stream(work, twin, norms):
@@ -85,13 +83,13 @@ def discover(source, **how) -> CentringPlan:
     if undetermined := tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)})):
         which = f"{len(undetermined)} tensors, {undetermined[0]} for one"
         notes.append(f"No output depended on {which}: they are copied, as they do not write to the stream.")
-    record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, norms, centred=centred_in_run)
+    record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, norms)
     config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     if copies or headless:
         config["tie_word_embeddings"] = False
     scale = tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by))
     steps = tuple(centred), scale, copies, tuple(records)
-    plan = CentringPlan(*steps, centred_in_run, config, undetermined, gauge.margins, tuple(notes))
+    plan = CentringPlan(*steps, config, undetermined, gauge.margins, tuple(notes))
     stored = stored_names(twin.folder) if twin.folder else ()
     return named_as_stored(plan, stored, twin.model.base_model_prefix)
 
@@ -140,6 +138,15 @@ def _unreached(gauge: Gauge) -> list[str]:
     return [name for name in gauge.undetermined if alike(name) in writers]
 
 
+def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether these are the means of the rows of x."""
+    wanted, size = x.mean(-1), x.square().mean(-1).sqrt().max()
+    pairs = zip(mean.shape[::-1], wanted.shape[::-1], strict=False)
+    if mean.ndim > wanted.ndim or any(a not in (1, b) for a, b in pairs):
+        return False
+    return bool(((mean - wanted).abs() <= ZERO_MEAN * size).all())
+
+
 class Cause(NamedTuple):
     """Why the input of a norm keeps a mean."""
 
@@ -158,7 +165,7 @@ def _causes(work, twin: Twin, norms: dict[str, TwinNorm], bad: list[str], gauge:
 
     def note(path, args, output):
         if path in bad and path not in causes:
-            source = next((p for p, mean in outputs if p != path and same_mean(mean, args[0])), "")
+            source = next((p for p, mean in outputs if p != path and _same_mean(mean, args[0])), "")
             causes[path] = _explain(source, modules.get(source), norms, gauge, unsaved)
         first = output[0] if isinstance(output, tuple) and output else output
         if is_float(first) and first.ndim and first.shape[-1] in widths:
@@ -197,19 +204,18 @@ def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cau
 
 
 def _refuse_if_hopeless(twin: Twin, norms, bad: list[str], causes: dict[str, Cause]) -> None:
-    if 2 * len(bad) <= len(norms) and len(bad) < len(norms):
-        return
     sources = {causes[path].source for path in bad if causes[path].norm}
     by_norm = sum(causes[path].norm for path in bad)
-    if len(sources) > 1 and 2 * by_norm > len(bad):
+    if len(sources) > 1 and 2 * by_norm > len(bad) and 2 * len(bad) > len(norms):
         raise ConversionRefused(
             f"{twin.name} is a post-norm model: {by_norm} of its {len(norms)} LayerNorms read a sum with another's "
             'output, whose mean no weight removes: choose post_norm="exact" (equal outputs, FFN norms only, two '
             'neurons more) or post_norm="fit" (all norms, approximate)'
         )
+    if len(bad) < len(norms):
+        return
     reason, _ = Counter(causes[path].reason for path in bad).most_common(1)[0]
-    stay = f"{len(bad)} of {len(norms)} LayerNorms would stay, {bad[0]} and others because {reason}"
-    raise ConversionRefused(f"{twin.name}: {stay}")
+    raise ConversionRefused(f"{twin.name}: all {len(norms)} LayerNorms would stay, {bad[0]} for one: {reason}")
 
 
 def _widths(twin: Twin, hits: list[Hit]) -> dict[int, int]:

@@ -107,9 +107,14 @@ def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]
     return largest
 
 
+def with_mean(model: torch.nn.Module, inputs: dict, norms) -> list[str]:
+    """Paths of the norms whose input has a mean."""
+    return [path for path, mean in input_means(model, inputs, norms).items() if mean > ZERO_MEAN]
+
+
 def all_centred(model: torch.nn.Module, inputs: dict, norms) -> bool:
     """Whether no row that enters one of the norms has a mean."""
-    return max(input_means(model, inputs, norms).values(), default=0.0) <= ZERO_MEAN
+    return not with_mean(model, inputs, norms)
 
 
 @torch.no_grad()

@@ -2,12 +2,10 @@
 
 import copy
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...patching.centring import centre_at
 from ...verification.context import is_float
 from ..checkpoint.expressions import computed, planned_tensors
 from ..checkpoint.values import Values
@@ -69,10 +67,8 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     chosen = {n.path for n in plan.norms if n.becomes_rms}
     if lost := sorted(chosen - norms.keys()):
         raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
-    with ExitStack() as undo:
-        centre_at(converted, plan.centred, undo)
-        means = input_means(converted, twin.inputs, norms)
-        rms = difference(expected, run_as_rms(converted, twin.inputs, norms, chosen))
+    means = input_means(converted, twin.inputs, norms)
+    rms = difference(expected, run_as_rms(converted, twin.inputs, norms, chosen))
     bound = bound_of(original, twin.inputs, expected, max(stock, rms))
     return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means, bound)
 

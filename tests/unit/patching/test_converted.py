@@ -83,19 +83,14 @@ def test_the_recorded_formula_runs_on_every_backend(folders):
     assert torch.equal(norm(x), layer_norm)
 
 
-def hooks(model):
-    return [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-
-
 def test_a_model_whose_norms_are_all_excluded_later_is_what_it_was(folders):
     model = load(folders[1])
     patch_model(model)
-    assert hooks(model)
     with patched(model, exclude="*") as report:
-        assert not report.swapped and not hooks(model)
-    assert hooks(model) and all(record.converted for record in patch_model(model).swapped)
+        assert not report.swapped
+    assert all(record.converted for record in patch_model(model).swapped)
     patch_model(model, exclude="*")
-    assert not is_patched(model) and not hooks(model)
+    assert not is_patched(model)
 
 
 def test_a_writer_that_has_moved_keeps_layer_norm(folders):
