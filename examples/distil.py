@@ -1,6 +1,6 @@
 """Distil a model whose conversion to RMSNorm is approximate against the original, by its hidden states.
 
-    hf-rmsnorm convert ENCODER converted --post-norm fit --text sentences.txt
+    python examples/postnorm/convert.py ENCODER converted --text sentences.txt
     accelerate launch examples/distil.py ENCODER converted --text sentences.txt --max-steps 300 --output-dir distilled
 
 Post-norm encoders (BERT, MiniLM) convert by a least-squares fold; this trains what the fold left over. The text has one
@@ -148,7 +148,7 @@ def distil(args):
     check(args, teacher, student, tokenizer, held_out[0])
     report = patch_model(student)
     if not any(norm.converted for norm in report.swapped):
-        stop(f"no LayerNorm of {args.student} runs as RMSNorm: make it with hf-rmsnorm convert --post-norm fit")
+        stop(f"no LayerNorm of {args.student} runs as RMSNorm: make it with examples/postnorm/convert.py")
     accelerator.print(report)
     with output_folder(args.output_dir, alone=accelerator.is_main_process):
         train(args, accelerator, teacher, student, tokenizer, lines, held_out)

@@ -30,16 +30,18 @@ import torch
 import transformers
 from transformers import AutoModel, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "postnorm")]
+
+from convert import exact_post_norm, fit_post_norm  # noqa: E402
 
 from hf_rmsnorm import patch_model  # noqa: E402
-from hf_rmsnorm.conversion.targets.postnorm.convert import exact_post_norm, fit_post_norm  # noqa: E402
 from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms  # noqa: E402
 from hf_rmsnorm.conversion.twin.twin import with_settings  # noqa: E402
 from hf_rmsnorm.record import make_record  # noqa: E402
 
-RESULT = Path(__file__).resolve().parent / "results" / "minilm.json"
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "distil.py"
+RESULT = ROOT / "scripts" / "results" / "minilm.json"
+EXAMPLE = ROOT / "examples" / "distil.py"
 RATES = {"naive": 1e-4, "fit": 1e-6}  # of learning: the fit starts much nearer
 HELD_OUT, CALIBRATION = 800, 640
 BATCH = 32

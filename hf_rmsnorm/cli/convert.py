@@ -14,12 +14,11 @@ from pathlib import Path
 from ..paths import fitted
 from ..sources import Source, find, on_disk
 from .common import CliError, Result, bar, say
-from .inspect import read_text
 
 ADAPTER = "adapter_config.json"
-# What the package's errors call an argument: target="native", allow_pickle=True, post_norm; not a part of a path.
+# What the package's errors call an argument: target="native", allow_pickle=True; not a part of a path.
 _ARGUMENT = re.compile(
-    r"""(?<![\w/.-])(?:(post_norm|fold_affine|allow_pickle|trust_remote_code|max_shard_size)(?![\w/-])|(target|restart)(?==))
+    r"""(?<![\w/.-])(?:(fold_affine|allow_pickle|trust_remote_code|max_shard_size)(?![\w/-])|(target|restart)(?==))
     (?:=True|=["'](\w+)["'])?""",
     re.VERBOSE,
 )
@@ -36,19 +35,12 @@ def add_arguments(parser) -> None:
     add("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
     add(
         "--target", choices=["same", "native"], default="same",
-        help="native: write a checkpoint of an architecture that is RMSNorm by birth, where one computes the same "
+        help="native: write a checkpoint of an architecture that uses RMSNorm, where one computes the same "
         "(default same: the source's own architecture)",
     )  # fmt: skip
     told = "fold the norms' weights and biases into the linears that read them, where that is exact"
     add("--fold-affine", action="store_true", help=told)
-    add(
-        "--post-norm", choices=["exact", "fit", "refuse"], default="refuse",
-        help="for models like BERT. exact: two neurons more in every FFN, so that its norm and the embeddings' become "
-        "RMSNorm; fit: all norms, approximately, by least squares on text (default refuse)",
-    )  # fmt: skip
-    told = "with fit: a text to fit on in each line (default: Python's own help texts)"
-    add("--text", metavar="FILE", type=Path, help=told)
-    add("--max-shard-size", metavar="SIZE", help="bytes, or 5GB and the like, with --target native or --post-norm")
+    add("--max-shard-size", metavar="SIZE", help="bytes, or 5GB and the like, with --target native")
     add("--restart", action="store_true", help="drop an unfinished conversion of something else")
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
     add("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
@@ -73,7 +65,7 @@ def _option(name: str) -> str:
 
 def _given(args, *names: str) -> list[str]:
     """Those of the options that the command was given, as it calls them."""
-    return [_option(name) for name in names if getattr(args, name) not in (None, False, "same", "refuse")]
+    return [_option(name) for name in names if getattr(args, name) not in (None, False, "same")]
 
 
 def _run(args) -> Result:
@@ -86,7 +78,6 @@ def _run(args) -> Result:
         raise CliError("pass DST, or --plan to see what would be done without one")
     if args.plan and (idle := _given(args, "no_verify", "prompt", "max_shard_size", "restart")):
         raise CliError(f"--plan writes nothing: leave out {', '.join(idle)}")
-    texts = [line for line in read_text(args.text).splitlines() if line.strip()] if args.text else None
     models.quieten()
     from .. import conversion
 
@@ -94,8 +85,7 @@ def _run(args) -> Result:
     size = args.max_shard_size
     size = int(size) if size and size.isdecimal() else size
     code = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
-    how = {"target": args.target, "fold_affine": args.fold_affine, "post_norm": args.post_norm, "texts": texts}
-    planned = conversion.plan_conversion(source.where, **how, **code)
+    planned = conversion.plan_conversion(source.where, target=args.target, fold_affine=args.fold_affine, **code)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
     if not args.json:
@@ -107,11 +97,11 @@ def _run(args) -> Result:
 def _on_disk(args, source, *bases) -> list:
     """The same in folders, downloaded where DST is not refused."""
     from ..conversion.checkpoint.staging import destination
-    from ..conversion.folders import ignored, planning_reads_weights
+    from ..conversion.folders import ignored
 
     if args.dst is not None:
         destination(source.where if source.is_local else None, args.dst)
-    weights = not args.plan or planning_reads_weights(args.target, args.post_norm)
+    weights = not args.plan or args.target == "native"
     patterns = ignored(args.allow_pickle, weights)
     return [on_disk(each, patterns) for each in (source, *bases)]
 
@@ -122,7 +112,7 @@ def _run_adapter(args, models) -> Result:
         raise CliError(f"{args.src} is an adapter: pass --base MODEL CONVERTED, {told}")
     if args.dst is None:
         raise CliError("--base takes an adapter and DST: pass the folder to make")
-    if idle := _given(args, "plan", "target", "fold_affine", "post_norm", "text", "max_shard_size"):
+    if idle := _given(args, "plan", "target", "fold_affine", "max_shard_size"):
         raise CliError(f"--base goes without {', '.join(idle)}: an adapter is converted as its base was")
     source = Source(args.src, os.path.expanduser(args.src), True, args.trust_remote_code)
     if not os.path.isdir(source.where):

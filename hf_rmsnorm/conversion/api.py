@@ -11,7 +11,7 @@ from ..paths import fitted
 from .checkpoint.staging import destination
 from .checkpoint.values import open_values
 from .checkpoint.write import Written, write_checkpoint
-from .folders import check_destination, check_source, folder_of, local, planning_reads_weights
+from .folders import check_destination, check_source, folder_of, local
 from .judge.folder import Verification, VerificationFailed
 from .judge.pair import Running, look_first
 from .plan import ConversionRefused
@@ -19,11 +19,9 @@ from .targets.adapter import plan_adapter
 from .targets.centred import PlannedConversion, plan_centring
 from .targets.fold import with_folds
 from .targets.native import plan_native
-from .targets.postnorm.convert import plan_post_norm
 from .twin.twin import make_twin
 
 TARGETS = ("same", "native")
-POST_NORM = ("exact", "fit", "refuse", None)
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,6 @@ def plan_conversion(
     *,
     target: str = "same",
     fold_affine: bool = False,
-    post_norm: str | None = None,
-    texts: list[str] | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     model_class: type | None = None,
@@ -66,13 +62,8 @@ def plan_conversion(
         src: a model folder with safetensors, in one file or in shards, which is only read; or a hub id, whose files are
             downloaded into the hub's cache; or ``"demo:gpt2"``.
         target: ``"same"``: the checkpoint's own architecture; all that writes to its residual stream is centred.
-            ``"native"``: an architecture that is RMSNorm by birth and computes the same, where there is one.
+            ``"native"``: an architecture that uses RMSNorm and computes the same, where there is one.
         fold_affine: fold the norms' weights and biases into the linears that read them, where that is exact.
-        post_norm: for models like BERT, whose norms read the output of norms. ``"exact"``: two neurons more in every
-            FFN, so that its norm and the embeddings' become RMSNorm with equal outputs. ``"fit"``: all norms,
-            approximately, by least squares on text; the loss is measured and recorded. ``"refuse"`` or None: such
-            models are refused.
-        texts: what ``post_norm="fit"`` fits and measures on; sentences of Python's help texts without it.
         allow_pickle: read ``pytorch_model.bin`` where there is no safetensors file, without running code in it.
         trust_remote_code: run the model code that comes with the folder.
         model_class: the class to load it with, instead of the one its config names.
@@ -83,51 +74,23 @@ def plan_conversion(
         ConversionError: this is no whole checkpoint folder.
     """
     check_source("src", src)
-    post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
-    src = folder_of(src, allow_pickle=allow_pickle, weights=planning_reads_weights(target, post_norm))
-    loading = {"trust_remote_code": trust_remote_code, "model_class": model_class}
-    if post_norm is not None:
-        try:
-            return plan_post_norm(src, post_norm, texts=texts, allow_pickle=allow_pickle, **loading)
-        except ConversionRefused as error:
-            if count := _converted_without(src, **loading):
-                raise ConversionRefused(
-                    f"{src}: all {count} norms become RMSNorms without post_norm: leave it out"
-                ) from error
-            raise
+    _check(target, model_class, inputs)
+    src = folder_of(src, allow_pickle=allow_pickle, weights=target == "native")
     if target == "native":
         return plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
-    twin = make_twin(src, inputs=inputs, **loading)
+    twin = make_twin(src, inputs=inputs, trust_remote_code=trust_remote_code, model_class=model_class)
     planned = plan_centring(src, twin)
     return with_folds(planned, twin) if fold_affine else planned
 
 
-def _converted_without(src, **loading) -> int:
-    """How many norms become RMSNorms without post_norm, where all do; else 0."""
-    try:
-        norms = plan_centring(src, make_twin(src, **loading)).centring.norms
-    except ConversionRefused:
-        return 0
-    return all(norm.becomes_rms for norm in norms) and len(norms)
-
-
-def _check(target, fold_affine, post_norm, texts, model_class, inputs) -> str | None:
-    """The level of post-norm models, if any; options that do not go together are refused."""
-    _check_texts("texts", texts)
-    native = target == "native"
-    for name, value, choices in (("target", target, TARGETS), ("post_norm", post_norm, POST_NORM)):
-        if value not in choices:
-            raise ConversionRefused(f"{name}={value!r}: choose one of {', '.join(filter(None, choices))}")
-    post_norm = None if post_norm == "refuse" else post_norm
-    if post_norm and (native or fold_affine):
-        raise ConversionRefused('post_norm goes neither with target="native" nor with fold_affine: choose one')
-    if texts and post_norm != "fit":
-        raise ConversionRefused('texts are what post_norm="fit" fits on: leave them out, or choose that')
-    if native and model_class:
+def _check(target, model_class, inputs) -> None:
+    """Refuse options that do not go together."""
+    if target not in TARGETS:
+        raise ConversionRefused(f"target={target!r}: choose one of {', '.join(TARGETS)}")
+    if target == "native" and model_class:
         raise ConversionRefused("model_class does not go with target='native', which converts causal language models")
-    if (native or post_norm) and inputs:
-        raise ConversionRefused("inputs goes with target='same' alone: pass texts or prompts")
-    return post_norm
+    if target == "native" and inputs:
+        raise ConversionRefused("inputs goes with target='same' alone: pass prompts")
 
 
 def _check_texts(name: str, texts) -> None:
@@ -139,7 +102,7 @@ def _check_shard_size(size: int | str | None, keeps_shards: bool) -> None:
     if size is None:
         return
     if keeps_shards:
-        raise ConversionRefused("max_shard_size goes with target='native' or post_norm: here shards stay the source's")
+        raise ConversionRefused("max_shard_size goes with target='native': here shards stay the source's")
     try:
         split_state_dict_into_shards_factory({"w": 1}, get_storage_size=int, filename_pattern="{suffix}",
                                              max_shard_size=size)  # fmt: skip
@@ -156,8 +119,6 @@ def convert_checkpoint(
     *,
     target: str = "same",
     fold_affine: bool = False,
-    post_norm: str | None = None,
-    texts: list[str] | None = None,
     prompts: list[str] | None = None,
     verify: bool = True,
     max_shard_size: int | str | None = None,
@@ -177,15 +138,15 @@ def convert_checkpoint(
     rounded once to their own dtype; what is not touched keeps its bytes.
 
     Args:
-        src, target, fold_affine, post_norm, texts, allow_pickle, trust_remote_code, model_class, inputs: as in
+        src, target, fold_affine, allow_pickle, trust_remote_code, model_class, inputs: as in
             `plan_conversion`.
         dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
         prompts: texts to verify on, where there is a tokenizer.
         verify: run source and result after writing, and publish only what passes.
-        max_shard_size: bytes, or "5GB" and the like; with ``target="native"`` or `post_norm` alone, as shards stay the
-            source's otherwise.
+        max_shard_size: bytes, or "5GB" and the like; with ``target="native"`` alone, as shards stay the source's
+            otherwise.
         restart: drop the unfinished conversion of something else into the same DST.
-        planned: what `plan_conversion` returned for this source, instead of target, fold_affine, post_norm and texts.
+        planned: what `plan_conversion` returned for this source, instead of target and fold_affine.
         progress: called as ``progress(tensors, bytes, total_bytes)`` with what is done so far.
 
     Raises:
@@ -195,19 +156,19 @@ def convert_checkpoint(
     """
     check_source("src", src)
     check_destination(dst)
-    post_norm = _check(target, fold_affine, post_norm, texts, model_class, inputs)
+    _check(target, model_class, inputs)
     _check_texts("prompts", prompts)
     if planned is not None and not isinstance(planned, PlannedConversion):
         raise ConversionRefused(f"planned is a {type(planned).__name__}: pass what plan_conversion returned")
     other = planned is not None and target == "native" and planned.keeps_shards
-    if planned is not None and (other or fold_affine or post_norm or texts):
-        raise ConversionRefused("planned says how to convert: leave out target, fold_affine, post_norm and texts")
-    keeps_shards = planned.keeps_shards if planned is not None else target == "same" and post_norm is None
+    if planned is not None and (other or fold_affine):
+        raise ConversionRefused("planned says how to convert: leave out target and fold_affine")
+    keeps_shards = planned.keeps_shards if planned is not None else target == "same"
     _check_shard_size(max_shard_size, keeps_shards)
     destination(local(src), dst)  # refused before anything is downloaded or planned
     src = folder_of(src, allow_pickle=allow_pickle)
     planned = planned or plan_conversion(
-        src, target=target, fold_affine=fold_affine, post_norm=post_norm, texts=texts, allow_pickle=allow_pickle,
+        src, target=target, fold_affine=fold_affine, allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
     )  # fmt: skip
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)

@@ -53,11 +53,6 @@ def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
     return (*(f"*{kind}" for kind in sorted(kinds)), *safetensors)
 
 
-def planning_reads_weights(target: str, post_norm: str | None) -> bool:
-    """Whether a plan depends on weights, and not on the config alone."""
-    return target == "native" or post_norm not in (None, "refuse")
-
-
 def _is_here(source) -> bool:
     return os.path.exists(os.path.expanduser(source))
 

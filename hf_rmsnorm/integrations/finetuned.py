@@ -8,7 +8,7 @@ import torch
 from ..ops.loading import is_dtensor
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
-from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, mend_, own_names, promises
+from ..record import RECORD_KEY, TRAINED_AS_RMS, ResidualWeights, constraints, own_names, restore_
 
 TRAINED = (
     "a model that is trained as RMSNorm computes LayerNorm, which is another function, where what is saved of it is "
@@ -55,9 +55,9 @@ class Recentre:
             raise ValueError(f"this model cannot be kept centred: {doubt}")
         own = own_names(tensors)
         given = {new: old for old, new in own.items()}
-        steps = [(given[name], how) for name, how in promises(found.record, given)]
-        writers = Writers(found.record, given)
-        added = ((name, writers.changed_by(name)) for name in tensors if name not in own)
+        steps = [(given[name], how) for name, how in constraints(found.record, given).items()]
+        residual_weights = ResidualWeights(found.record, given)
+        added = ((name, residual_weights.changed_by(name)) for name in tensors if name not in own)
         steps += [(name, change[1]) for name, change in added if change]
         self._steps = [(name, *tensors.data[name], how) for name, how in steps]
         self._shapes = {name: module._parameters[key].shape for name, module, key, _ in self._steps}
@@ -96,7 +96,7 @@ class Recentre:
             across = sharded and any(place.is_shard(how["axis"]) for place in parameter.placements)
             # A shard has the stream whole for some of the rows, unless the stream itself is what was cut.
             tensor = parameter.full_tensor() if across else parameter.to_local() if sharded else parameter
-            mend_(tensor, how)
+            restore_(tensor, how)
             if across:
                 from torch.distributed.tensor import distribute_tensor
 

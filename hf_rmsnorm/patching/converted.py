@@ -12,7 +12,15 @@ from accelerate.utils import align_module_device, has_offloaded_params
 
 from ..fused.recipe import Recipe
 from ..ops.direct import DIRECT_TYPES
-from ..record import RECORD_KEY, TRAINED_AS_RMS, Writers, complaint, own_names, recorded_norms, trained_as_rms
+from ..record import (
+    RECORD_KEY,
+    TRAINED_AS_RMS,
+    ResidualWeights,
+    explain_violation,
+    own_names,
+    recorded_norms,
+    trained_as_rms,
+)
 
 STAYS = "stays the LayerNorm that it is: "
 TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
@@ -72,7 +80,7 @@ def recorded_model(model: torch.nn.Module) -> Recorded | None:
     for path, module in model.named_modules():
         record = getattr(getattr(module, "config", None), RECORD_KEY, None)
         if isinstance(record, dict) and "rms_norms" in record:
-            record = {**record, "writers": record.get("writers") or {}}
+            record = {**record, "residual_weights": record.get("residual_weights") or {}}
             # A checkpoint saved with a head may be loaded without, and the names then lack what the head puts before.
             for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
                 if norms := recorded_norms(record, [head + inner for inner, _ in module.named_modules()]):
@@ -117,21 +125,22 @@ def _doubt(found: Recorded) -> str:
 
 
 def moved(tensors: Weights, record: dict) -> str:
-    """What is wrong with the model's own parameters, or with those that adapters add to writers."""
-    if not record["writers"]:
+    """What is wrong with the model's own parameters, or with those that adapters add to residual weights."""
+    if not record["residual_weights"]:
         return "its record names nothing that writes to the residual stream; convert the original again"
     names = own_names(tensors)
     own = copy(tensors)
     own.data = {new: tensors.data[old] for old, new in names.items()}
-    if doubt := complaint(own, record):
-        return doubt
-    writers, added, how = Writers(record, own), {}, {}
+    if why_not := explain_violation(own, record):
+        return why_not
+    residual_weights, added, how = ResidualWeights(record, own), {}, {}
     for name in tensors:  # of all adapters, as others may become active after the patch
-        if name not in names and (change := writers.changed_by(name)):
-            writer, how[name] = change
-            added[name] = tensors[name].to(own[writer].dtype)  # in which it writes
-    doubt = complaint(added, {**record, "writers": how, "neurons": {}})
-    return doubt and f"{doubt}; convert an adapter with its base (convert_adapter)"
+        change = None if name in names else residual_weights.changed_by(name)
+        if change is not None:
+            weight, how[name] = change
+            added[name] = tensors[name].to(own[weight].dtype)  # in which it writes
+    why_not = explain_violation(added, {**record, "residual_weights": how})
+    return why_not and f"{why_not}; convert an adapter with its base (convert_adapter)"
 
 
 class Weights(UserDict):
@@ -154,7 +163,7 @@ class Weights(UserDict):
 
     def hooked(self, record: Mapping) -> str:
         """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""
-        modules = {key.rpartition(".")[0]: self.data[key][0] for key in Writers(record, self.data).how}
+        modules = {key.rpartition(".")[0]: self.data[key][0] for key in ResidualWeights(record, self.data).how}
         for path, module in modules.items():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):

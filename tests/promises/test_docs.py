@@ -242,7 +242,7 @@ def test_a_tutorial_runs_and_prints_what_its_page_shows(name, tmp_path):
 def test_the_function_takes_what_the_command_takes():
     (subcommands,) = [action for action in build_parser()._actions if action.choices]
     options = {o for action in subcommands.choices["convert"]._actions for o in action.option_strings}
-    rows = re.findall(r"^\| `(--[\w-]+)[^|]*\| `(\w+)=", pages.section("docs/conversion.md", ""), re.MULTILINE)
+    rows = re.findall(r"^\| `(--[\w-]+)[^|]*\| `(\w+)=", pages.section("docs/conversion.md", "How to"), re.MULTILINE)
     arguments = set(inspect.signature(hf_rmsnorm.convert_checkpoint).parameters) - {"src", "dst", "planned"}
     for_itself = {"-h", "--help", "--json", "--traceback", "--plan", "--base"}  # a function each, or of the terminal
     assert {option for option, _ in rows} == options - for_itself

@@ -217,7 +217,7 @@ def test_the_pairs_of_architectures_are_those_of_the_code():
         "Nemotron": "nemotron", "Jais 2": "jais2", "LLaMA": "llama", "Mixtral": "mixtral",
         "Cohere 2 MoE": "cohere2_moe", "Arcee": "arcee",
     }  # fmt: skip
-    section = pages.section("docs/conversion.md", "An architecture that is RMSNorm by birth")
+    section = pages.section("docs/conversion.md", "An architecture that uses RMSNorm")
     rows = re.findall(r"^\| (.+?) \| (.+?) \| runs \|", section, re.MULTILINE)
     shown: dict[str, str] = {}
     for sources, target in rows:

@@ -7,7 +7,7 @@ import torch
 from conversion_models import carry_out, causal_lm, config_of
 
 from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.record import RECORD_KEY, complaint, make_record, recorded_norms, uncentred
+from hf_rmsnorm.record import RECORD_KEY, explain_violation, make_record, recorded_norms, uncentred
 
 
 def converted(name, dtype=torch.float64):
@@ -75,11 +75,11 @@ def test_a_writer_that_is_missing_from_one_layer_is_noticed():
     """A wrapped or replaced layer has its tensors under other names; the layers beside it have not."""
     model, record = converted("gpt2")
     parameters = dict(model.named_parameters())
-    assert record["writers"]["transformer.h.*.mlp.c_proj.weight"]["count"] == 2
+    assert record["residual_weights"]["transformer.h.*.mlp.c_proj.weight"]["count"] == 2
     parameters["transformer.h.1.mlp.c_proj.base_layer.weight"] = parameters.pop("transformer.h.1.mlp.c_proj.weight") + 1
     assert uncentred(parameters, record) == ["transformer.h.*.mlp.c_proj.weight"]
-    assert "transformer.h.*.mlp.c_proj.weight: not all of it is here" in complaint(parameters, record)
-    del record["writers"]["transformer.h.*.mlp.c_proj.weight"]["count"]  # as records without it were
+    assert "transformer.h.*.mlp.c_proj.weight: not all of it is here" in explain_violation(parameters, record)
+    del record["residual_weights"]["transformer.h.*.mlp.c_proj.weight"]["count"]  # as records without it were
     assert uncentred(parameters, record) == []
 
 
@@ -87,17 +87,17 @@ def test_a_writer_that_is_missing_from_one_layer_is_noticed():
 def test_the_rounding_of_a_narrower_dtype_is_told_from_fine_tuning(dtype):
     model, record = converted("gpt2", torch.bfloat16)
     parameters = dict(model.to(dtype).named_parameters())
-    text, wide = complaint(parameters, record), str(dtype).removeprefix("torch.")
+    text, wide = explain_violation(parameters, record), str(dtype).removeprefix("torch.")
     assert "more has bfloat16 values" in text
     assert f'load it with dtype="auto", or convert the {wide} original' in text
     with torch.no_grad():
         for parameter in parameters.values():
             parameter += 0.25
-    assert "by fine-tuning perhaps" in complaint(parameters, record)
+    assert "by fine-tuning perhaps" in explain_violation(parameters, record)
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.fill_(float("nan"))
-    assert "holds NaN" in complaint(parameters, record)
+    assert "holds NaN" in explain_violation(parameters, record)
 
 
 def test_a_record_of_another_version_is_refused():
@@ -120,18 +120,19 @@ def test_layers_that_are_alike_share_an_entry_and_others_do_not():
     how, other = ({"axis": axis, "block": 8, "blocks": None} for axis in (0, 1))
     parameters = [f"layers.{i}.out" for i in range(3)] + [f"blocks.{i}.down" for i in range(3)] + ["only.2.table"]
     writers = {name: how for name in parameters}
-    assert set(make_record(writers, {}, parameters, [])["writers"]) == {"layers.*.out", "blocks.*.down", "only.2.table"}
+    record = make_record(writers, {}, parameters, [])
+    assert set(record["residual_weights"]) == {"layers.*.out", "blocks.*.down", "only.2.table"}
     writers["layers.1.out"] = other
     del writers["blocks.2.down"]
     record = make_record(writers, {}, parameters, [])
-    assert not any("count" in entry for entry in record["writers"].values())
-    assert set(record["writers"]) == {
+    assert not any("count" in entry for entry in record["residual_weights"].values())
+    assert set(record["residual_weights"]) == {
         *(f"layers.{i}.out" for i in range(3)),
         "blocks.0.down",
         "blocks.1.down",
         "only.2.table",
     }
-    assert record["writers"]["layers.1.out"] == other
+    assert record["residual_weights"]["layers.1.out"] == other
 
 
 def test_the_record_of_a_deep_model_is_short():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...record import RECORD_KEY, Writers
+from ...record import RECORD_KEY, ResidualWeights
 from ..checkpoint.expressions import Stored, planned_tensors
 from ..checkpoint.shard import FLOATS, ConversionError
 from ..checkpoint.source import ADAPTER_FILES
@@ -140,17 +140,17 @@ def _plan_of_base(model: Values, converted: Path) -> CentringPlan:
         # What was made of a converted checkpoint has its plan too, but other tensors that read the norms.
         folded = any(FOLDED in (shard.metadata or {}) for shard in made.shards)
         whole = made.tensors.keys() == model.names() | {copy.key for copy in plan.copy}
-        if whole and not folded and record.get("writers") == plan.config[RECORD_KEY]["writers"]:
+        if whole and not folded and record.get("residual_weights") == plan.config[RECORD_KEY]["residual_weights"]:
             return plan
-    cure = "pass what converting it with no other options gave; native, folded and post-norm results take no adapters"
+    cure = "pass what converting it with no other options gave; native and folded results take no adapters"
     raise ConversionError(f"{converted}: no conversion of {model.checkpoint.folder} that takes its adapters: {cure}")
 
 
-def _writers(done: CentringPlan, twin: Twin, prefix: str) -> tuple[Callable[[str], str], Writers]:
+def _writers(done: CentringPlan, twin: Twin, prefix: str) -> tuple[Callable[[str], str], ResidualWeights]:
     """What names of the twin's class are called in the record, and the record's writers."""
     # A checkpoint saved with a head may be used without, or the reverse: then a prefix is missing or too much.
     for rename in (str, lambda name: prefix + name, lambda name: name.removeprefix(prefix)):
-        writers = Writers(done.config[RECORD_KEY], map(rename, twin.shapes))
+        writers = ResidualWeights(done.config[RECORD_KEY], map(rename, twin.shapes))
         if writers.how:
             return rename, writers
     raise ConversionRefused(f"{twin.name} has none of the tensors that write to the stream of the converted base")

@@ -1,4 +1,4 @@
-"""`plan_native`: a LayerNorm checkpoint written as one of an architecture that is RMSNorm by birth."""
+"""`plan_native`: a LayerNorm checkpoint written as one of an architecture that uses RMSNorm."""
 
 import json
 from dataclasses import dataclass, replace

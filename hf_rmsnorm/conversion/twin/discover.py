@@ -207,11 +207,9 @@ def _refuse_if_hopeless(twin: Twin, norms, bad: list[str], causes: dict[str, Cau
     sources = {causes[path].source for path in bad if causes[path].norm}
     by_norm = sum(causes[path].norm for path in bad)
     if len(sources) > 1 and 2 * by_norm > len(bad) and 2 * len(bad) > len(norms):
-        raise ConversionRefused(
-            f"{twin.name} is a post-norm model: {by_norm} of its {len(norms)} LayerNorms read a sum with another's "
-            'output, whose mean no weight removes: choose post_norm="exact" (equal outputs, FFN norms only, two '
-            'neurons more) or post_norm="fit" (all norms, approximate)'
-        )
+        which = f"{by_norm} of its {len(norms)} LayerNorms read a sum with another's output"
+        cure = "examples/postnorm converts such models in memory"
+        raise ConversionRefused(f"{twin.name} is a post-norm model: {which}, whose mean no weight removes: {cure}")
     if len(bad) < len(norms):
         return
     reason, _ = Counter(causes[path].reason for path in bad).most_common(1)[0]

@@ -27,7 +27,7 @@ from transformers import AutoConfig
 from hf_rmsnorm import convert_adapter, convert_checkpoint, plan_conversion
 from hf_rmsnorm.cli import convert
 from hf_rmsnorm.cli.main import build_parser, main
-from hf_rmsnorm.conversion.api import POST_NORM, TARGETS
+from hf_rmsnorm.conversion.api import TARGETS
 from hf_rmsnorm.conversion.twin.run import quiet
 from hf_rmsnorm.conversion.twin.twin import give_weights
 from hf_rmsnorm.demo import demo_path
@@ -41,7 +41,6 @@ WAYS = {
     "": COHERE,
     "--target native": COHERE,
     "--fold-affine": COHERE,
-    "--post-norm exact": ("BertModel", "bert", SMALL),
 }
 TOKENIZER = """
 from pathlib import Path
@@ -79,7 +78,7 @@ def parameters(function):
 
 
 def test_the_command_and_the_functions_take_the_same():
-    called = {"prompt": "prompts", "no_verify": "verify", "text": "texts"}
+    called = {"prompt": "prompts", "no_verify": "verify"}
     for_everybody = {"help", "json", "traceback"}
     parser = build_parser()._subparsers._group_actions[0].choices["convert"]
     options = {called.get(a.dest, a.dest): a for a in parser._actions if a.dest not in for_everybody}
@@ -91,7 +90,6 @@ def test_the_command_and_the_functions_take_the_same():
     assert plan.items() <= checkpoint.items() and set(checkpoint) - set(plan) <= {*adapter, "planned", "max_shard_size"}
     assert set(adapter) - {"base", "converted"} <= set(checkpoint)
     assert list(TARGETS) == options["target"].choices and options["target"].default == checkpoint["target"]
-    assert [*filter(None, POST_NORM)] == options["post_norm"].choices and options["post_norm"].default == "refuse"
     on = [name for name, a in options.items() if a.const is True and name != "plan"]
     assert {name: checkpoint[name] for name in on} == {name: name == "verify" for name in on}
 
@@ -141,11 +139,7 @@ def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     "options",
     [
-        "DST --post-norm fit --target native",
-        "DST --post-norm exact --fold-affine",
         "DST --plan",
-        "DST --text x",
-        "DST --text README.md --json",
         "DST --max-shard-size 1MB --json",
         "--plan --no-verify",
         "--plan --prompt x",
@@ -169,16 +163,9 @@ def test_options_may_stand_before_dst(tmp_path, capsys):
     assert str(tmp_path / "two") in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--post-norm exact --fold-affine", "--post-norm goes neither with --target native nor with --fold-affine"),
-        ("--max-shard-size 1MB", "--max-shard-size goes with --target native or --post-norm"),
-    ],
-)
-def test_errors_speak_the_words_of_the_command(options, said, tmp_path, capsys):
-    code, _, err = run(capsys, "demo:gpt2", tmp_path / "dst", *options.split())
-    assert code == 2 and said in err
+def test_errors_speak_the_words_of_the_command(tmp_path, capsys):
+    code, _, err = run(capsys, "demo:gpt2", tmp_path / "dst", "--max-shard-size", "1MB")
+    assert code == 2 and "--max-shard-size goes with --target native" in err
 
 
 @pytest.mark.full
@@ -187,10 +174,6 @@ def test_a_conversion_converted_again_is_said_to_be_one(tmp_path, capsys):
     assert run(capsys, src, once, "--no-verify")[0] == 0
     code, out, _ = run(capsys, once, "--plan")
     assert code == 0 and "converted before" in out
-    bert = save(tmp_path / "bert", "BertModel", "bert", SMALL)
-    assert run(capsys, bert, tmp_path / "exact", "--post-norm", "exact", "--no-verify")[0] == 0
-    code, _, err = run(capsys, tmp_path / "exact", tmp_path / "twice", "--post-norm", "exact")
-    assert code == 2 and "was converted before" in err and "patch_model" in err
 
 
 def test_the_plan_comes_before_anything_is_written(tmp_path, capsys, monkeypatch):
@@ -401,17 +384,3 @@ def test_a_fault_of_the_source_is_named(fault, tmp_path, capsys):
     assert words[fault] in out + err and code == 2 and not (tmp_path / "dst").exists()
     # Before a byte is written: nothing is left beside DST.
     assert len(err.splitlines()) == 1 and [*tmp_path.iterdir()] == [src]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("level", ["exact", "fit"])
-def test_post_norm_is_not_advised_where_nothing_needs_it(level, tmp_path, capsys):
-    sizes = dict(d_model=32, vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=32)
-    sizes |= {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
-    src = save(tmp_path / "src", "MBartForConditionalGeneration", "mbart", sizes)
-    capsys.readouterr()
-    code, out, err = run(capsys, src, "--plan", "--post-norm", level)
-    assert code == 2 and not out and "src: all 14 norms become RMSNorms without --post-norm: leave it out" in err
-    code, out, err = run(capsys, src, "--plan")
-    assert code == 0 and "14 of 14 norms as RMSNorm" in out, err

@@ -196,9 +196,8 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     bert = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
                                 intermediate_size=24))  # fmt: skip
     bert.save_pretrained(tmp_path / "bert")
-    for post_norm in (None, "refuse"):
-        with pytest.raises(ConversionRefused, match='post_norm="exact"'):
-            plan_conversion(tmp_path / "bert", post_norm=post_norm)
+    with pytest.raises(ConversionRefused, match="post-norm model: 4 of its 5 .* examples/postnorm"):
+        plan_conversion(tmp_path / "bert")
     config = json.loads((tmp_path / "bert" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
     (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
@@ -251,9 +250,9 @@ def test_what_cannot_be_read_is_found_before_anything_is_written(fault, tmp_path
 
 def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
     config = OlmoConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config.hf_rmsnorm = {"version": 1, "computes": "rms_norm", "writers": {}, "rms_norms": {}}
+    config.hf_rmsnorm = {"version": 1, "computes": "rms_norm", "residual_weights": {}, "rms_norms": {}}
     OlmoForCausalLM(config).save_pretrained(tmp_path / "src")
-    for way in ([], ["--fold-affine"], ["--post-norm", "exact"]):
+    for way in ([], ["--fold-affine"]):
         with pytest.raises(ConversionRefused, match="is an RMSNorm model already"):
             main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), *way, "--traceback"])
     assert not (tmp_path / "dst").exists()
@@ -371,7 +370,6 @@ def tensors(folder):
         ({"dst": torch.nn.LayerNorm(4)}, "dst is a LayerNorm: pass the path of the folder to make"),
         ({"planned": {}}, "planned is a dict: pass what plan_conversion returned"),
         ({"prompts": [""]}, "none of them empty"),
-        ({"post_norm": "fit", "texts": "hello"}, "pass a list of texts"),
         ({"target": "bogus"}, "choose one of same, native"),
     ],
 )

@@ -105,10 +105,10 @@ def test_a_writer_that_has_moved_keeps_layer_norm(folders):
         assert torch.equal(logits(model), expected)
 
 
-@pytest.mark.parametrize("writers", [{"writers": {}}, {"writers": None}, {}])
+@pytest.mark.parametrize("writers", [{"residual_weights": {}}, {"residual_weights": None}, {}])
 def test_a_record_without_writers_keeps_layer_norm(folders, writers):
     model = load(folders[1])
-    record = {key: value for key, value in model.config.hf_rmsnorm.items() if key != "writers"}
+    record = {key: value for key, value in model.config.hf_rmsnorm.items() if key != "residual_weights"}
     model.config.hf_rmsnorm = record | writers
     report = patch_model(model)
     assert "names nothing that writes to the residual stream" in str(report)
@@ -177,7 +177,7 @@ def test_parameters_outside_of_the_converted_model_keep_layer_norm(folders):
 def test_a_head_that_is_loaded_with_a_base_model_is_not_outside(folders, tmp_path):
     record = load(folders[1]).transformer
     names = record.config.hf_rmsnorm
-    for part in ("writers", "rms_norms"):
+    for part in ("residual_weights", "rms_norms"):
         names[part] = {name.removeprefix("transformer."): how for name, how in names[part].items()}
     record.save_pretrained(tmp_path)
     for cls in (GPT2Model, GPT2ForSequenceClassification):

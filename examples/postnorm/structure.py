@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ....record import centre_
-from ...plan import ConversionRefused
-from ...twin.discover import would_tie_a_head
-from ...twin.gauge import ZERO_MEAN, centre, gauge_test, input_means
-from ...twin.keys import Hit, KeyMap
-from ...twin.layer_norms import Norms, find_layer_norms
-from ...twin.run import MISFITS, linear_paths, run, weight_axis
-from ...twin.twin import Twin, make_twin, new_model, plain, shapes_of, with_settings
+from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.twin.discover import would_tie_a_head
+from hf_rmsnorm.conversion.twin.gauge import ZERO_MEAN, centre, gauge_test, input_means
+from hf_rmsnorm.conversion.twin.keys import Hit, KeyMap
+from hf_rmsnorm.conversion.twin.layer_norms import Norms, find_layer_norms
+from hf_rmsnorm.conversion.twin.run import MISFITS, linear_paths, run, weight_axis
+from hf_rmsnorm.conversion.twin.twin import Twin, make_twin, new_model, plain, shapes_of, with_settings
+from hf_rmsnorm.record import centre_
 
 NEURONS = 2
 EQUAL = 1e-10  # of the largest element; float64 leaves 1e-15
@@ -250,19 +250,19 @@ def _pair(size: int, dtype: torch.dtype) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def put_neurons(model: torch.nn.Module, ffns: list[FFN]) -> dict[str, dict]:
-    """Set the last two neurons of each FFN; parameter -> ``{"axis", "first", "values"}`` as in the record."""
-    put = {}
+def put_neurons(model: torch.nn.Module, ffns: list[FFN]) -> None:
+    """Set the last two neurons of each FFN."""
     for f in ffns:
-        first = model.get_submodule(f.first)
+        first, second = model.get_submodule(f.first), model.get_submodule(f.second)
         c, o = _pair(first.weight.shape[1 - f.first_axis], first.weight.dtype)
-        values = {f"{f.first}.weight": (f.first_axis, [c, -c]), f"{f.second}.weight": (f.second_axis, [-o, o])}
+        _fill(first.weight, f.first_axis, (c, -c))
+        _fill(second.weight, f.second_axis, (-o, o))
         if first.bias is not None:
-            values[f"{f.first}.bias"] = 0, [0.0, 0.0]
-        for name, (axis, pair) in values.items():
-            p = model.get_parameter(name)
-            start = p.shape[axis] - NEURONS
-            for i, value in enumerate(pair):
-                p.select(axis, start + i).fill_(value)
-            put[name] = {"axis": axis, "first": start, "values": pair}
-    return put
+            _fill(first.bias, 0, (0.0, 0.0))
+
+
+def _fill(parameter: torch.Tensor, axis: int, values: tuple[float, ...]) -> None:
+    """Set the last slices along an axis to a value each."""
+    start = parameter.shape[axis] - len(values)
+    for index, value in enumerate(values):
+        parameter.select(axis, start + index).fill_(value)

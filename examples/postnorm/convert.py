@@ -1,58 +1,49 @@
-"""Post-norm models (BERT, BART, OPT-350m): what of them converts exactly, and the rest by least squares.
+"""Convert a post-norm model (BERT, BART, OPT-350m) in memory, exactly in part or approximately in full.
 
-A norm after the sum reads ``FFN(x) + x``, and the x there is another norm's output, whose mean no weight takes away.
-But ``act(z) - act(-z) = z`` for GELU, ReLU and SiLU: two neurons more, that read the mean of x as z and as -z and write
-it with opposite signs to every feature, cancel it exactly. So FFN norms and embedding norms become RMSNorms with equal
-outputs. For attention norms no such form is known; `fit_post_norm` subtracts what is linear in the attention output.
+    python examples/postnorm/convert.py ENCODER converted --text sentences.txt
+    python examples/postnorm/convert.py ENCODER converted --level exact
+
+A norm after the sum reads ``FFN(x) + x``, and the x there is another norm's output, whose mean no weight removes. But
+``act(z) - act(-z) = z`` for GELU, ReLU and SiLU: two more neurons, which read the mean of x as z and as -z and write it
+with opposite signs to every feature, cancel it exactly. So FFN norms and embedding norms become RMSNorms with equal
+outputs (``exact``). For attention norms no such form is known; ``fit`` subtracts what is linear in the writer's input.
+`hf_rmsnorm.patch_model` runs the result as RMSNorm; a plain load gives the original's outputs.
 """
 
+from __future__ import annotations
+
+import argparse
 import inspect
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
-from transformers import PreTrainedModel
+import transformers
+from structure import NEURONS, Structure, Sum, as_double, converted, hits_of, look, put_neurons, tie_changes
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
-from .... import __version__
-from ....record import RECORD_KEY, make_record
-from ....verification.context import default_inputs, max_positions
-from ...checkpoint.expressions import Expression, Stored
-from ...checkpoint.layout import split
-from ...checkpoint.shard import changed
-from ...checkpoint.values import Values, open_values
-from ...checkpoint.write import changed_config
-from ...judge.folder import NOT_RUN, Verification, add_to_card, provenance
-from ...judge.pair import side_by_side, tokenizer_of
-from ...plan import ConversionRefused, NormRecord, rms_norms
-from ...twin.gauge import ZERO_MEAN, input_means
-from ...twin.keys import Hit, saved_tensors
-from ...twin.layer_norms import Norms, find_layer_norms
-from ...twin.prove import BOUND, difference, run_as_rms
-from ...twin.run import loaded, run, weight_axis
-from ...twin.twin import config_and_class
-from ..centred import PlannedConversion
-from .build import NEURONS, Structure, Sum, as_double, converted, hits_of, look, put_neurons, tie_changes
+from hf_rmsnorm import __version__
+from hf_rmsnorm.conversion.plan import ConversionRefused, NormRecord, rms_norms
+from hf_rmsnorm.conversion.twin.gauge import ZERO_MEAN, input_means
+from hf_rmsnorm.conversion.twin.keys import Hit, saved_tensors
+from hf_rmsnorm.conversion.twin.layer_norms import Norms, find_layer_norms
+from hf_rmsnorm.conversion.twin.prove import BOUND, difference, run_as_rms
+from hf_rmsnorm.conversion.twin.run import run, weight_axis
+from hf_rmsnorm.conversion.twin.twin import with_settings
+from hf_rmsnorm.record import RECORD_KEY, make_record
+from hf_rmsnorm.verification.context import default_inputs, max_positions
 
-REMAINS = 'post_norm="fit" remains'
+REMAINS = "--level fit remains"
 ANOTHERS = "another norm's output, whose mean no weight removes"
 OTHER = "its input is the work of several modules or of an activation"
 HELD_OUT = 5  # every fifth batch is measured, not fitted
 RIDGE = 1e-6  # of the mean diagonal of the normal equations
-SENTENCES = 256
 TOKENS = 64
-CARD_HEADING = "## Post-norm model with RMSNorms"
-CARD_TEXTS = {
-    "exact": """Two more neurons in every FFN take the mean off its skip: the FFN norms and the embedding norm may run
-as RMSNorm with the original's outputs, the others stay LayerNorm.""",
-    "fit": """**Approximate.** What is linear in the input of each norm's writer was taken off by least squares on
-text, without training. With its LayerNorms the result gives the original's outputs; as RMSNorm it is near them, as
-measured below.""",
-}
 
 
 @dataclass(frozen=True)
@@ -178,7 +169,8 @@ def _finish(
     dtypes = {name: t.dtype for name, t in itertools.chain(*named)}
     for name, t in itertools.chain(work.named_parameters(), work.named_buffers()):
         t.data = t.data.to(dtypes[name])
-    put = put_neurons(work, found.ffns) if grown else {}
+    if grown:
+        put_neurons(work, found.ffns)
     tensors = saved_tensors(work)
     work.double()
     norms = find_layer_norms(work, inputs)[0]
@@ -187,17 +179,13 @@ def _finish(
     reason = {path: reasons.get(path, OTHER) for path in norms}
     records = [NormRecord(p, n.hidden_size, n.spec.eps, p in chosen, reason[p]) for p, n in norms.items()]
     records += [NormRecord(path, 0, 0.0, False, "no input reached it: nothing is known of it") for path in found.silent]
-    # What was fitted is not centred, and is not checked.
-    level, writers = ("exact", found.twin.writers(hits)) if measured is None else ("fit", {})
-    for name, how in writers.items():
-        if put.get(name, how)["axis"] != how["axis"]:
-            how["but"] = {key: put[name][key] for key in ("axis", "first")}
-    parameters = [name for name, _ in work.named_parameters(remove_duplicate=False)]
+    level = "exact" if measured is None else "fit"
     paths = [path for path, _ in work.named_modules()]
-    record = make_record(writers, rms_norms(records), parameters, paths, put if measured is None else None)
+    # Neither neurons nor fitted weights have zero mean, so that `patch_model` checks none.
+    record = make_record({}, rms_norms(records), (), paths)
+    record |= {"converted_by": f"hf-rmsnorm {__version__}", "post_norm": level, "computes": "rms_norm"}
     if measured is not None:
-        record |= {"computes": "rms_norm", "approximate": True, "measured": measured}
-    record = {"converted_by": f"hf-rmsnorm {__version__}", "post_norm": level, **record}
+        record |= {"approximate": True, "measured": measured}
     config = {**grown, **tie_changes(model, hits, found.undetermined), RECORD_KEY: record}
     neurons, name = len(found.ffns) if grown else 0, type(model).__name__
     report = PostNormReport(level, name, tuple(records), neurons, stock, rms, rounded, measured or {})
@@ -280,83 +268,62 @@ def measure(model, batches, expected, norms: Norms) -> dict:
     }
 
 
-@dataclass(frozen=True)
-class PlannedPostNorm(PlannedConversion):
-    """A converted model in memory, and the fingerprints of the files that it was made of."""
-
-    conversion: PostNormConversion
-    fingerprints: dict
-    report = property(lambda self: self.conversion.report)
-
-    def to_dict(self) -> dict:
-        return {"report": self.report.to_dict()}
-
-    def __str__(self) -> str:
-        return str(self.report)
-
-    def result(self, values: Values, max_shard_size):
-        source, done = values.checkpoint, self.conversion
-        if source.fingerprints != self.fingerprints:
-            raise changed(source.folder)
-        values.given.update(done.tensors)
-        sizes = [sum(tensor.nbytes for tensor in shard.tensors.values()) for shard in source.shards]
-        grown = max(sum(tensor.nbytes for tensor in done.tensors.values()) - sum(sizes), 0)
-        metadata = {"format": "pt", RECORD_KEY: json.dumps(self.made, sort_keys=True)}
-        record = {**done.config[RECORD_KEY], **self.made}
-        config = {**done.config, "architectures": [self.report.model_class], RECORD_KEY: record}
-        tensors: dict[str, Expression] = {name: Stored(name) for name in sorted(done.tensors)}
-        layout = split(tensors, values, metadata, max_shard_size or max(sizes) + grown)
-        return layout, changed_config(source.config, config)
-
-    def judge(self, src, folder, how):
-        if not how.verify:
-            return Verification(True, NOT_RUN), self
-        with side_by_side(src, folder, how) as pair:
-            runs = pair.judge_both()
-        if self.report.level == "fit":
-            runs["as RMSNorm"]["verdict"] = "approximate, as measured"
-        return Verification.of(runs, "source and result run side by side"), self
-
-    def describe(self, folder: Path, verdict: Verification) -> None:
-        described = {**self.made, **self.to_dict(), "verification": verdict.to_dict()}
-        (folder / "conversion_report.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-        text = f"""{CARD_TEXTS[self.report.level]} It loads like any checkpoint of its architecture, and
-`hf_rmsnorm.patch_model` runs it as RMSNorm. What was done is in `conversion_report.json`."""
-        add_to_card(folder, CARD_HEADING, text, self.made, self.report, verdict)
+def saved(conversion: PostNormConversion, model: PreTrainedModel, folder: Path) -> None:
+    """Write a converted model as a checkpoint of its own class, and a report beside it."""
+    config = with_settings(model.config, conversion.config)
+    result = type(model).from_pretrained(None, config=config, state_dict=dict(conversion.tensors), dtype=model.dtype)
+    result.save_pretrained(folder)
+    report = json.dumps(conversion.report.to_dict(), indent=1)
+    (folder / "conversion_report.json").write_text(report + "\n", encoding="utf-8")
 
 
-def plan_post_norm(
-    src, level: str, *, trust_remote_code: bool, model_class, texts: list[str] | None, allow_pickle: bool
-) -> PlannedPostNorm:
-    """Convert a post-norm model in memory; `level` is the `post_norm` of `convert_checkpoint`, as are the rest."""
-    with open_values(src, allow_pickle=allow_pickle) as values:
-        fingerprints = values.checkpoint.fingerprints
-    config, cls = config_and_class(src, trust_remote_code, model_class)
-    if getattr(config, RECORD_KEY, None) is not None:
-        raise ConversionRefused(f"{src}: was converted before, as its config.json says: patch_model runs it as it is")
-    model, made_up = loaded(cls, src, dtype="auto", trust_remote_code=bool(trust_remote_code))
-    if made_up:
-        what = f"{cls.__name__} has {made_up[0]} and the checkpoint has not"
-        raise ConversionRefused(f"{src}: {what}: download it whole, or pass the model_class it was saved from")
-    if level == "exact":
-        return PlannedPostNorm(provenance(src), exact_post_norm(model), fingerprints)
-    if not texts:
-        words = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
-        texts = [sentence.strip() for sentence in words.split(". ") if 20 < len(sentence) < 300][:SENTENCES]
-    if not (batches := _batches(src, config, cls, texts, trust_remote_code)):
-        raise ConversionRefused(f"{src}: fit needs text, and there is no tokenizer: add one, or choose exact")
-    if len(batches) < HELD_OUT:
-        raise ConversionRefused(f"{src}: fit needs {HELD_OUT} texts or more, and {len(batches)} are here: add some")
-    return PlannedPostNorm(provenance(src), fit_post_norm(model, batches), fingerprints)
+def batches_of(tokenizer, model: PreTrainedModel, texts: list[str]) -> list[dict]:
+    """Keyword arguments of the forward, a batch for each text."""
+    length = min(TOKENS, max_positions(model.config))
+    names = inspect.signature(type(model).forward).parameters
+    batches = []
+    for text in texts:
+        tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
+        batch = {name: value for name, value in tokens.items() if name in names}
+        if model.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = batch["input_ids"]
+        if batch["input_ids"].numel():
+            batches.append(batch)
+    return batches
 
 
-def _batches(src, config, cls, texts: list[str], trust_remote_code: bool) -> list[dict]:
-    """Keyword arguments of the forward, a batch for each text; none where there is no tokenizer."""
-    if (tokenizer := tokenizer_of(src, cls, trust_remote_code)) is None:
-        return []
-    how = {"return_tensors": "pt", "truncation": True, "max_length": min(TOKENS, max_positions(config))}
-    accepted = inspect.signature(cls.forward).parameters
-    inputs = [{k: v for k, v in tokenizer(text, **how).items() if k in accepted} for text in texts]
-    if config.is_encoder_decoder:
-        inputs = [{**each, "decoder_input_ids": each["input_ids"]} for each in inputs]
-    return [each for each in inputs if isinstance(each["input_ids"], torch.Tensor) and each["input_ids"].numel()]
+def class_of(source: str) -> type[PreTrainedModel]:
+    """The class that a checkpoint was saved from."""
+    architectures = AutoConfig.from_pretrained(source).architectures or []
+    return getattr(transformers, architectures[0]) if architectures else AutoModel
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("source", help="a local folder or a hub id")
+    parser.add_argument("folder", type=Path, help="the folder to make")
+    parser.add_argument("--level", choices=["exact", "fit"], default="fit", help="default fit")
+    parser.add_argument("--text", type=Path, help="with fit: what to fit on, one example a line")
+    args = parser.parse_args(argv)
+    if args.folder.exists():
+        parser.error(f"{args.folder} exists already: choose another folder")
+    if args.level == "fit" and args.text is None:
+        parser.error("--level fit needs --text FILE, with one example a line")
+    model = class_of(args.source).from_pretrained(args.source, dtype="auto").eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.source)
+    try:
+        if args.level == "exact":
+            conversion = exact_post_norm(model)
+        else:
+            lines = [line for line in args.text.read_text(encoding="utf-8").splitlines() if line.strip()]
+            conversion = fit_post_norm(model, batches_of(tokenizer, model, lines))
+    except ValueError as error:
+        parser.error(str(error))
+    saved(conversion, model, args.folder)
+    tokenizer.save_pretrained(args.folder)
+    print(conversion.report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
