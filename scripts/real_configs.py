@@ -58,7 +58,10 @@ def planned(config: dict) -> dict:
         try:
             norms = plan_conversion(folder).centring.norms
         except ConversionRefused as refusal:
-            return {"verdict": "refused", "reason": str(refusal).replace(folder, "the folder")}
+            reason = str(refusal).replace(folder, "the folder")
+            if "it uses RMSNorm already" in reason:
+                return {"verdict": "RMSNorm already", "reason": ""}
+            return {"verdict": "refused", "reason": reason}
     stay = [norm for norm in norms if not norm.becomes_rms]
     verdict = f"{len(norms) - len(stay)} of {len(norms)} norms become RMSNorm"
     return {"verdict": verdict, "reason": "; ".join(dict.fromkeys(norm.reason for norm in stay))}

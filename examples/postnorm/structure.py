@@ -181,7 +181,7 @@ def look(model: PreTrainedModel) -> Structure:
     twin = make_twin(model.config, model_class=type(model))
     norms, silent = find_layer_norms(twin.model, twin.inputs)
     if not norms:
-        raise ConversionRefused(f"{twin.name} computes no LayerNorm: there is nothing to convert")
+        raise ConversionRefused(f"{twin.name} has no LayerNorm: nothing to convert")
     sums = find_sums(twin.model, twin.inputs, norms)
     ffns, unfit = find_ffns(twin.model, twin.inputs, sums)
     hits, undetermined = hits_of(twin, norms)

@@ -31,6 +31,8 @@ def add_arguments(parser) -> None:
     add("--plan", action="store_true", help="print what would be done, and write nothing")
     told = "for an adapter: the model that it was trained on, and what convert made of that"
     add("--base", nargs=2, metavar=("MODEL", "CONVERTED"), help=told)
+    told = "a .safetensors file of the arguments of the model's forward, by name, for what text alone does not reach"
+    add("--inputs", metavar="FILE", type=Path, help=told)
     add("--no-verify", action="store_true", help="publish DST without running source and result")
     add("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
     add(
@@ -55,7 +57,7 @@ def run(args) -> Result:
 
 
 def _as_options(text: str) -> str:
-    text = text.replace("verify=False", "--no-verify")
+    text = text.replace("verify=False", "--no-verify").replace("inputs=...", "--inputs FILE")
     return _ARGUMENT.sub(lambda m: " ".join(filter(None, (_option(m[1] or m[2]), m[3]))), text)
 
 
@@ -84,7 +86,7 @@ def _run(args) -> Result:
     (source,) = _on_disk(args, source)
     size = args.max_shard_size
     size = int(size) if size and size.isdecimal() else size
-    code = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
+    code = _common(args, models)
     planned = conversion.plan_conversion(source.where, target=args.target, fold_affine=args.fold_affine, **code)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
@@ -92,6 +94,16 @@ def _run(args) -> Result:
         say(fitted(str(planned)))
     how = {"planned": planned, "max_shard_size": size, **code}
     return _result(args, partial(conversion.convert_checkpoint, source.where, args.dst, **how))
+
+
+def _common(args, models) -> dict:
+    """The arguments that every function of conversion takes."""
+    tensors = None if args.inputs is None else models.read_tensors(args.inputs)
+    return {
+        "allow_pickle": args.allow_pickle,
+        "trust_remote_code": args.trust_remote_code,
+        "inputs": None if tensors is None else lambda model: dict(tensors),
+    }
 
 
 def _on_disk(args, source, *bases) -> list:
@@ -124,8 +136,7 @@ def _run_adapter(args, models) -> Result:
     from .. import conversion
 
     source, base, converted = _on_disk(args, source, *bases)
-    how = {"base": base.where, "converted": converted.where}
-    how |= {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
+    how = {"base": base.where, "converted": converted.where, **_common(args, models)}
     return _result(args, partial(conversion.convert_adapter, source.where, args.dst, **how))
 
 

@@ -77,7 +77,7 @@ def other_inputs(model, file: Path | None) -> dict | None:
     from ..verification.context import default_inputs, in_dtype_of
 
     if file is not None:
-        given = _tensors(file)
+        given = read_tensors(file)
     else:
         try:
             given = default_inputs(model)
@@ -88,7 +88,8 @@ def other_inputs(model, file: Path | None) -> dict | None:
     return in_dtype_of(model, given)
 
 
-def _tensors(file: Path) -> dict:
+def read_tensors(file: Path) -> dict:
+    """The tensors of a safetensors file, by name."""
     from safetensors.torch import load_file
 
     try:

@@ -28,7 +28,9 @@ from .models import STYLES, Shrinker, build, config_class, model_class
 from .workers import Job, line, run_all
 
 TIME_LIMIT = 120  # seconds a type may take
-NO_LAYER_NORM = "computes no LayerNorm"
+# Verdict -> what a refusal says of such a type.
+WITHOUT = {"RMSNorm": "it uses RMSNorm already", "no LayerNorm": "it has no LayerNorm"}
+UNREACHED = ("the inputs reached", "the inputs made no use of")
 
 
 def _with_patches(model) -> torch.Tensor:
@@ -58,7 +60,7 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
 
     Returns:
         ``{"type", "mapping", "model_class", "variants": [...], "error"}``; each variant has ``verdict``: "converted"
-        (every norm), "partly", "refused", "no LayerNorm" or "failed".
+        (every norm), "partly", "refused", "RMSNorm" (it has no LayerNorm), "no LayerNorm" (nor this) or "failed".
     """
     started = time.monotonic()
     result = {"type": model_type, "mapping": mapping, "variants": [], "error": None}
@@ -75,7 +77,9 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
             result["error"] = result["error"] or made
             if not result["variants"] and not features:
                 with contextlib.suppress(Exception):  # nor can the type's own config be built: the error above says why
-                    result["variants"].append({"features": [], **_convert(cls, config(), None)})
+                    found = _convert(cls, config(), None)
+                    if "could not be made here" not in found["reason"]:
+                        result["variants"].append({"features": [], **found})
         elif made is not None:
             model, arguments, switched = made
             result["variants"].append({"features": switched, **_convert(cls, model.config, arguments)})
@@ -111,19 +115,25 @@ def _tiny(cls, config, features: bool, deadline: float):
     return first or "not built in time"
 
 
-def _convert(cls, config, arguments: dict) -> dict:
+def _convert(cls, config, arguments: dict | None) -> dict:
+    """The verdict with these inputs, or with those that the package makes where these reach no tower."""
+    if arguments is None:
+        return _planned(cls, config, None)
+    result = _planned(cls, config, lambda model: arguments)
+    if any(words in result["reason"] for words in UNREACHED):
+        with_towers = _planned(cls, config, None)
+        result = with_towers if with_towers["verdict"] != "refused" else result
+    return result
+
+
+def _planned(cls, config, inputs) -> dict:
     try:
-        twin = make_twin(config, model_class=cls, inputs=None if arguments is None else lambda model: arguments)
-    except ConversionRefused as refusal:
-        if arguments is None:
-            raise RuntimeError("its own config makes no twin") from refusal
-        return {"verdict": "refused", "reason": str(refusal)}
-    try:
+        twin = make_twin(config, model_class=cls, inputs=inputs)
         plan = discover(twin)
         proof = prove(plan, twin)
     except ConversionRefused as refusal:
-        verdict = "no LayerNorm" if NO_LAYER_NORM in str(refusal) else "refused"
-        return {"verdict": verdict, "reason": str(refusal)}
+        reason = str(refusal)
+        return {"verdict": next((v for v, words in WITHOUT.items() if words in reason), "refused"), "reason": reason}
     stays = {n.path: n.reason for n in plan.norms if not n.becomes_rms}
     found = {
         "norms": len(plan.norms),
@@ -149,7 +159,7 @@ def crashed(job: Job, error: str, stage: str, seconds: float) -> dict:
 
 def verdict(result: dict) -> str:
     """The best of a type's variants: one that is converted counts for the type."""
-    order = ("failed", "converted", "partly", "refused", "no LayerNorm")
+    order = ("failed", "converted", "partly", "refused", *WITHOUT)
     found = {v["verdict"] for v in result["variants"]}
     return next((v for v in order if v in found), "not run")
 
@@ -162,7 +172,7 @@ def table(results: list[dict]) -> str:
     rows = [f"{'type':32} {'norms':>9} {'LayerNorm':>10} {'RMSNorm':>10}  verdict"]
     for r in results:
         for v in r["variants"]:
-            if v["verdict"] == "no LayerNorm":
+            if v["verdict"] in WITHOUT:
                 continue
             name = r["type"] + (f" + {','.join(v['features'])}" if v["features"] else "")
             counts = f"{v['rms_norms']}/{v['norms']}" if "norms" in v else ""

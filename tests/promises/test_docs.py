@@ -246,4 +246,4 @@ def test_the_function_takes_what_the_command_takes():
     arguments = set(inspect.signature(hf_rmsnorm.convert_checkpoint).parameters) - {"src", "dst", "planned"}
     for_itself = {"-h", "--help", "--json", "--traceback", "--plan", "--base"}  # a function each, or of the terminal
     assert {option for option, _ in rows} == options - for_itself
-    assert {argument for _, argument in rows} == arguments - {"model_class", "inputs", "progress"}
+    assert {argument for _, argument in rows} == arguments - {"model_class", "progress"}

@@ -2,18 +2,20 @@
 
 import copy
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ... import __version__
+from ...patching.plan import make_plan
 from ...record import RECORD_KEY, make_record
-from ...verification.context import default_inputs, is_float, one_line
-from ..plan import CentringPlan, ConversionRefused, NormRecord, rms_norms
+from ...verification.context import is_float, one_line
+from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord, rms_norms
 from .gauge import ZERO_MEAN, Gauge, centre, find_layer_scales, fold_layer_scales, gauge_test, with_mean
+from .inputs import made_inputs
 from .keys import Hit, KeyMap, named_as_stored, stored_names
-from .layer_norms import TwinNorm, find_layer_norms
+from .layer_norms import Norms, find_layer_norms
 from .run import alike, and_more, run
 from .twin import Twin, attend_to_encoder, give_weights, make_twin, new_model
 from .unreached import behind_masks, refuse_if_unreached
@@ -27,115 +29,171 @@ NOTES = (
 )
 
 
+@dataclass
+class Discovery:
+    """What a proxy model has shown.
+
+    Args:
+        hits: the residual weights that can be centred, and are in the checkpoint.
+        scales: layer scales that are folded, as `find_layer_scales` gives them.
+        undetermined: parameters that no output depends on.
+    """
+
+    twin: Twin
+    norms: Norms
+    keys: KeyMap
+    hits: list[Hit]
+    scales: list[tuple[str, int, str]]
+    reasons: dict[str, str]  # path of a norm -> why it stays a LayerNorm
+    undetermined: set[str]
+    margins: dict
+
+
 def discover(source, **how) -> CentringPlan:
     """What converting a checkpoint would do, found on a small random model of the same classes; no weights are read.
 
     `source` is a `Twin` made before, or with `how` what `make_twin` takes.
     """
     twin = source if isinstance(source, Twin) else make_twin(source, **how)
+    norms = _reached_norms(twin)
+    keys = KeyMap(twin.model)
+    unsaved = keys.unsaved()
+    work = copy.deepcopy(twin.model)
+    scales = find_layer_scales(work, twin.inputs)
+    fold_layer_scales(work, scales)
+    test = _confirmed(_test_all(work, twin, norms), twin, norms, scales)
+    hits = [hit for hit in test.hits if hit.parameter not in unsaved]
+    centre(work, hits)
+    reasons = _why_norms_stay(work, twin, norms, test, unsaved)
+    becoming = {path: norm for path, norm in norms.items() if path not in reasons}
+    masked, reached = behind_masks(work, twin, becoming, test.undetermined)
+    centred = {hit.parameter for hit in hits}
+    scales = [scale for scale in scales if scale[2] in {by for weight, _, by in scales if weight in centred}]
+    hits += [hit for hit in masked if hit.parameter not in unsaved]
+    twin.widths = _widths(twin, hits)
+    undetermined = set(test.undetermined) - reached
+    refuse_if_unreached(work, twin, becoming, undetermined)
+    return _plan(Discovery(twin, norms, keys, hits, scales, reasons, undetermined, test.margins))
+
+
+def _reached_norms(twin: Twin) -> Norms:
+    """The LayerNorms of the proxy model; refused where the inputs do not reach all, or there is none."""
     norms, silent = find_layer_norms(twin.model, twin.inputs)
     if silent and attend_to_encoder(twin):
         norms, silent = find_layer_norms(twin.model, twin.inputs)
-    if not norms:
-        raise ConversionRefused(f"{twin.name} computes no LayerNorm: there is nothing to convert")
     if silent:
         reached = f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms and not {silent[0]}"
-        raise ConversionRefused(f"{twin.name}: {reached}, so what writes there is unknown: pass inputs that reach all")
-    keys = KeyMap(twin.model)
-    work = copy.deepcopy(twin.model)
-    folds = find_layer_scales(work, twin.inputs)
-    fold_layer_scales(work, folds)
-    gauge = _confirmed(_gauge_of_all(work, twin, norms), twin, norms, folds)
-    unsaved = keys.unsaved()
-    hits = [h for h in gauge.hits if h.parameter not in unsaved]
-    used = {hit.parameter for hit in hits}
-    scales = {by for parameter, _, by in folds if parameter in used}
-    folds = [fold for fold in folds if fold[2] in scales]
-    centre(work, hits)
-    bad = with_mean(work, twin.inputs, norms)
-    causes = _causes(work, twin, norms, bad, gauge, unsaved) if bad else {}
-    if any(not cause.source for cause in causes.values()) and _returns_stream(work, twin, norms):
-        raw = "the model returns rows of the stream that no LayerNorm has read: their mean is part of its output"
-        causes = {path: cause if cause.source else cause._replace(reason=raw) for path, cause in causes.items()}
-    _refuse_if_hopeless(twin, norms, bad, causes)
-    becoming = {path: norm for path, norm in norms.items() if path not in bad}
-    more, reached = behind_masks(work, twin, becoming, gauge)
-    hits += [hit for hit in more if hit.parameter not in unsaved]
-    twin.widths = _widths(twin, hits)
-    refuse_if_unreached(work, twin, becoming, gauge, reached)
-    centred = [replace(c, block=twin.widths[c.block]) for c in keys.centre(hits)]
-    tied = new_model(type(twin.model), twin.config)
-    names = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}
-    shared = Counter(names.values())  # where no writer is tied, nothing has to be untied
-    copies = keys.untie(KeyMap(tied)) if any(shared[names.get(hit.parameter)] > 1 for hit in hits) else ()
-    reasons = {path: cause.reason for path, cause in causes.items()}
-    sizes = {path: twin.widths.get(n.hidden_size, n.hidden_size * twin.factor) for path, n in norms.items()}
-    records = [NormRecord(p, sizes[p], n.spec.eps, p not in causes, reasons.get(p, "")) for p, n in norms.items()]
-    notes = list(NOTES)
-    if getattr(twin.config, RECORD_KEY, None) is not None:
-        notes.append("It was converted before, as config.json says: what training has not moved since stays as it is.")
-    if copies:
-        names = ", ".join(c.key for c in copies)
-        notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
-    if headless := not copies and would_tie_a_head(twin.model, twin.config, hits):
-        why = "a head tied to the centred table would give other logits"
-        notes.append(f"tie_word_embeddings becomes false: {why}; a class with a head now says that it is missing.")
-    if undetermined := tuple(sorted({key for name in set(gauge.undetermined) - reached for key in keys.of(name)})):
-        which = f"{len(undetermined)} tensors, {undetermined[0]} for one"
-        notes.append(f"No output depended on {which}: they are copied, as they do not write to the stream.")
-    record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, norms)
-    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
-    if copies or headless:
-        config["tie_word_embeddings"] = False
-    scale = tuple(s for weight, axis, by in folds for s in keys.scale(weight, axis, by))
-    steps = tuple(centred), scale, copies, tuple(records)
-    plan = CentringPlan(*steps, config, undetermined, gauge.margins, tuple(notes))
-    stored = stored_names(twin.folder) if twin.folder else ()
-    return named_as_stored(plan, stored, twin.model.base_model_prefix)
+        raise ConversionRefused(f"{twin.name}: {reached}: pass inputs=... that reach all")
+    if not norms:
+        raise ConversionRefused(f"{twin.name}: {_nothing_to_convert(twin.model)}")
+    return norms
 
 
-def _gauge_of_all(work, twin: Twin, norms) -> Gauge:
-    """The gauge test, with more tokens while a parameter stays unreached whose like in another layer is a writer."""
+def _nothing_to_convert(model: torch.nn.Module) -> str:
+    """What to say of a model without a LayerNorm."""
+    recipes = [entry.recipe for entry in make_plan(model.float()) if entry.recipe is not None]
+    if any(not recipe.spec.centered for recipe in recipes):
+        return "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"
+    return "it has no LayerNorm: nothing to convert"
+
+
+def _test_all(work, twin: Twin, norms: Norms) -> Gauge:
+    """The shift-invariance test, with more tokens while a parameter is unreached whose like elsewhere is centred."""
     try:
-        gauge = gauge_test(work, twin.inputs, norms)
+        test = gauge_test(work, twin.inputs, norms)
     except (AssertionError, RuntimeError) as error:
-        what = "its forward cannot be differentiated in eval mode, which finding what writes to the stream needs"
+        what = "its forward cannot be differentiated in eval mode, which finding residual weights needs"
         raise ConversionRefused(f"{twin.name}: {what} ({one_line(error)})") from error
     for tokens in MORE_TOKENS if twin.made_inputs else ():
-        if not _unreached(gauge):
-            return gauge
+        if not _unreached(test):
+            return test
         attended = any(name.startswith("encoder_") for name in twin.inputs)
-        twin.inputs = default_inputs(twin.model, tokens=tokens)
+        twin.inputs = made_inputs(twin.model, tokens)
         if attended:
             attend_to_encoder(twin)
-        gauge = gauge_test(work, twin.inputs, norms)
-    if left := _unreached(gauge):
+        test = gauge_test(work, twin.inputs, norms)
+    if left := _unreached(test):
         what = f"no input reached {and_more(left)}, though others of its kind write to the residual stream"
-        raise ConversionRefused(f"{twin.name}: {what}: pass inputs that reach every expert")
-    return gauge
+        raise ConversionRefused(f"{twin.name}: {what}: pass inputs=... that reach every expert")
+    return test
 
 
-def _confirmed(gauge: Gauge, twin: Twin, norms, folds) -> Gauge:
+def _unreached(test: Gauge) -> list[str]:
+    kinds = {alike(hit.parameter) for hit in test.hits}
+    return [name for name in test.undetermined if alike(name) in kinds]
+
+
+def _confirmed(test: Gauge, twin: Twin, norms: Norms, scales) -> Gauge:
     """What holds with other weights too: an activation that is saturated everywhere passes for a linear function."""
     other = copy.deepcopy(twin.model)
     give_weights(other, seed=5, lean=0.0)
-    fold_layer_scales(other, folds)
+    fold_layer_scales(other, scales)
     second = gauge_test(other, twin.inputs, norms)
     known = {(h.parameter, h.axis, h.block, block) for h in second.hits for block in h.blocks}
     hits = []
-    for h in gauge.hits:
-        unknown = h.parameter in second.undetermined
-        blocks = tuple(b for b in h.blocks if unknown or (h.parameter, h.axis, h.block, b) in known)
-        hits += [replace(h, blocks=blocks)] if blocks else []
-    dropped = {hit.parameter for hit in gauge.hits} - {hit.parameter for hit in hits}
-    picks = (("gauge_max", max), ("nongauge_min", min))
-    margins = {name: pick(gauge.margins[name], second.margins[name]) for name, pick in picks}
-    return replace(gauge, hits=hits, bound=gauge.bound | dropped, margins=margins)
+    for hit in test.hits:
+        if hit.parameter not in second.undetermined:
+            blocks = tuple(b for b in hit.blocks if (hit.parameter, hit.axis, hit.block, b) in known)
+            hit = replace(hit, blocks=blocks)
+        if hit.blocks:
+            hits.append(hit)
+    dropped = {hit.parameter for hit in test.hits} - {hit.parameter for hit in hits}
+    margins = {
+        "gauge_max": max(test.margins["gauge_max"], second.margins["gauge_max"]),
+        "nongauge_min": min(test.margins["nongauge_min"], second.margins["nongauge_min"]),
+    }
+    return replace(test, hits=hits, bound=test.bound | dropped, margins=margins)
 
 
-def _unreached(gauge: Gauge) -> list[str]:
-    writers = {alike(hit.parameter) for hit in gauge.hits}
-    return [name for name in gauge.undetermined if alike(name) in writers]
+class Cause(NamedTuple):
+    """Why the input of a norm keeps a mean."""
+
+    source: str  # path of the first module whose output has just that mean; "" if there is none
+    norm: bool  # whether that module is a LayerNorm
+    reason: str  # for people
+
+
+def _why_norms_stay(work, twin: Twin, norms: Norms, test: Gauge, unsaved: set[str]) -> dict[str, str]:
+    """Path -> reason of each norm whose input keeps a mean; refused where that is all, or most in a post-norm model."""
+    bad = with_mean(work, twin.inputs, norms)
+    if not bad:
+        return {}
+    causes = _causes(work, twin, norms, bad)
+    by_norm = [cause for cause in causes.values() if cause.norm]
+    several = len({cause.source for cause in by_norm}) > 1
+    if several and 2 * len(by_norm) > len(bad) and 2 * len(bad) > len(norms):
+        which = f"{len(by_norm)} of its {len(norms)} LayerNorms read a sum with another's output"
+        cure = "examples/postnorm converts such models in memory"
+        raise ConversionRefused(f"{twin.name} is a post-norm model: {which}, whose mean no weight removes: {cure}")
+    unknown = "its input has a mean that is the work of several modules or of an activation"
+    if any(not cause.source for cause in causes.values()) and _returns_stream(work, twin, norms):
+        unknown = "the model returns rows of the stream that no LayerNorm has read: their mean is part of its output"
+    reasons = {}
+    for path, cause in causes.items():
+        reasons[path] = _explain(cause, work, test, unsaved) if cause.source else unknown
+    if len(bad) == len(norms):
+        reason, _ = Counter(reasons.values()).most_common(1)[0]
+        raise ConversionRefused(f"{twin.name}: all {len(norms)} LayerNorms would stay, {bad[0]} for one: {reason}")
+    return reasons
+
+
+@torch.no_grad()
+def _causes(work, twin: Twin, norms: Norms, bad: list[str]) -> dict[str, Cause]:
+    """For each norm whose input keeps a mean: where the mean comes from, as equal means of tensors show."""
+    means: list[tuple[str, torch.Tensor]] = []
+    causes: dict[str, Cause] = {}
+    widths = {norm.hidden_size for norm in norms.values()}
+
+    def note(path, args, output):
+        if path in bad and path not in causes:
+            source = next((p for p, mean in means if p != path and _same_mean(mean, args[0])), "")
+            causes[path] = Cause(source, source in norms, "")
+        first = output[0] if isinstance(output, tuple) and output else output
+        if is_float(first) and first.ndim and first.shape[-1] in widths:
+            means.append((path, first.mean(-1)))
+
+    run(work, twin.inputs, [path for path, _ in work.named_modules() if path], note)
+    return causes
 
 
 def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
@@ -147,73 +205,35 @@ def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
     return bool(((mean - wanted).abs() <= ZERO_MEAN * size).all())
 
 
-class Cause(NamedTuple):
-    """Why the input of a norm keeps a mean."""
-
-    source: str  # path of the first module whose output has just that mean; "" if there is none
-    norm: bool  # whether that module is a LayerNorm
-    reason: str  # for people
-
-
 @torch.no_grad()
-def _causes(work, twin: Twin, norms: dict[str, TwinNorm], bad: list[str], gauge: Gauge, unsaved) -> dict[str, Cause]:
-    """For each norm whose input keeps a mean: where the mean comes from, told by equal means of tensors."""
-    outputs: list[tuple[str, torch.Tensor]] = []
-    causes: dict[str, Cause] = {}
-    modules = dict(work.named_modules())
-    widths = {norm.hidden_size for norm in norms.values()}
-
-    def note(path, args, output):
-        if path in bad and path not in causes:
-            source = next((p for p, mean in outputs if p != path and _same_mean(mean, args[0])), "")
-            causes[path] = _explain(source, modules.get(source), norms, gauge, unsaved)
-        first = output[0] if isinstance(output, tuple) and output else output
-        if is_float(first) and first.ndim and first.shape[-1] in widths:
-            outputs.append((path, first.mean(-1)))
-
-    run(work, twin.inputs, [path for path in modules if path], note)
-    return causes
-
-
-@torch.no_grad()
-def _returns_stream(work, twin: Twin, norms: dict[str, TwinNorm]) -> bool:
+def _returns_stream(work, twin: Twin, norms: Norms) -> bool:
     """Whether an output as wide as the rows of a norm is the output of none."""
     normed: list[torch.Tensor] = []
     outputs = run(work, twin.inputs, norms, lambda path, args, output: normed.append(output))
-    wide = [o for o in outputs if o.ndim > 2 and o.shape[-1] in {y.shape[-1] for y in normed}]
+    widths = {y.shape[-1] for y in normed}
+    wide = [o for o in outputs if o.ndim > 2 and o.shape[-1] in widths]
     return not all(any(o.shape == y.shape and torch.equal(o, y) for y in normed) for o in wide)
 
 
-def _explain(source: str, module, norms, gauge: Gauge, unsaved: set[str]) -> Cause:
-    if not source:
-        return Cause("", False, "its input has a mean that is the work of several modules or of an activation")
+def _explain(cause: Cause, work, test: Gauge, unsaved: set[str]) -> str:
+    """Why centring does not remove a mean."""
+    source = cause.source
+    module = work.get_submodule(source)
     what = f"{source} ({type(module).__name__})"
-    if source in norms:
-        carried = f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
-        return Cause(source, True, carried)
-    own = {f"{source}.{name}" for name, _ in module.named_parameters()}
-    if own & unsaved:
+    if cause.norm:
+        return f"its input carries the output of the LayerNorm {what}, whose mean no weight removes"
+    names = {f"{source}.{name}" for name, _ in module.named_parameters()}
+    if not names:
+        why = "which is computed and no weight's"
+    elif names & unsaved:
         why = "whose table is not in the checkpoint"
-    elif own and own <= set(gauge.undetermined):
-        why = "which no output follows smoothly: it is undetermined"
-    elif own & gauge.bound:
+    elif names <= set(test.undetermined):
+        why = "which is a fixed table, or only a top-k choice depends on it"
+    elif names & test.bound:
         why = "and the model's outputs depend on that mean"
     else:
-        why = "which no weight alone sets" if own else "which is computed and no weight's"
-    return Cause(source, False, f"its input has the mean of {what}, {why}")
-
-
-def _refuse_if_hopeless(twin: Twin, norms, bad: list[str], causes: dict[str, Cause]) -> None:
-    sources = {causes[path].source for path in bad if causes[path].norm}
-    by_norm = sum(causes[path].norm for path in bad)
-    if len(sources) > 1 and 2 * by_norm > len(bad) and 2 * len(bad) > len(norms):
-        which = f"{by_norm} of its {len(norms)} LayerNorms read a sum with another's output"
-        cure = "examples/postnorm converts such models in memory"
-        raise ConversionRefused(f"{twin.name} is a post-norm model: {which}, whose mean no weight removes: {cure}")
-    if len(bad) < len(norms):
-        return
-    reason, _ = Counter(causes[path].reason for path in bad).most_common(1)[0]
-    raise ConversionRefused(f"{twin.name}: all {len(norms)} LayerNorms would stay, {bad[0]} for one: {reason}")
+        why = "which no weight alone sets"
+    return f"its input has the mean of {what}, {why}"
 
 
 def _widths(twin: Twin, hits: list[Hit]) -> dict[int, int]:
@@ -229,6 +249,50 @@ def _widths(twin: Twin, hits: list[Hit]) -> dict[int, int]:
     return widths
 
 
+def _plan(found: Discovery) -> CentringPlan:
+    """The plan, in keys of the checkpoint."""
+    twin, keys, hits = found.twin, found.keys, found.hits
+    records = _norm_records(found)
+    copies = _untied(found)
+    headless = not copies and would_tie_a_head(twin.model, twin.config, hits)
+    undetermined = sorted({key for name in found.undetermined for key in keys.of(name)})
+    record = make_record(twin.writers(hits), rms_norms(records), twin.shapes, found.norms)
+    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
+    if copies or headless:
+        config["tie_word_embeddings"] = False
+    plan = CentringPlan(
+        centre=tuple(replace(step, block=twin.widths[step.block]) for step in keys.centre(hits)),
+        scale=tuple(step for weight, axis, by in found.scales for step in keys.scale(weight, axis, by)),
+        copy=copies,
+        norms=tuple(records),
+        config=config,
+        undetermined=tuple(undetermined),
+        margins=found.margins,
+        notes=tuple(_notes(twin, copies, headless, undetermined)),
+    )
+    stored = stored_names(twin.folder) if twin.folder else ()
+    return named_as_stored(plan, stored, twin.model.base_model_prefix)
+
+
+def _norm_records(found: Discovery) -> list[NormRecord]:
+    records = []
+    for path, norm in found.norms.items():
+        width = found.twin.widths.get(norm.hidden_size, norm.hidden_size * found.twin.factor)
+        reason = found.reasons.get(path, "")
+        records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
+    return records
+
+
+def _untied(found: Discovery) -> tuple[Copy, ...]:
+    """Tensors that get a copy of their own, as a residual weight is tied to another parameter."""
+    tied = new_model(type(found.twin.model), found.twin.config)
+    names = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}
+    shared = Counter(names.values())
+    if any(shared[names.get(hit.parameter)] > 1 for hit in found.hits):
+        return found.keys.untie(KeyMap(tied))
+    return ()
+
+
 def would_tie_a_head(model, config, hits: list[Hit]) -> bool:
     """Whether a class with a head would tie it to the table of tokens, which is centred, and this one has none."""
     try:
@@ -237,3 +301,19 @@ def would_tie_a_head(model, config, hits: list[Hit]) -> bool:
         return False
     centred = any(model.get_parameter(hit.parameter) is table for hit in hits)
     return centred and head is None and bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _notes(twin: Twin, copies: tuple[Copy, ...], headless: bool, undetermined: list[str]) -> list[str]:
+    notes = list(NOTES)
+    if getattr(twin.config, RECORD_KEY, None) is not None:
+        notes.append("It was converted before, as config.json says: what training has not moved since stays as it is.")
+    if copies:
+        names = ", ".join(c.key for c in copies)
+        notes.append(f"Tied tensors become tensors of their own ({names}): centring one would change the other.")
+    if headless:
+        why = "a head tied to the centred table would give other logits"
+        notes.append(f"tie_word_embeddings becomes false: {why}; a class with a head now says that it is missing.")
+    if undetermined:
+        which = f"{len(undetermined)} tensors, {undetermined[0]} for one"
+        notes.append(f"No output depended on {which}: they are copied, as they do not write to the stream.")
+    return notes

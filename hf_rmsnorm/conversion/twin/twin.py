@@ -16,16 +16,25 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
-from ...verification.context import default_inputs, is_float, one_line
+from ...verification.context import is_float, one_line
 from ..checkpoint.source import read_json
 from ..plan import ConversionRefused
+from .inputs import made_inputs
 from .keys import Hit
 from .run import MISFITS, run
-from .shrink import shrunk
+from .shrink import VOCABULARY, shrunk
 
 # Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
 # up to MIDDLE are tried before larger ones.
 SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
+# Settings that change no norm and no value of the model's own outputs; some hinder a run in float64.
+PLAIN = {
+    "use_cache": False,
+    "reorder_and_upcast_attn": False,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "return_dict": True,
+}
 LEAST_ROW = 4  # of two channels LayerNorm gives little but a sign, which has no gradients to find anything by
 
 
@@ -77,43 +86,67 @@ def make_twin(
         shapes = shapes_of(cls, config)
     except MISFITS as error:
         raise ConversionRefused(f"{cls.__name__} cannot be made from this config: {one_line(error)}") from error
-    first = None
+    folder = None if isinstance(source, PretrainedConfig) else Path(source)
+    not_made = not_run = ""
     for factor, narrow in _candidates(cls, config, shapes):
         try:
-            if hasattr(narrow, "validate"):
-                narrow.validate()
-            model = new_model(cls, plain(narrow, tied=False))
-            give_weights(model)
-            given = {k: v.double() if is_float(v) else v for k, v in (inputs or default_inputs)(model).items()}
-            run(model, given)
+            model = _random_model(cls, narrow)
         except MISFITS as error:
-            first = first or one_line(error)
+            not_made = not_made or one_line(error)
             continue
-        folder = None if isinstance(source, PretrainedConfig) else Path(source)
-        return Twin(model, plain(narrow), given, shapes, factor, folder, inputs is None)
-    what = f"{cls.__name__} has {_size(shapes):,} parameters and no narrower model of the same structure was found"
-    why = first or "none has the same parameters"
-    raise ConversionRefused(f"{what} ({why}): pass model_class and inputs that fit, or a config that can be narrowed")
+        try:
+            arguments = {name: _fitting(name, value, model) for name, value in (inputs or made_inputs)(model).items()}
+            run(model, arguments)
+        except MISFITS as error:
+            not_run = not_run or one_line(error)
+            continue
+        return Twin(model, plain(narrow), arguments, shapes, factor, folder, inputs is None)
+    raise ConversionRefused(_no_proxy(cls, _size(shapes), not_made, not_run, inputs is None))
+
+
+def _random_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    if hasattr(config, "validate"):
+        config.validate()
+    model = new_model(cls, plain(config, tied=False))
+    give_weights(model)
+    return model
+
+
+def _fitting(name: str, value, model: PreTrainedModel):
+    """An argument in float64, its token ids within the vocabulary of a model that may be narrowed."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    if name.endswith("input_ids") and size == VOCABULARY:
+        return torch.where(value < size, value, value % size)  # as the ids in its config are
+    return value.double() if is_float(value) else value
+
+
+def _no_proxy(cls, size: int, not_made: str, not_run: str, default: bool) -> str:
+    """Why there is no proxy model, and what to do."""
+    if not_run and default:
+        return f"{cls.__name__}: its inputs could not be made here ({not_run}): pass inputs=..."
+    if not_run:
+        return f"{cls.__name__} does not run on these inputs ({not_run}): pass inputs=... that fit"
+    what = f"{cls.__name__} has {size:,} parameters, and no narrower model of the same structure was found"
+    return f"{what} ({not_made or 'none has the same parameters'}): pass model_class, or a config that can be narrowed"
 
 
 def config_and_class(
     source, trust_remote_code: bool, model_class, trained: bool = False
 ) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
+    """The config of a source, and the class of its model; refused where a record says that it is RMSNorm already."""
     config = config_of(source, trust_remote_code)
-    record = getattr(config, RECORD_KEY, None)
-    if record is not None and not isinstance(record, dict):
-        raise ConversionRefused(f"{source}: {RECORD_KEY} in its config.json is no record of this package: take it out")
-    if record is not None and record.get("computes") == TRAINED_AS_RMS and not (trained and trained_as_rms(record)):
-        what = "by the record in its config.json this is an RMSNorm model already, trained as one: patch_model runs it"
-        raise ConversionRefused(f'{config.model_type}: {what}; target="native" may change its architecture')
+    _check_record(source, config, trained)
     if model_class is not None:
         return config, model_class
-    names = getattr(config, "architectures", None) or []
     remote = getattr(config, "auto_map", None) or {}
     for auto in (AutoModelForCausalLM, AutoModel):
         if auto.__name__ in remote and trust_remote_code and not isinstance(source, PretrainedConfig):
             return config, get_class_from_dynamic_module(remote[auto.__name__], str(source))
-    if names and (cls := getattr(transformers, names[0], None)) is not None:
+    names = getattr(config, "architectures", None) or []
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is not None:
         return config, cls
     for auto in (AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
@@ -121,6 +154,18 @@ def config_and_class(
             return config, cls[0] if isinstance(cls, (list, tuple)) else cls
     cure = "pass model_class, or trust_remote_code=True where the folder brings its code"
     raise ConversionRefused(f"{', '.join(names) or type(config).__name__} is no model class of Transformers: {cure}")
+
+
+def _check_record(source, config: PretrainedConfig, trained: bool) -> None:
+    """Refuse a source that was trained as RMSNorm after a conversion, unless that is wanted."""
+    record = getattr(config, RECORD_KEY, None)
+    if record is None:
+        return
+    if not isinstance(record, dict):
+        raise ConversionRefused(f"{source}: {RECORD_KEY} in its config.json is no record of this package: take it out")
+    if record.get("computes") == TRAINED_AS_RMS and not (trained and trained_as_rms(record)):
+        what = "by the record in its config.json this is an RMSNorm model already, trained as one: patch_model runs it"
+        raise ConversionRefused(f'{config.model_type}: {what}; target="native" may change its architecture')
 
 
 def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -145,7 +190,7 @@ def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
 
 def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
     """A copy that computes by the plain code of Transformers, with its own embeddings for head and stacks or not."""
-    changes = {"_attn_implementation": "eager", "_experts_implementation": "eager", "use_cache": False}
+    changes = {"_attn_implementation": "eager", "_experts_implementation": "eager", **PLAIN}
     return with_settings(config, changes if tied else {**changes, "tie_word_embeddings": False})
 
 
@@ -234,18 +279,22 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
 
 def attend_to_encoder(twin: Twin) -> bool:
     """Give a decoder without its encoder some encoder states to attend to; whether it takes them."""
+    config = twin.model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return False
     names = inspect.signature(twin.model.forward).parameters
-    ids = next(v for v in twin.inputs.values() if isinstance(v, torch.Tensor))
-    generator = torch.Generator().manual_seed(2)
-    for name, wrap in (("encoder_hidden_states", lambda x: x), ("encoder_outputs", lambda x: (x,))):
-        if name not in names or name in twin.inputs or getattr(twin.model.config, "is_encoder_decoder", False):
-            continue
-        try:
-            width = twin.model.config.get_text_config().hidden_size
-            states = torch.randn(ids.shape[0], 7, width, generator=generator, dtype=torch.float64)
-            run(twin.model, {**twin.inputs, name: wrap(states)})
-        except MISFITS:  # a decoder that was made without cross-attention
-            continue
-        twin.inputs[name] = wrap(states)
-        return True
+    rows = len(next(v for v in twin.inputs.values() if isinstance(v, torch.Tensor)))
+    for count in dict.fromkeys((rows, rows // (getattr(config, "num_codebooks", None) or 1))):
+        for name, wrap in (("encoder_hidden_states", lambda x: x), ("encoder_outputs", lambda x: (x,))):
+            if name not in names or name in twin.inputs:
+                continue
+            generator = torch.Generator().manual_seed(2)
+            try:
+                width = config.get_text_config().hidden_size
+                states = wrap(torch.randn(count, 7, width, generator=generator, dtype=torch.float64))
+                run(twin.model, {**twin.inputs, name: states})
+            except MISFITS:  # a decoder that was made without cross-attention
+                continue
+            twin.inputs[name] = states
+            return True
     return False

@@ -1,114 +1,112 @@
 """Parameters that the inputs did not reach and that may yet write to the residual stream."""
 
 import inspect
-import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..plan import ConversionRefused
-from .gauge import Gauge, all_centred, centre, gauge_test
+from .gauge import all_centred, centre, gauge_test
 from .keys import Hit, KeyMap
 from .layer_norms import Norms
 from .run import MISFITS, alike, and_more, run, weight_axis
 from .twin import Twin, new_model, with_settings
 
 
-def behind_masks(work, twin: Twin, norms: Norms, gauge: Gauge) -> tuple[list[Hit], set[str]]:
-    """What is to be centred besides where some of the inputs are masked, and all parameters that were reached so and
-    leave the inputs of the norms, which are to become RMSNorms, without mean.
+def behind_masks(work, twin: Twin, norms: Norms, undetermined: Iterable[str]) -> tuple[list[Hit], set[str]]:
+    """(residual weights that are used where inputs are masked, all undetermined parameters that are used there).
 
-    The model inside is run, which may take a mask where the model with its head does not. `work` is the twin's model,
-    centred so far; what is found is centred in it.
+    The model inside is run, which may take a mask where the model with its head does not. `work` is the centred model;
+    the residual weights are centred in it. `norms` are to have inputs without a mean afterwards.
     """
-    left = set(gauge.undetermined)
+    left = set(undetermined)
     base = work.base_model
     prefix = next(f"{path}." if path else "" for path, module in work.named_modules() if module is base)
     inside = {path.removeprefix(prefix): norm for path, norm in norms.items() if path.startswith(prefix)}
-    found: list[Hit] = []
+    hits: list[Hit] = []
     reached: set[str] = set()
     for inputs in _masked(base, twin.inputs) if left else ():
         try:
             masked = gauge_test(base, inputs, inside)
         except MISFITS:  # it takes no such mask
             continue
-        hits = [replace(hit, parameter=prefix + hit.parameter) for hit in masked.hits]
-        hits = [hit for hit in hits if hit.parameter in left]
-        centre(work, hits)
+        more = [replace(hit, parameter=prefix + hit.parameter) for hit in masked.hits]
+        more = [hit for hit in more if hit.parameter in left]
+        centre(work, more)
         if all_centred(base, inputs, inside):
-            found += hits
+            hits += more
             reached |= {name for name in left if name.removeprefix(prefix) not in masked.undetermined}
-    return found, reached
+    return hits, reached
 
 
 def _masked(model, inputs: dict) -> Iterator[dict]:
     """The inputs with a mask over every other patch of an image, or frame of a sound."""
-    first = next(v for v in inputs.values() if isinstance(v, torch.Tensor))
-    patch, lengths = getattr(model.config, "patch_size", None), getattr(model, "_get_feat_extract_output_lengths", None)
+    first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
+    patch = getattr(model.config, "patch_size", None)
     if isinstance(patch, int) and first.ndim == 4:
         count = (first.shape[-2] // patch) * (first.shape[-1] // patch)
-        yield {**inputs, "bool_masked_pos": (torch.arange(count) % 2 == 0).repeat(len(first), 1)}
+        yield {**inputs, "bool_masked_pos": _every_other(len(first), count)}
+    lengths = getattr(model, "_get_feat_extract_output_lengths", None)
     if lengths is not None and first.ndim == 2:
-        own = {"add_adapter": False} if "add_adapter" in inspect.signature(lengths).parameters else {}
-        count = int(lengths(torch.tensor(first.shape[1]), **own))
-        yield {**inputs, "mask_time_indices": (torch.arange(count) % 2 == 0).repeat(len(first), 1)}
+        no_adapter = {"add_adapter": False} if "add_adapter" in inspect.signature(lengths).parameters else {}
+        count = int(lengths(torch.tensor(first.shape[1]), **no_adapter))
+        yield {**inputs, "mask_time_indices": _every_other(len(first), count)}
 
 
-def refuse_if_unreached(work, twin: Twin, norms: Norms, gauge: Gauge, reached: set[str]) -> None:
-    """Refuse where a parameter that no input reached is as wide as the stream; the arguments are `behind_masks`'s."""
-    lengths = {norm.hidden_size for norm in norms.values()}
-    left = [name for name in gauge.undetermined if name not in reached and _may_write(twin, name, lengths)]
-    if not left:
-        return
-    kin = set(map(alike, twin.shapes.keys() - set(gauge.undetermined)))  # which give no norm's input a mean
-    # With tied embeddings a head's bias may have a second name, which is used only there.
-    tied = with_settings(twin.config, {"tie_word_embeddings": True})
-    mentioned, aliases = _mentioned(twin.model), KeyMap(new_model(type(twin.model), tied)).aliases
-    used = {alias for name, alias in aliases.items() if name not in gauge.undetermined}
-    left = [name for name in left if alike(name) not in kin and aliases.get(name) not in used]
-    left = [name for name in left if all(part.isdecimal() or part in mentioned for part in name.split("."))]
-    if left := [name for name in left if not _only_chooses(work, twin, norms, name)]:
-        what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
-        raise ConversionRefused(f"{twin.name}: {what}: pass inputs that use it (the argument inputs)")
+def _every_other(rows: int, count: int) -> torch.Tensor:
+    return (torch.arange(count) % 2 == 0).repeat(rows, 1)
+
+
+class _Used(TorchFunctionMode):
+    """Notes the parameters that a forward computes with."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.used: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        reads_an_attribute = func.__name__ == "__get__" and not isinstance(result, torch.Tensor)
+        if not reads_an_attribute:
+            self._note((*args, *kwargs.values()))
+        return result
+
+    def _note(self, values) -> None:
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                self._note(value)
+            elif id(value) in self.names:
+                self.used.add(self.names[id(value)])
 
 
 @torch.no_grad()
-def _only_chooses(work, twin: Twin, norms, name: str) -> bool:
-    """Whether other values of a parameter without gradient change the outputs, and give no norm's input a mean.
-
-    So do those of a router or of a codebook: they choose what writes to the stream.
-    """
-    parameter = work.get_parameter(name)
-    before, outputs = parameter.clone(), run(work, twin.inputs)
-    parameter.copy_(10 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4), dtype=before.dtype))
-    try:
-        changed = any(not torch.equal(a, b) for a, b in zip(outputs, run(work, twin.inputs), strict=True))
-        return changed and all_centred(work, twin.inputs, norms)
-    except MISFITS:  # as values that choose a length may be too large
-        return False
-    finally:
-        parameter.copy_(before)
+def unused(model: torch.nn.Module, inputs: dict) -> set[str]:
+    """Parameters that the forward does not compute with. The norms' inputs tell of a mean that any other one causes."""
+    with _Used(model) as noted:
+        run(model, inputs)
+    return {name for name, _ in model.named_parameters()} - noted.used
 
 
-def _mentioned(model: torch.nn.Module) -> set[str]:
-    """Every name and string in the code of the modules' classes, but for what makes and initialises modules."""
-    names: set[str] = set()
-    for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
-        for name, member in vars(cls).items():
-            function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
-            if name not in ("__init__", "_init_weights") and (code := getattr(function, "__code__", None)):
-                for inner in _codes(code):
-                    names.update(inner.co_names, (c for c in inner.co_consts if isinstance(c, str)))
-    return names
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Some code, and that of the functions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+def refuse_if_unreached(work, twin: Twin, norms: Norms, undetermined: Iterable[str]) -> None:
+    """Refuse where an unused parameter is as wide as the stream, so that it may write to it with other inputs."""
+    lengths = {norm.hidden_size for norm in norms.values()}
+    not_used = unused(work, twin.inputs)
+    left = [name for name in sorted(undetermined) if name in not_used and _may_write(twin, name, lengths)]
+    if not left:
+        return
+    kin = set(map(alike, twin.shapes.keys() - set(undetermined)))  # which give no norm's input a mean
+    # With tied embeddings a head's bias may have a second name, which is used only there.
+    tied = with_settings(twin.config, {"tie_word_embeddings": True})
+    aliases = KeyMap(new_model(type(twin.model), tied)).aliases
+    known = {alias for name, alias in aliases.items() if name not in undetermined}
+    left = [name for name in left if alike(name) not in kin and aliases.get(name) not in known]
+    if left:
+        what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
+        raise ConversionRefused(f"{twin.name}: {what}: pass inputs=... that use it")
 
 
 def _may_write(twin: Twin, name: str, lengths: set[int]) -> bool:

@@ -84,7 +84,7 @@ def test_the_command_and_the_functions_take_the_same():
     options = {called.get(a.dest, a.dest): a for a in parser._actions if a.dest not in for_everybody}
     assert options["plan"].const is True  # which is plan_conversion
     assert options["base"].metavar == ("MODEL", "CONVERTED")  # and takes convert_adapter's two
-    of_objects = {"model_class", "inputs", "progress", "planned"}  # which no command line has
+    of_objects = {"model_class", "progress", "planned"}  # which no command line has
     checkpoint, adapter, plan = map(parameters, (convert_checkpoint, convert_adapter, plan_conversion))
     assert {*options, "converted"} - {"plan"} == {*checkpoint, *adapter} - of_objects
     assert plan.items() <= checkpoint.items() and set(checkpoint) - set(plan) <= {*adapter, "planned", "max_shard_size"}

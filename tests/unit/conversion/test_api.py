@@ -189,7 +189,7 @@ def test_a_hub_id_is_looked_up_and_a_path_is_not(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
-    with pytest.raises(ConversionRefused, match="computes no LayerNorm"):
+    with pytest.raises(ConversionRefused, match="it uses RMSNorm already"):
         plan_conversion(demo_path("llama"))
     with pytest.raises(ConversionRefused, match=r'no config.json: pass .*demo_path\("gpt2"\)'):
         plan_conversion(tmp_path)

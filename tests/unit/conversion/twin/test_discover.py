@@ -7,7 +7,14 @@ import pytest
 import torch
 from conversion_models import CONFIGS, MEAN_OF_A_MODULE, carry_out, causal_lm, config_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlavaForConditionalGeneration,
+)
 
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, ConversionRefused
 from hf_rmsnorm.conversion.twin.discover import discover
@@ -160,7 +167,7 @@ def test_cross_attention_of_a_decoder_by_itself_is_exercised():
         ("bert", {"is_decoder": True}, r"BertLMHeadModel is a post-norm model: 4 of its 6"),
         ("openai-gpt", {}, "OpenAIGPTLMHeadModel is a post-norm model"),
         ("ernie", {"is_decoder": True}, "ErnieForCausalLM is a post-norm model"),
-        ("llama", {}, "LlamaForCausalLM computes no LayerNorm"),
+        ("llama", {}, "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_by_name(model_type, options, reason):
@@ -188,6 +195,40 @@ def test_norms_that_read_the_mean_of_a_module_stay(name, converted):
 def test_a_model_whose_norms_would_all_stay_is_refused():
     with pytest.raises(ConversionRefused, match=r"all 5 LayerNorms would stay, .*SinusoidalPositionalEmbedding"):
         discover(config_of("xglm", MEAN_OF_A_MODULE))
+
+
+def llava():
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {"model_type": "clip_vision_model", **small, "image_size": 16, "patch_size": 8}
+    text = {"model_type": "llama", **small, "num_key_value_heads": 2, "vocab_size": 64}
+    return AutoConfig.for_model("llava", vision_config=vision, text_config=text, image_token_index=5)
+
+
+def test_inputs_made_here_reach_a_tower_for_pictures():
+    twin = make_twin(llava(), model_class=LlavaForConditionalGeneration)
+    plan = discover(twin)
+    assert "pixel_values" in twin.inputs and len(plan.norms) == 6 and prove(plan, twin).passed
+
+
+def test_layer_norms_that_no_input_reached_are_counted():
+    def texts(model):
+        return {"input_ids": torch.arange(8, 16)[None]}
+
+    with pytest.raises(ConversionRefused, match="the inputs reached 0 of 6 LayerNorms .*: pass inputs="):
+        discover(make_twin(llava(), model_class=LlavaForConditionalGeneration, inputs=texts))
+
+
+def test_inputs_that_do_not_fit_are_the_reason():
+    with pytest.raises(ConversionRefused, match="does not run on these inputs .*: pass inputs="):
+        make_twin(config_of("gpt2"), inputs=lambda model: {"words": torch.zeros(1, 2)})
+
+
+def test_a_flag_that_changes_no_norm_does_not_hinder():
+    config = config_of("gpt2")
+    config.reorder_and_upcast_attn = True
+    twin = make_twin(config)
+    plan = discover(twin)
+    assert all(norm.becomes_rms for norm in plan.norms) and prove(plan, twin).passed
 
 
 def test_a_norm_behind_an_activation_stays_and_says_why():
