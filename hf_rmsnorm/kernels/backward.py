@@ -36,6 +36,90 @@ def sums(g, along, CENTERED: tl.constexpr):
 
 
 @triton.jit
+def weight_scale(
+    w, W, X, at, col_mask, tile, tiles, WHOLE: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
+    RELOAD_W: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The factor of xhat, in float32, of the weight that is held (w), or, where it is read in each step, loaded."""
+    if RELOAD_W:
+        # Read where it stands: ahead, it would take as much shared memory as x.
+        always = tile < tiles if STAGES > 1 and GATE is None and W.dtype == X.dtype else True
+        w = load(W + at, col_mask, WHOLE, always)
+    return scale_of(w, W, OFFSET, ROUND_OFFSET)
+
+
+@triton.jit
+def hats(
+    x, X, W, B, MEAN, w, rows, row_mask, rstd, at, col_mask, tile, tiles, WHOLE: tl.constexpr, ONE_ROW: tl.constexpr,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
+    SCALED: tl.constexpr, RELOAD_W: tl.constexpr, STAGES: tl.constexpr, FROM_OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """(x less its mean, xhat), xhat not yet multiplied by rstd if SCALED; both from the output if FROM_OUTPUT."""
+    if FROM_OUTPUT:
+        scale = None
+        if W is not None:
+            scale = weight_scale(
+                w, W, X, at, col_mask, tile, tiles, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, None, STAGES
+            )
+        xhat = hat_of_output(x, scale, B, at, col_mask, WHOLE)
+    else:
+        if CENTERED:
+            x = x - load(MEAN + rows, row_mask, ONE_ROW)[:, None]
+            if EPS_OUTSIDE and not WHOLE:
+                x = tl.where(col_mask, x, 0.0)
+        xhat = x if SCALED else x * rstd[:, None]
+    return x, xhat
+
+
+@triton.jit
+def gated(x, gate, G, GATE: tl.constexpr, AFTER: tl.constexpr):
+    """(x, multiplied by a gate before the norm; the gate's factor and its slope)."""
+    factor, slope = activation(gate.to(tl.float32), G, GATE)
+    if not AFTER:
+        slope = slope * x
+        x = x * factor
+    return x, factor, slope
+
+
+@triton.jit
+def store_gate_gradient(
+    DG_AT, g, slope, xhat, X, w, W, B, at, mask, col_mask, DENSE: tl.constexpr, WHOLE: tl.constexpr,
+    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, RELOAD_W: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a gate after the norm: dy times what the gate multiplied, times its own slope."""
+    y = round_hat(xhat, X, W, ROUNDING)
+    if W is not None:
+        y = y * weight_scale(w, W, X, at, col_mask, 0, 0, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, 1)
+    if B is not None:
+        y = y + load(B + at, col_mask, WHOLE).to(tl.float32)
+    store(DG_AT, g * y * slope, mask, DENSE)
+
+
+@triton.jit
+def input_gradient(
+    g, dh, x, xhat, rstd, filled, eps, N: tl.constexpr, GAPS: tl.constexpr, CENTERED: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr, BY_X: tl.constexpr, SCALED: tl.constexpr, EARLY_DH: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile, with dh added if EARLY_DH. BY_X: x takes the place of xhat, as fewer values are live then."""
+    if EARLY_DH:
+        early = g * rstd[:, None] + dh.to(tl.float32)
+    total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), CENTERED)
+    along = along * (1.0 / N)
+    if EPS_OUTSIDE:
+        along = along * eps_outside_factor(tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps)
+    if EARLY_DH:  # which rstd has multiplied
+        g, total, along = early, total * rstd, along * rstd
+    if CENTERED:
+        g = g - (total * (1.0 / N))[:, None]
+    if SCALED:
+        return g - x * (along * rstd * rstd)[:, None]
+    else:
+        dx = g - x * (along * rstd)[:, None] if BY_X else g - xhat * along[:, None]
+        return dx if EARLY_DH else dx * rstd[:, None]
+
+
+@triton.jit
 def norm_backward(
     DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
@@ -66,20 +150,18 @@ def norm_backward(
     filled = (cols < GAPS)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after" or GATE == "modulate_after"
+    OTHER: tl.constexpr = G is not None or DH is not None
     # Of wide rows dh, if it was prefetched, is added before the sum: after it, it would be one row more in registers.
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1
     # Where xhat is not rounded, rstd multiplies dy, once, and not all that dy is multiplied with.
+    BY_X: tl.constexpr = (RELOAD_W or CENTERED) and not FROM_OUTPUT
     SCALED: tl.constexpr = CENTERED and ROUNDING == "once" and ROWS == 1 and not (AFTER or FROM_OUTPUT or RELOAD_W)
-    tile_cols = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))  # gives the weight x's layout, as in `norm_forward`
-    head = 0
-    if HEADS != 1:
-        head = tl.program_id(1)
-        if W is not None:
-            W += head * N
-        if B is not None:
-            B += head * N
+    head = tl.program_id(1) if HEADS != 1 else 0
+    # A whole tile gives the weight x's layout, as in `norm_forward`.
+    tile_cols = tl.broadcast_to((head * N + cols)[None, :], (ROWS, BLOCK))
     # From the tile's first element, not as x's are: those are at hand stages earlier, in registers till then.
     dx_at = tl.arange(0, ROWS)[:, None] * (HEADS * N) + cols[None, :]
+    w = None
     if W is not None and not RELOAD_W:
         w = load(W + tile_cols, col_mask, BLOCK == N)
     if DW is not None:
@@ -88,8 +170,6 @@ def norm_backward(
         db = tl.zeros((ROWS, BLOCK), tl.float32)
     tiles = tl.cdiv(rows_total, ROWS * HEADS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        # A weight that is read in each step is read there: ahead, it would take as much shared memory as x.
-        always = tile < tiles if STAGES > 1 and GATE is None and W is not None and W.dtype == X.dtype else True
         rows = tile * ROWS + tl.arange(0, ROWS)
         if HEADS != 1:
             rows = rows * HEADS + head
@@ -100,40 +180,25 @@ def norm_backward(
         first = (tl.cast(tile, tl.int64) * (ROWS * HEADS) + head) * N
         x = load(X + x_at + cols[None, :], mask, DENSE)
         dy = load(DY + dy_at + cols[None, :], mask, DENSE)
-        if G is not None:
+        if OTHER:
             other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
+        if G is not None:
             gate = load(G + other_at + cols[None, :], mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
         x = x.to(tl.float32)
         if G is not None:
-            factor, slope = activation(gate.to(tl.float32), G, GATE)
-            if not AFTER:
-                slope = slope * x
-                x = x * factor
-        if FROM_OUTPUT:
-            scale = None
-            if W is not None:
-                if RELOAD_W:
-                    w = load(W + tile_cols, col_mask, BLOCK == N, always)
-                scale = scale_of(w, W, OFFSET, ROUND_OFFSET)
-            xhat = hat_of_output(x, scale, B, tile_cols, col_mask, BLOCK == N)
-        else:
-            if CENTERED:
-                x = x - load(MEAN + rows, row_mask, ROWS == 1)[:, None]
-                if BLOCK != N and EPS_OUTSIDE:
-                    x = tl.where(col_mask, x, 0.0)
-            xhat = x if SCALED else x * rstd[:, None]
+            x, factor, slope = gated(x, gate, G, GATE, AFTER)
+        x, xhat = hats(
+            x, X, W, B, MEAN, w, rows, row_mask, rstd, tile_cols, col_mask, tile, tiles, BLOCK == N, ROWS == 1,
+            CENTERED, OFFSET, ROUND_OFFSET, EPS_OUTSIDE, SCALED, RELOAD_W, STAGES, FROM_OUTPUT,
+        )  # fmt: skip
         g = dy.to(tl.float32)
         if AFTER:
             if DG is not None:
-                y = round_hat(xhat, X, W, ROUNDING)
-                if W is not None:
-                    if RELOAD_W:
-                        w = load(W + tile_cols, col_mask, BLOCK == N)
-                    y = y * scale_of(w, W, OFFSET, ROUND_OFFSET)
-                if B is not None:
-                    y = y + load(B + tile_cols, col_mask, BLOCK == N).to(tl.float32)
-                store(DG + first + dx_at, g * y * slope, mask, DENSE)
+                store_gate_gradient(
+                    DG + first + dx_at, g, slope, xhat, X, w, W, B, tile_cols, mask, col_mask, DENSE, BLOCK == N,
+                    OFFSET, ROUND_OFFSET, ROUNDING, RELOAD_W, GATE,
+                )  # fmt: skip
             g = g * factor
         if DB is not None:
             db = known(db + g, filled, GAPS)
@@ -143,30 +208,15 @@ def norm_backward(
             dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), filled, GAPS)
         if DX is not None or (DG is not None and not AFTER):
             if W is not None:
-                if RELOAD_W:
-                    w = load(W + tile_cols, col_mask, BLOCK == N, always)
-                g = g * scale_of(w, W, OFFSET, ROUND_OFFSET)
-            if DH is not None:
-                other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
+                g = g * weight_scale(
+                    w, W, X, tile_cols, col_mask, tile, tiles, BLOCK == N, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, STAGES
+                )
+            dh = None
             if EARLY_DH:
-                early = g * rstd[:, None] + load(DH + other_at + cols[None, :], mask, DENSE).to(tl.float32)
-            total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), CENTERED)
-            along = along * (1.0 / N)
-            if EPS_OUTSIDE:
-                along = along * eps_outside_factor(tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps)
-            if EARLY_DH:  # which rstd has multiplied
-                g, total, along = early, total * rstd, along * rstd
-            if CENTERED:
-                g = g - (total * (1.0 / N))[:, None]
-            # By way of x fewer values are live across the sum.
-            if SCALED:
-                dx = g - x * (along * rstd * rstd)[:, None]
-            elif (RELOAD_W or CENTERED) and not FROM_OUTPUT:
-                dx = g - x * (along * rstd)[:, None]
-            else:
-                dx = g - xhat * along[:, None]
-            if not (SCALED or EARLY_DH):
-                dx = dx * rstd[:, None]
+                dh = load(DH + other_at + cols[None, :], mask, DENSE)
+            dx = input_gradient(
+                g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE, BY_X, SCALED, EARLY_DH
+            )
             if GATE == "silu_before":
                 if DG is not None:
                     store(DG + first + dx_at, dx * slope, mask, DENSE)
