@@ -1,8 +1,6 @@
 """The class of a module whose forward was compiled again, and what a norm needs to be computed by its surroundings."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,23 +9,6 @@ from .source import CannotRewrite, guarded, wrapped_alike
 from .subclass import derive, marked
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
-# observer(module, kind, which, operands): `which` names the place in the module's forward.
-observers: list[Callable[[torch.nn.Module, str, tuple, tuple], None]] = []
-
-
-@contextlib.contextmanager
-def observing(observer: Callable) -> Iterator[None]:
-    """Tell an observer, in all threads, the operands of each sum that a norm reads, and of each q with its k."""
-    observers.append(observer)
-    try:
-        yield
-    finally:
-        observers[:] = [other for other in observers if other is not observer]
-
-
-def tell(*seen) -> None:
-    for observer in list(observers):
-        observer(*seen)
 
 
 def operands_ahead(norm: torch.nn.Module, restricted: bool = False) -> tuple | None:
@@ -76,7 +57,7 @@ def fused_layer_class(base: type, fusion) -> type:
     with _classes_lock:
         if key not in _classes:
             marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
-            always = True if getattr(fusion, "keeps", False) else observers
+            always = getattr(fusion, "keeps", False)
             cls = derive(base, guarded(fusion.rewrite(base), base, always), marks, fused_layer_class, fusion)
             if not wrapped_alike(cls.forward, base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")

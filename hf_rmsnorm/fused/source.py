@@ -97,11 +97,11 @@ def _gist(code) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def guarded(forward: Callable, base: type, always: bool | list = False) -> Callable:
+def guarded(forward: Callable, base: type, always: bool = False) -> Callable:
     """A forward that runs the class's own one where that was exchanged since, or where no kernel serves its input.
 
     Args:
-        always: run also where no kernel serves the input, if this is true when it is called.
+        always: run also where no kernel serves the input.
     """
     original = base.forward
     inner = inspect.unwrap(original)

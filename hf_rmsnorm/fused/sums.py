@@ -9,7 +9,7 @@ from ..formula import HALF_DTYPES
 from ..ops import add_norm_backend, fused_add_norm
 from ..ops.direct import capturing, launch_key, under_transform
 from ..ops.norm import plan_of
-from .layer import observers, operands_ahead, tell
+from .layer import operands_ahead
 from .recipe import Recipe
 from .summands import keep_summands
 
@@ -19,8 +19,6 @@ _CALL = torch.nn.Module.__call__
 
 def add_and_norm(left, right, norm):
     """(``left + right``, ``norm(left + right)``)."""
-    if observers:
-        tell(norm, "sum", (), (left, right))
     both = _in_one_launch(left, right, norm)
     return _one_by_one(left, right, norm) if both is None else both
 

@@ -15,12 +15,14 @@ from ..ops import backend as backends
 from ..ops import chosen_backend, use_backend
 from ..patching import patched, unpatch_model
 from ..patching.numerics import SERVERS
-from .checks import check, check_fused, check_gradients
+from .checks import check_norm
 from .context import GREEDY, default_inputs, evaluating, in_dtype_of, is_float, max_positions, output_tensors
 from .float64 import in_float64
+from .gradients import check_norm_gradients
+from .layers import LayerComparison, comparing_layers
 from .modules import changed_modules
 from .noise import compare_logits
-from .pieces import alone, keeps_formula, recording_fused, recording_modules, rounds_otherwise, run_originals
+from .norms import keeps_formula, recording_norms, rounds_otherwise, rows_of, run_reference, run_stated_orders
 from .quantised import counted, quantised_modules, recording_dtypes
 from .report import EquivalenceReport, GreedyComparison, GreedyDifference
 
@@ -43,8 +45,8 @@ def verify_equivalence(
     The verdict has two parts. (a) **Noise floor**: both models' logits against a float64 run of the reference, in which
     also the float32 casts inside its modules are float64 (see `NoiseFloor`). (b) **Norm by norm**: each changed module
     on inputs recorded from the reference's run, almost bit for bit (see `NormCheck`); it finds a wrong rounding order,
-    which logits cannot see. What the candidate computes together, sums with norms and q with k, runs once more
-    likewise. Besides, greedy generation must give the same tokens, up to a tie within the noise floor.
+    which logits cannot see. Each layer that the candidate fuses runs fused and unfused on the input that it got in the
+    model (see `LayerCheck`). Besides, greedy generation must give the same tokens, up to a tie within the noise floor.
 
     Args:
         reference_model: a Transformers model, in the dtype to judge. It runs without its patch. One that returns no
@@ -61,7 +63,7 @@ def verify_equivalence(
             its plain attributes, the forward and hooks it runs, or a parameter or buffer), or their paths; False to
             leave (b) out, and with it the demand that both models have the same parameters.
         rows_per_norm: about how many rows (vectors that a norm normalises) part (b) takes for each module.
-        backward: also run one backward of each patched norm and of each fused piece: its gradients may have 1.5 times
+        backward: also run one backward of each patched norm and of each fused layer: its gradients may have 1.5 times
             the error that eager's have against float64 (see `GradientCheck`).
         numerics: as in `patch_model`, for a reference model that is to be patched here. Norms that round as a server
             does are compared with that order in plain torch, not with their originals.
@@ -114,10 +116,11 @@ def verify_equivalence(
 
         progress("the reference")
         quantised = quantised_modules(reference_model)
-        recorder = recording_modules(reference_model, candidate_model, class_names, rows_per_norm)
-        with recorder as modules, recording_dtypes(quantised) as dtypes:
+        recorder = recording_norms(reference_model, candidate_model, class_names, rows_per_norm)
+        with recorder as calls, recording_dtypes(quantised) as dtypes:
             reference_logits, are_logits = _outputs(reference_model, batches)
-        run_originals(sum(modules.values(), []))
+        recorded = [call for of_module in calls.values() for call in of_module]
+        run_reference(recorded)
         progress("float64")
         with in_float64(reference_model, dtypes):
             exact_logits, _ = _outputs(reference_model, batches)
@@ -125,25 +128,27 @@ def verify_equivalence(
         reference_tokens = [_generate(reference_model, batch, max_new_tokens) for batch in batches]
 
         with candidate_state(), chosen, count_launches() as launches, warnings.catch_warnings():
-            recorder = nullcontext([]) if paths is None else recording_fused(candidate_model, rows_per_norm)
-            with recorder as pieces:
+            comparing = nullcontext(LayerComparison(backward))
+            if paths is not None:
+                comparing = comparing_layers(candidate_model, backward)
+            with comparing as layers:
                 progress("the candidate")
                 candidate_logits, _ = _outputs(candidate_model, batches)
                 progress("its text")
                 candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
             progress("norms")
             warnings.filterwarnings("ignore", "this .* reads residual sums unrounded")  # a norm by itself is given none
-            run_originals(
-                piece for calls in modules.values() for piece in calls if any(map(rounds_otherwise, piece.norms))
-            )
-            checks = tuple(check(path, class_names[path], calls) for path, calls in modules.items())
-            run_originals(pieces)
-            fused = check_fused(pieces)
+            run_stated_orders(recorded)
+            checks = tuple(check_norm(path, class_names[path], of_module) for path, of_module in calls.items())
+            fused = tuple(layers.checks.values())
             gradients = None
             progress("gradients")
             if backward:
-                each = [alone(candidate_model.get_submodule(path), calls) for path, calls in modules.items()]
-                gradients = check_gradients([*filter(None, each), *pieces])
+                gradients = []
+                for path, of_module in calls.items():
+                    if (rows := rows_of(of_module)) is not None:
+                        gradients += check_norm_gradients(path, candidate_model.get_submodule(path), rows)
+                gradients = (*gradients, *layers.gradients)
             changes = [type(candidate_model.get_submodule(path)) for path in class_names]
             # The candidate is the reference patched, and its norms run their own forwards where nothing serves them.
             others = {recipe_of(module).numerics for module in candidate_model.modules() if rounds_otherwise(module)}

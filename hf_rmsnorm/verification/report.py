@@ -5,7 +5,9 @@ import math
 from dataclasses import dataclass, field
 
 from ..paths import fitted
-from .checks import GradientCheck, NormCheck
+from .checks import NormCheck
+from .gradients import GradientCheck
+from .layers import LayerCheck
 from .noise import LogitDifference, NoiseFloor
 
 _SHOWN = 6
@@ -78,9 +80,8 @@ class EquivalenceReport:
         noise_floor: verdict (a).
         norms: verdict (b), one record per changed module; None if it was not asked for.
             Those in `unreached` were not run by the inputs; if that is all of them, (b) fails.
-        fused: the same verdict on each thing that the candidate computes together: a sum with the norm that reads it,
-            or q and k norm with what rotates them.
-        gradients: of each patched norm and each of those; None if they were not asked for.
+        fused: a verdict on each layer that the candidate fuses, against the same layer unfused.
+        gradients: of each patched norm and each of those layers; None if they were not asked for.
         nothing_ran: no kernel served the candidate, which is the reference patched: it was compared with itself.
         why_nothing_ran: the reason, and the cure.
         greedy: whether both generate the same tokens.
@@ -100,7 +101,7 @@ class EquivalenceReport:
     greedy: GreedyComparison
     launches: dict[str, int]
     backend: str | None
-    fused: tuple[NormCheck, ...] = ()
+    fused: tuple[LayerCheck, ...] = ()
     gradients: tuple[GradientCheck, ...] | None = None
     nothing_ran: bool = False
     numerics: str = ""
@@ -154,7 +155,7 @@ class EquivalenceReport:
         verdicts = {
             "(a) errors to float64": self.noise_floor.passed,
             "(b) norm by norm": self.norms_passed,
-            "computed together": all(check.passed for check in self.fused),
+            "fused layers": all(check.passed for check in self.fused),
             "gradients": all(check.passed for check in self.gradients or ()),
             "greedy generation": self.greedy.passed,
         }
@@ -219,9 +220,12 @@ class EquivalenceReport:
     def _piece_lines(self) -> list[tuple[str, ...]]:
         lines = []
         if self.fused:
-            failed = sorted((check for check in self.fused if not check.passed), key=lambda check: -check.off)
+            failed = sorted((check for check in self.fused if not check.passed), key=lambda check: -check.differing)
             reasons = [(check.path, check.reason) for check in failed]
-            lines += _section("    computed together", self.fused, f"agree with {self._originals}", reasons)
+            equal = sum(not check.differing for check in self.fused)
+            lines += _section(
+                "    fused layers", self.fused, f"agree with the unfused ones, {equal} bit by bit", reasons
+            )
         if self.gradients is not None:
             failed = {f"{c.path}, {c.gradient}": c for c in self.gradients if not c.passed}
             errors = "error {0.ours_max:.3g}, eager's {0.eager_max:.3g}"

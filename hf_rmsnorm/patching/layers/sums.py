@@ -67,6 +67,11 @@ class SumFusion:
     sites: tuple[Site, ...]
     keeps: bool = False
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether the layer returns what it returns unfused, bit by bit."""
+        return not self.keeps
+
     def rewrite(self, base: type) -> Callable:
         """The forward of a class, with these sums, norms and modulations exchanged."""
 

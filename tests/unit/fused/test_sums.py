@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.fused import layer, sums
+from hf_rmsnorm.fused import sums
 from hf_rmsnorm.fused.sums import add_and_norm, add_and_norm_of_seen
 from hf_rmsnorm.kernels.plan import forget
 
@@ -166,15 +166,6 @@ def test_the_operand_alone_that_asks_for_it_has_its_gradient(norm, which):
     if leaf is not None:
         ours, theirs = (torch.autograd.grad(each.square().sum(), leaf)[0] for each in (y, own_y))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_observers_see_the_operands_until_they_leave(norm, fused):
-    seen = []
-    with layer.observing(lambda *what: seen.append(what)):
-        fused(norm)
-    fused(norm)
-    ((module, kind, which, operands),) = seen
-    assert (module, kind, which, len(operands)) == (norm, "sum", (), 2)
 
 
 def test_a_norm_without_weight_is_computed_with_its_sum(fused):
