@@ -1,8 +1,9 @@
 """Run both models on the same inputs and judge whether one may stand for the other."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 
@@ -15,16 +16,26 @@ from ..ops import backend as backends
 from ..ops import chosen_backend, use_backend
 from ..patching import patched, unpatch_model
 from ..patching.numerics import SERVERS
-from .checks import check_norm
-from .context import GREEDY, default_inputs, evaluating, in_dtype_of, is_float, max_positions, output_tensors
+from .checks import NormCheck, check_norm
+from .context import evaluating
 from .float64 import in_float64
-from .gradients import check_norm_gradients
-from .layers import LayerComparison, comparing_layers
+from .gradients import GradientCheck, check_norm_gradients
+from .inputs import checked_inputs, device_of, first_parameter
+from .layers import LayerCheck, LayerComparison, comparing_layers
 from .modules import changed_modules
-from .noise import compare_logits
-from .norms import keeps_formula, recording_norms, rounds_otherwise, rows_of, run_reference, run_stated_orders
+from .noise import NoiseFloor, compare_logits
+from .norms import (
+    NormCall,
+    keeps_formula,
+    recording_norms,
+    rounds_otherwise,
+    rows_of,
+    run_reference,
+    run_stated_orders,
+)
 from .quantised import counted, quantised_modules, recording_dtypes
-from .report import EquivalenceReport, GreedyComparison, GreedyDifference
+from .report import EquivalenceReport
+from .runs import compare_greedy, generate, outputs_of
 
 
 def verify_equivalence(
@@ -92,82 +103,140 @@ def verify_equivalence(
         >>> verify_equivalence(model, inputs=torch.tensor([[72, 101, 108, 108, 111]]), max_new_tokens=4).passed
         True
     """
-    one_model = candidate_model is None or candidate_model is reference_model
-    chosen = nullcontext() if backend is None else use_backend(backend)
-    models = (reference_model,) if one_model else (reference_model, candidate_model)
+    if candidate_model is None:
+        candidate_model = reference_model
     if inputs is None and getattr(getattr(reference_model, "config", None), "is_encoder_decoder", False):
         max_new_tokens = 0  # it would generate from the decoder's start token, not from a text
-    batches = _check(models, inputs, max_new_tokens, same_parameters=norms is not False)
+    chosen = nullcontext() if backend is None else use_backend(backend)
+    batches = checked_inputs(reference_model, candidate_model, inputs, max_new_tokens, norms is not False)
     with ExitStack() as stack:
-        for model in models:
+        for model in dict.fromkeys((reference_model, candidate_model)):
             stack.enter_context(evaluating(model))
-        own_paths, own_patch = stack.enter_context(_unpatched(reference_model))
-        if not one_model:
-            candidate_state, changed = nullcontext, None
-        elif own_paths:
-            candidate_state, changed = own_patch, own_paths
-        else:
-            candidate_state = partial(patched, reference_model, numerics=numerics)
-            with candidate_state() as patch:
-                changed = [record.path for record in patch.swapped if not record.converted]
-        candidate_model = models[-1]
-        paths = _paths(reference_model, candidate_model, changed, norms)
-        class_names = {path: type(reference_model.get_submodule(path)).__name__ for path in paths or ()}
+        candidate = stack.enter_context(_candidate_state(reference_model, candidate_model, numerics))
+        work = _Work(reference_model, candidate_model, batches, max_new_tokens, backward, progress)
+        paths = _paths(reference_model, candidate, norms)
+        reference = work.run_reference(paths, rows_per_norm)
+        with candidate.state(), chosen, count_launches() as launches, warnings.catch_warnings():
+            result = work.run_candidate(paths, reference.calls)
+            orders = _other_orders(candidate_model)
+            ran_itself = not orders and _is_itself(candidate_model, paths)
+            idle = ran_itself and not launches and chosen_backend() != "reference"
+    logits = reference.logits, result.logits, reference.exact_logits
+    quantised = quantised_modules(reference_model)
+    difference, floor = compare_logits(*logits, reference.are_logits, quantised=bool(quantised))
+    device = device_of(reference_model)
+    return EquivalenceReport(
+        model=type(reference_model).__name__,
+        dtype=str(first_parameter(reference_model).dtype).removeprefix("torch."),
+        device=str(device),
+        logits=difference,
+        noise_floor=floor,
+        norms=None if paths is None else result.norms,
+        greedy=compare_greedy(reference.texts, result.texts, _tie_margin(floor, bool(quantised))),
+        launches=dict(launches),
+        backend=backend,
+        fused=result.layers,
+        gradients=result.gradients,
+        nothing_ran=idle,
+        numerics=" and ".join(SERVERS[name] for name in sorted(orders)),
+        why_nothing_ran=why_nothing_ran(device) if idle else "",
+        quantised=counted(quantised),
+    )
 
-        progress("the reference")
-        quantised = quantised_modules(reference_model)
-        recorder = recording_norms(reference_model, candidate_model, class_names, rows_per_norm)
-        with recorder as calls, recording_dtypes(quantised) as dtypes:
-            reference_logits, are_logits = _outputs(reference_model, batches)
-        recorded = [call for of_module in calls.values() for call in of_module]
-        run_reference(recorded)
-        progress("float64")
-        with in_float64(reference_model, dtypes):
-            exact_logits, _ = _outputs(reference_model, batches)
-        progress("the reference's text")
-        reference_tokens = [_generate(reference_model, batch, max_new_tokens) for batch in batches]
 
-        with candidate_state(), chosen, count_launches() as launches, warnings.catch_warnings():
-            comparing = nullcontext(LayerComparison(backward))
-            if paths is not None:
-                comparing = comparing_layers(candidate_model, backward)
-            with comparing as layers:
-                progress("the candidate")
-                candidate_logits, _ = _outputs(candidate_model, batches)
-                progress("its text")
-                candidate_tokens = [_generate(candidate_model, batch, max_new_tokens) for batch in batches]
-            progress("norms")
-            warnings.filterwarnings("ignore", "this .* reads residual sums unrounded")  # a norm by itself is given none
-            run_stated_orders(recorded)
-            checks = tuple(check_norm(path, class_names[path], of_module) for path, of_module in calls.items())
-            fused = tuple(layers.checks.values())
-            gradients = None
-            progress("gradients")
-            if backward:
-                gradients = []
-                for path, of_module in calls.items():
-                    if (rows := rows_of(of_module)) is not None:
-                        gradients += check_norm_gradients(path, candidate_model.get_submodule(path), rows)
-                gradients = (*gradients, *layers.gradients)
-            changes = [type(candidate_model.get_submodule(path)) for path in class_names]
-            # The candidate is the reference patched, and its norms run their own forwards where nothing serves them.
-            others = {recipe_of(module).numerics for module in candidate_model.modules() if rounds_otherwise(module)}
-            itself = bool(changes) and all(map(keeps_formula, changes)) and not others
-            idle = itself and not launches and chosen_backend() != "reference"
+@dataclass
+class _Reference:
+    """What the reference's runs gave. `calls`: of each module that is judged by itself, by its path."""
 
-    logits = reference_logits, candidate_logits, exact_logits
-    difference, floor = compare_logits(*logits, are_logits, quantised=bool(quantised))
-    # two logits of each model, each off by at most what it may be
-    tie_margin = 2 * (floor.reference_max + min(floor.candidate_max, floor.allowed_max))
+    logits: list[torch.Tensor]
+    are_logits: bool
+    exact_logits: list[torch.Tensor]
+    texts: list
+    calls: dict[str, list[NormCall]]
+
+
+@dataclass
+class _Result:
+    """What the candidate's runs gave."""
+
+    logits: list[torch.Tensor]
+    texts: list
+    norms: tuple[NormCheck, ...]
+    layers: tuple[LayerCheck, ...]
+    gradients: tuple[GradientCheck, ...] | None
+
+
+@dataclass
+class _Work:
+    """Both models and what they are run on."""
+
+    reference: nn.Module
+    candidate: nn.Module
+    batches: list[dict]
+    max_new_tokens: int
+    backward: bool
+    progress: Callable[[str], object]
+
+    def run_reference(self, paths: list[str] | None, rows: int) -> _Reference:
+        """Run the reference, in its dtype and in float64, while it is unpatched."""
+        self.progress("the reference")
+        recorder = recording_norms(self.reference, self.candidate, paths or (), rows)
+        with recorder as calls, recording_dtypes(quantised_modules(self.reference)) as dtypes:
+            logits, are_logits = outputs_of(self.reference, self.batches)
+        run_reference(call for of_module in calls.values() for call in of_module)
+        self.progress("float64")
+        with in_float64(self.reference, dtypes):
+            exact_logits, _ = outputs_of(self.reference, self.batches)
+        self.progress("the reference's text")
+        return _Reference(logits, are_logits, exact_logits, self._texts(self.reference), calls)
+
+    def run_candidate(self, paths: list[str] | None, calls: dict[str, list[NormCall]]) -> _Result:
+        """Run the candidate and all that is judged of it, while it is as it is to be judged."""
+        comparing = nullcontext(LayerComparison(self.backward))
+        if paths is not None:
+            comparing = comparing_layers(self.candidate, self.backward)
+        with comparing as layers:
+            self.progress("the candidate")
+            logits, _ = outputs_of(self.candidate, self.batches)
+            self.progress("its text")
+            texts = self._texts(self.candidate)
+        self.progress("norms")
+        warnings.filterwarnings("ignore", "this .* reads residual sums unrounded")  # a norm by itself is given none
+        run_stated_orders(call for of_module in calls.values() for call in of_module)
+        norms = []
+        for path, of_module in calls.items():
+            class_name = type(self.reference.get_submodule(path)).__name__
+            norms.append(check_norm(path, class_name, of_module))
+        self.progress("gradients")
+        gradients = (*self._norm_gradients(calls), *layers.gradients) if self.backward else None
+        return _Result(logits, texts, tuple(norms), tuple(layers.checks.values()), gradients)
+
+    def _texts(self, model: nn.Module) -> list:
+        return [generate(model, batch, self.max_new_tokens) for batch in self.batches]
+
+    def _norm_gradients(self, calls: dict[str, list[NormCall]]) -> Iterator[GradientCheck]:
+        for path, of_module in calls.items():
+            rows = rows_of(of_module)
+            if rows is not None:
+                yield from check_norm_gradients(path, self.candidate.get_submodule(path), rows)
+
+
+def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
+    """By how much a logit may lead another for the two to be a tie."""
     if quantised:  # a step may tip behind the prompt that did not tip in it
-        tie_margin = 4 * floor.allowed_max
-    greedy = _compare_greedy(reference_tokens, candidate_tokens, tie_margin)
-    model, dtype = type(reference_model).__name__, str(_first_parameter(reference_model).dtype).removeprefix("torch.")
-    found = (difference, floor, None if paths is None else checks, greedy, dict(launches), backend, fused, gradients)
-    order = " and ".join(SERVERS[name] for name in sorted(others))
-    device = _device(reference_model)
-    why = why_nothing_ran(device) if idle else ""
-    return EquivalenceReport(model, dtype, str(device), *found, idle, order, why, counted(quantised))
+        return 4 * floor.allowed_max
+    # two logits of each model, each off by at most what it may be
+    return 2 * (floor.reference_max + min(floor.candidate_max, floor.allowed_max))
+
+
+def _other_orders(model: nn.Module) -> set[str]:
+    """Whose order of rounding norms of the model have, where that is not their own."""
+    return {recipe_of(module).numerics for module in model.modules() if rounds_otherwise(module)}
+
+
+def _is_itself(candidate: nn.Module, paths: list[str] | None) -> bool:
+    """Whether the candidate is the reference patched: its norms run their own forwards where nothing serves them."""
+    return bool(paths) and all(keeps_formula(type(candidate.get_submodule(path))) for path in paths)
 
 
 def why_nothing_ran(device: torch.device) -> str:
@@ -179,81 +248,33 @@ def why_nothing_ran(device: torch.device) -> str:
     return f'no kernel ran, as {refusal}: {cure}, or pass backend="reference"'
 
 
-def _check(models: tuple[nn.Module, ...], inputs, new_tokens: int, same_parameters: bool) -> list[dict]:
-    for model in models:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"verify_equivalence needs loaded models, got {type(model).__name__}: load it first")
-        if _device(model).type == "meta":
-            raise ValueError(f"{type(model).__name__} is on the meta device and has no weights: load it with weights")
-    sizes, devices = [_vocabulary(model) for model in models], [_device(model) for model in models]
-    if sizes[0] != sizes[-1]:
-        words = f"{sizes[0]} words in the reference, {sizes[1]} in the candidate"
-        raise ValueError(f"the vocabularies differ: {words}; compare models that share a tokenizer")
-    if devices[0] != devices[-1]:
-        ours, theirs = devices[0], devices[-1]
-        raise ValueError(f"the reference is on {ours} and the candidate on {theirs}: move one with .to({ours!s})")
-    ours, theirs = ({name: tuple(p.shape) for name, p in models[at].named_parameters()} for at in (0, -1))
-    for name in (*ours, *theirs) if same_parameters else ():
-        if ours.get(name) != theirs.get(name):
-            raise ValueError(
-                f"the architectures differ: {name} is {ours.get(name, 'missing')} in the reference "
-                f"({type(models[0]).__name__}) and {theirs.get(name, 'missing')} in the candidate "
-                f"({type(models[-1]).__name__}); pass norms=False to compare logits and generation alone"
-            )
-    if inputs is None:
-        inputs = in_dtype_of(models[0], default_inputs(models[0], new_tokens=new_tokens))
-    return _batches(inputs, sizes[0], devices[0])
+@dataclass
+class _CandidateState:
+    """How the candidate is to be judged.
+
+    Attributes:
+        state: ``state()`` is a context in which it is that.
+        changed: paths of its norms where it is the reference patched; None where the two models are to be compared.
+    """
+
+    model: nn.Module
+    state: Callable[[], AbstractContextManager]
+    changed: list[str] | None = None
 
 
-def _first_parameter(model: nn.Module) -> torch.Tensor:
-    if (parameter := next(model.parameters(), None)) is None:
-        raise ValueError(f"{type(model).__name__} has no parameters: nothing to verify")
-    return parameter
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Of the first parameter that is not offloaded; the CPU if accelerate offloads them all."""
-    device = next((p.device for p in model.parameters() if not p.is_meta), _first_parameter(model).device)
-    offloaded = hasattr(model, "hf_device_map") or hasattr(model, "_hf_hook")
-    return torch.device("cpu") if device.type == "meta" and offloaded else device
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    try:
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    except NotImplementedError:  # it reads images or audio
-        return None
-    weight = getattr(embedding, "weight", None)
-    return None if weight is None else weight.shape[0]
-
-
-def _batches(inputs, vocabulary: int | None, device: torch.device) -> list[dict]:
-    if isinstance(inputs, (torch.Tensor, Mapping)):
-        inputs = [inputs]
-    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
-        raise TypeError(f"inputs is {type(inputs).__name__}: pass token ids or what a tokenizer returns for the text")
-    batches = []
-    for i, given in enumerate(inputs):
-        if not isinstance(given, (torch.Tensor, Mapping)):
-            raise TypeError(f"inputs[{i}] is {type(given).__name__}: pass token ids or a dict of tensors")
-        batch = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
-        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "labels"}
-        for name, tensor in batch.items():
-            if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
-                raise ValueError(f"inputs[{i}] is empty: {name} has shape {tuple(tensor.shape)}; pass tokens")
-        if (ids := batch.get("input_ids")) is not None:
-            kind = f"{ids.dtype} of shape {tuple(ids.shape)}"
-            if ids.is_floating_point() or ids.dim() not in (1, 2):
-                raise ValueError(f"inputs[{i}]: input_ids is {kind}; pass integers (batch, tokens)")
-            if vocabulary is not None and not 0 <= ids.min() <= ids.max() < vocabulary:
-                there, known = f"{ids.min()} to {ids.max()}", f"0 to {vocabulary - 1}"
-                where = f"token ids from {there} where the model knows {known}"
-                raise ValueError(f"inputs[{i}]: {where}; use its own tokenizer")
-            batch["input_ids"] = torch.atleast_2d(ids)
-        batches.append(batch)
-    if not any(isinstance(v, torch.Tensor) for batch in batches for v in batch.values()):
-        raise ValueError("inputs are empty: pass at least one token")
-    return batches
+@contextmanager
+def _candidate_state(reference: nn.Module, candidate: nn.Module, numerics: str) -> Iterator[_CandidateState]:
+    """Inside, the reference is unpatched. Where the candidate is the same model, its patch is left to `state`."""
+    with _unpatched(reference) as (own_paths, own_patch):
+        if candidate is not reference:
+            yield _CandidateState(candidate, nullcontext)
+        elif own_paths:
+            yield _CandidateState(candidate, own_patch, own_paths)
+        else:
+            state = partial(patched, reference, numerics=numerics)
+            with state() as report:
+                changed = [record.path for record in report.swapped if not record.converted]
+            yield _CandidateState(candidate, state, changed)
 
 
 @contextmanager
@@ -283,70 +304,14 @@ def _unpatched(model: nn.Module):
         put_back()
 
 
-def _paths(reference: nn.Module, candidate: nn.Module, changed: list[str] | None, norms) -> list[str] | None:
+def _paths(reference: nn.Module, candidate: _CandidateState, norms) -> list[str] | None:
+    """Paths of the modules that are judged one by one; None where none are to be."""
     if norms is False:
         return None
     if norms is True:
-        return changed_modules(reference, candidate) if changed is None else changed
+        return changed_modules(reference, candidate.model) if candidate.changed is None else candidate.changed
     paths, known = list(norms), dict(reference.named_modules())
-    if unknown := [path for path in paths if path not in known]:
+    unknown = [path for path in paths if path not in known]
+    if unknown:
         raise ValueError(f"norms names {unknown[0]!r}, which is no module of {type(reference).__name__}")
     return paths
-
-
-def _outputs(model: nn.Module, batches: list[dict]) -> tuple[list[torch.Tensor], bool]:
-    """((tokens kept by the attention mask, size) of all that is to be compared, whether that is logits)."""
-    rows, are_logits = [], False
-    for batch in batches:
-        with torch.no_grad():
-            out = model(**batch)
-        are_logits = is_float(logits := getattr(out, "logits", None))
-        if hasattr(out, "logits_per_image"):  # products of these, and so few that their largest error is chance
-            found = [out.text_embeds, out.image_embeds]
-        else:
-            found = [logits] if are_logits else [y for y in output_tensors(out) if y.dim()]
-        if not found:
-            raise ValueError(f"{type(model).__name__} returns no logits and no hidden state: nothing can be compared")
-        mask = batch.get("attention_mask")
-        for y in found:
-            masked = mask is not None and y.dim() == 3 and mask.shape == y.shape[:2]
-            rows.append(y[mask.bool()] if masked else y.reshape(-1, y.shape[-1]))
-    return rows, are_logits
-
-
-def _generate(model: nn.Module, batch: dict, max_new_tokens: int) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """New tokens (batch, steps) and the logits behind them (batch, steps, vocabulary); or why there are none."""
-    if max_new_tokens <= 0:
-        return "not asked for"
-    if not (hasattr(model, "can_generate") and model.can_generate()):
-        return f"{type(model).__name__} does not generate"
-    if "input_ids" in batch and not model.config.is_encoder_decoder:
-        batch = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}  # every token given is meant
-        most = max_positions(model.config)
-        max_new_tokens = min(max_new_tokens, most - batch["input_ids"].shape[1])
-        if max_new_tokens <= 0:
-            return f"the prompt fills the {most} positions of the model"
-    config = model.generation_config
-    pad = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
-    pad = pad[0] if isinstance(pad, (list, tuple)) else pad
-    how = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "return_dict_in_generate": True, **GREEDY}
-    out = model.generate(**batch, **how, output_logits=True)
-    return out.sequences[:, -len(out.logits) :], torch.stack(out.logits, 1)
-
-
-def _compare_greedy(reference: list, candidate: list, tie_margin: float) -> GreedyComparison:
-    sequences = steps = 0
-    first = None
-    for index, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
-        if isinstance(ours, str):
-            return GreedyComparison(0, 0, reason=ours)
-        (tokens, logits), (others, _) = ours, theirs
-        sequences, steps = sequences + len(tokens), max(steps, tokens.shape[1])
-        shared = min(tokens.shape[1], others.shape[1])
-        unequal = (tokens[:, :shared] != others[:, :shared]).nonzero().tolist()
-        if first is None and unequal:
-            row, step = min(unequal, key=lambda place: place[1])
-            a, b = tokens[row, step].item(), others[row, step].item()
-            margin = logits[row, step, a].double() - logits[row, step, b].double()
-            first = GreedyDifference(index, row, step, a, b, margin.item(), tie_margin)
-    return GreedyComparison(sequences, steps, first)

@@ -28,6 +28,7 @@ _GATHERS = {aten.embedding, aten.index, aten.index_select}
 _CHECK_DTYPES = {getattr(F, f"{name}{n}d") for name in ("conv", "conv_transpose") for n in (1, 2, 3)}
 _CHECK_DTYPES.add(F.scaled_dot_product_attention)
 _NAMESPACES_OF_TORCH = ("aten", "prims")
+_WITH_FLOAT64 = {"_attn_implementation": ("sdpa", "eager"), "_experts_implementation": ("eager",)}
 
 
 def widen(value):
@@ -124,36 +125,56 @@ class Float64Mode(TorchDispatchMode):
             return self.call_in(torch.float32, func, *args, **kwargs)
         if func is not aten.lift_fresh.default and func.is_view:
             return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
-        rest = (kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]) if written else ()
-        for write, value in zip(written, (*args, *rest), strict=False):
-            if write and _is_narrow(value):
-                # What it holds exactly was chosen among stored values; float64 arithmetic leaves more digits.
-                if func is aten.copy_.default and bool((args[1] == args[1].to(value.dtype)).all()):
-                    self._overwritten.append((value, value.clone()))
-                    return func(*args, **kwargs)
-                where = f"a tensor stored in {value.dtype} ({func._schema.name})"
-                raise RuntimeError(f"the model writes in place to {where}: its forward cannot be repeated in float64")
+        stored = _stored_that_is_written(func, written, args, kwargs)
+        if stored is not None:
+            return self._write_to(stored, func, args, kwargs)
         if (_holds_narrow(args) or _holds_narrow([*kwargs.values()])) and func.overloadpacket not in _GATHERS:
             args, kwargs = tree_map(widen, (args, kwargs))
-        makes = takes_dtype and not any(isinstance(a, torch.Tensor) for a in args)
-        if makes and kwargs.get("dtype") is None and any(isinstance(a, float) for a in args):
-            kwargs = {**kwargs, "dtype": torch.float64}  # the lowest float64, say, is no number of the default dtype
+        if takes_dtype and not written and not any(isinstance(a, torch.Tensor) for a in args):
+            return _made_in_double(func, args, kwargs)
         y = func(*args, **kwargs)
-        if written:
-            return y
-        if makes and _is_narrow(y):
-            y = func(*args, **{**kwargs, "dtype": _WIDE.get(y.dtype, y.dtype)})  # made in the default dtype
-        return widen(y) if isinstance(y, torch.Tensor) else tree_map(_widened, y)
+        return y if written else _wide(y)
+
+    def _write_to(self, stored: torch.Tensor, func, args: tuple, kwargs: dict):
+        """Write to a tensor that is stored in a narrow dtype, if it can be undone and loses nothing."""
+        # What it holds exactly was chosen among stored values; float64 arithmetic leaves more digits.
+        if func is aten.copy_.default and bool((args[1] == args[1].to(stored.dtype)).all()):
+            self._overwritten.append((stored, stored.clone()))
+            return func(*args, **kwargs)
+        where = f"a tensor stored in {stored.dtype} ({func._schema.name})"
+        raise RuntimeError(f"the model writes in place to {where}: its forward cannot be repeated in float64")
+
+
+def _stored_that_is_written(func, written: list[bool], args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """The first narrow tensor that an operator writes to."""
+    if not written:
+        return None
+    rest = (kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :])
+    for write, value in zip(written, (*args, *rest), strict=False):
+        if write and _is_narrow(value):
+            return value
+    return None
+
+
+def _made_in_double(func, args: tuple, kwargs: dict):
+    """What an operator makes of no tensor, in float64 where it would make it in a narrow dtype."""
+    if kwargs.get("dtype") is None and any(isinstance(a, float) for a in args):
+        kwargs = {**kwargs, "dtype": torch.float64}  # the lowest float64, say, is no number of the default dtype
+    y = func(*args, **kwargs)
+    if _is_narrow(y):
+        y = func(*args, **{**kwargs, "dtype": _WIDE.get(y.dtype, y.dtype)})  # made in the default dtype
+    return _wide(y)
+
+
+def _wide(y):
+    return widen(y) if isinstance(y, torch.Tensor) else tree_map(_widened, y)
 
 
 @contextmanager
 def _plain_state(model: torch.nn.Module):
     """Choose code paths that exist in float64; nothing of what a forward keeps, as growing rotary tables do, stays."""
-    saved = [(d, dict(d)) for m in model.modules() for d in (vars(m), m._buffers, m._parameters)]
-    configs = {id(c): c for m in model.modules() for c in (getattr(m, "config", None),) if c is not None}
-    others = {"_attn_implementation": ("sdpa", "eager"), "_experts_implementation": ("eager",)}
-    found = [(config, name, getattr(config, name, None)) for config in configs.values() for name in others]
-    choices = [(*what, chosen) for *what, chosen in found if isinstance(chosen, str) and chosen not in others[what[1]]]
+    saved = [(live, dict(live)) for m in model.modules() for live in (vars(m), m._buffers, m._parameters)]
+    choices = _choices_without_float64(model)
     try:
         for config, name, _ in choices:
             setattr(config, name, "eager")
@@ -165,9 +186,26 @@ def _plain_state(model: torch.nn.Module):
         for config, name, chosen in choices:
             setattr(config, name, chosen)
         for live, before in saved:
-            for name in live.keys() - before.keys():
-                del live[name]
-            live.update({name: value for name, value in before.items() if live.get(name) is not value})
+            _restore(live, before)
+
+
+def _choices_without_float64(model: torch.nn.Module) -> list[tuple]:
+    """(config, name, value) of each choice of a fused kernel that takes no float64."""
+    configs = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
+    choices = []
+    for config in configs.values():
+        for name, with_float64 in _WITH_FLOAT64.items():
+            chosen = getattr(config, name, None)
+            if isinstance(chosen, str) and chosen not in with_float64:
+                choices.append((config, name, chosen))
+    return choices
+
+
+def _restore(live: dict, before: dict) -> None:
+    """Make a dictionary what it was, and leave alone what has not changed."""
+    for name in live.keys() - before.keys():
+        del live[name]
+    live.update({name: value for name, value in before.items() if live.get(name) is not value})
 
 
 @contextmanager

@@ -5,13 +5,14 @@ agree; where it is not, a LayerNorm that is merely replaced gives another model.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
 
 from ..fused.norm import recipe_of
+from ..fused.recipe import Recipe
 from ..patching import patched
 from ..reference import reference_norm
 from .context import evaluating, hooked
@@ -70,45 +71,67 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
         An `Inspection`. Perplexity and the naive swap need logits over a vocabulary and ``input_ids``; they are None
         elsewhere, and `naive` also where the model has no LayerNorm.
     """
-    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    arguments = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    ids = arguments.get("input_ids")
     with patched(model, fuse_residual=False, numerics="model") as report:
-        recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped}
-        layer_norms = {r.path for r in report.swapped if r.formula.centered or r.converted}
-    ids = given.get("input_ids")
-    ratios: dict[str, list[torch.Tensor]] = {path: [] for path in recipes}
-
-    def note(path, args, output):
-        x = next(filter(torch.is_tensor, args)).detach().double().flatten(0, -2)
-        rms = x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-        ratios[path].append((x.mean(-1).abs() / rms).cpu())
-
-    def as_rms(path, args, output):
-        """The output which the module would have without centring, computed in float64."""
-        module, recipe = model.get_submodule(path), recipes[path]
-        parameters = (None if name is None else getattr(module, name).double() for name in (recipe.weight, recipe.bias))
-        spec = replace(recipe.spec_of(module), centered=False)
-        return reference_norm(next(filter(torch.is_tensor, args)).double(), *parameters, spec).to(output.dtype)
-
-    def logits_with(hook, paths):
-        with torch.no_grad(), hooked(model, paths, hook):
-            return getattr(model(**given), "logits", None)
-
+        recipes = {record.path: recipe_of(model.get_submodule(record.path)) for record in report.swapped}
+        layer_norms = {record.path for record in report.swapped if record.formula.centered or record.converted}
+    means = _Means(recipes)
     naive = perplexity = None
     with evaluating(model):
-        logits = logits_with(note, recipes)
-        centered = [path for path in recipes if path in layer_norms and ratios[path]]
+        logits = _logits(model, arguments, recipes, means.note)
         if logits is not None and ids is not None:
             perplexity = _perplexity(logits, ids)
+            centered = {path: recipes[path] for path in recipes if path in layer_norms and means.of[path]}
             if centered:
-                swapped = logits_with(as_rms, centered)
-                rows, others = logits.flatten(0, -2), swapped.flatten(0, -2)
-                difference, _ = compare_logits([rows], [others], [rows.double()])
-                naive = NaiveSwap(difference.kl_mean, difference.top1_agreement, _perplexity(swapped, ids))
+                naive = _swapped_naively(model, arguments, centered, logits)
     norms = []
-    for path, each in ((path, torch.cat(found)) for path, found in ratios.items() if found):
-        name, over_rows = type(model.get_submodule(path)).__name__, (len(each), each.median().item(), each.max().item())
-        norms.append(NormInput(path, name, path in layer_norms, *over_rows))
+    for path, parts in means.of.items():
+        if parts:
+            ratios = torch.cat(parts)
+            name = type(model.get_submodule(path)).__name__
+            sizes = len(ratios), ratios.median().item(), ratios.max().item()
+            norms.append(NormInput(path, name, path in layer_norms, *sizes))
     return Inspection(tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive)
+
+
+class _Means:
+    """|mean| / RMS of the rows that each norm reads, as parts by its path."""
+
+    def __init__(self, paths: Iterable[str]):
+        self.of: dict[str, list[torch.Tensor]] = {path: [] for path in paths}
+
+    def note(self, path: str, args: tuple, output) -> None:
+        x = _first_tensor(args).detach().double().flatten(0, -2)
+        rms = x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        self.of[path].append((x.mean(-1).abs() / rms).cpu())
+
+
+def _swapped_naively(model: nn.Module, arguments: dict, recipes: dict[str, Recipe], logits: torch.Tensor) -> NaiveSwap:
+    """The model whose LayerNorms, by path, do not subtract the mean."""
+
+    def as_rms(path: str, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        module, recipe = model.get_submodule(path), recipes[path]
+        names = recipe.weight, recipe.bias
+        parameters = (None if name is None else getattr(module, name).double() for name in names)
+        spec = replace(recipe.spec_of(module), centered=False)
+        return reference_norm(_first_tensor(args).double(), *parameters, spec).to(output.dtype)
+
+    swapped = _logits(model, arguments, recipes, as_rms)
+    rows, others = logits.flatten(0, -2), swapped.flatten(0, -2)
+    difference, _ = compare_logits([rows], [others], [rows.double()])
+    perplexity = _perplexity(swapped, arguments["input_ids"])
+    return NaiveSwap(difference.kl_mean, difference.top1_agreement, perplexity)
+
+
+def _logits(model: nn.Module, arguments: dict, paths: Iterable[str], hook: Callable) -> torch.Tensor | None:
+    """What the model returns with a hook behind the modules at these paths; None where it has no logits."""
+    with torch.no_grad(), hooked(model, paths, hook):
+        return getattr(model(**arguments), "logits", None)
+
+
+def _first_tensor(args: tuple) -> torch.Tensor:
+    return next(filter(torch.is_tensor, args))
 
 
 def _perplexity(logits: torch.Tensor, ids: torch.Tensor) -> float:
