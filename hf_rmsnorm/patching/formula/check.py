@@ -25,25 +25,12 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
     for dtype in dtypes:
         if dtype != torch.float16:  # the rows of one half do for the other
             rows, uneven = trial.rows(half=dtype != torch.float32), trial.uneven(half=dtype != torch.float32)
-        three, four = rows[3:9].view(2, 3, -1), rows[3:11].view(2, 2, 2, -1).transpose(1, 2)
-        trial.spread(recipe, dtype)
-        given = {torch.float32: (rows[:5], rows[None, :1], three, four), torch.bfloat16: (rows[:5], three)}
-        for x in (*given.get(dtype, (rows[:5],)), uneven):
-            if trial.size < FEW:  # too few elements for every kind of weight
-                trial.spread(recipe, dtype)
-            _must_agree(trial, recipe, x, dtype, dtype)
-        if recipe.gate_optional:
-            ungated = replace(recipe, spec=replace(recipe.spec, gate=None), gate=None)
-            _must_agree(trial, ungated, three, dtype, dtype)
-        if dtype != torch.float16 and not _same_under_autocast(trial, recipe, three[:, :1].to(dtype)):
-            recipe = replace(recipe, not_under_autocast=True)
-    one_dtype = recipe.weight is None or (recipe.spec.functional and recipe.spec.rounding == "once")
-    for mixed in () if one_dtype or recipe.only_float32 else MIXED_DTYPES:
-        trial.spread(recipe)
-        _must_agree(trial, recipe, rows[:5], *mixed)
-    other_sizes = (trial.size + 8, 3 * trial.size + 40)
-    for size in other_sizes if recipe.weight is None and recipe.hidden_size is None else ():
-        _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
+        recipe = _prove_in_dtype(trial, recipe, dtype, rows, uneven)
+    if not recipe.only_float32:
+        _prove_mixed_dtypes(trial, recipe, rows[:5])
+    if recipe.weight is None and recipe.hidden_size is None:
+        for size in (trial.size + 8, 3 * trial.size + 40):
+            _must_agree(trial, recipe, trial.normal(2, 3, size), where=f"on rows of {size} elements")
     trial.randomise()
     if not _keeps_strides(trial, recipe):
         recipe = replace(recipe, row_major=True)
@@ -54,6 +41,38 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
             raise NotInFamily(f"on {len(leading) + 1}-dimensional input its result is not that of {recipe.spec}")
     _check_gradients(trial, recipe)
     return recipe
+
+
+def _prove_in_dtype(
+    trial: Trial, recipe: Recipe, dtype: torch.dtype, rows: torch.Tensor, uneven: torch.Tensor
+) -> Recipe:
+    """The recipe, once it agrees on these rows, seen in several shapes and under autocast."""
+    three = rows[3:9].view(2, 3, -1)
+    four = rows[3:11].view(2, 2, 2, -1).transpose(1, 2)
+    shapes = {
+        torch.float32: (rows[:5], rows[None, :1], three, four),
+        torch.bfloat16: (rows[:5], three),
+        torch.float16: (rows[:5],),
+    }
+    trial.spread(recipe, dtype)
+    for x in (*shapes[dtype], uneven):
+        if trial.size < FEW:  # too few elements for every kind of weight
+            trial.spread(recipe, dtype)
+        _must_agree(trial, recipe, x, dtype, dtype)
+    if recipe.gate_optional:
+        ungated = replace(recipe, spec=replace(recipe.spec, gate=None), gate=None)
+        _must_agree(trial, ungated, three, dtype, dtype)
+    if dtype != torch.float16 and not _same_under_autocast(trial, recipe, three[:, :1].to(dtype)):
+        return replace(recipe, not_under_autocast=True)
+    return recipe
+
+
+def _prove_mixed_dtypes(trial: Trial, recipe: Recipe, x: torch.Tensor) -> None:
+    if recipe.weight is None or (recipe.spec.functional and recipe.spec.rounding == "once"):
+        return  # both have one dtype
+    for mixed in MIXED_DTYPES:
+        trial.spread(recipe)
+        _must_agree(trial, recipe, x, *mixed)
 
 
 def _must_agree(trial: Trial, recipe: Recipe, x: torch.Tensor, *dtypes: torch.dtype, where: str = "") -> None:
@@ -162,38 +181,63 @@ def _check_gradients(trial: Trial, recipe: Recipe) -> None:
 
 def _compare(trial, recipe, scales: tuple, of_x=True, of_weights=True, dtype=torch.float32) -> None:
     """Compare the gradients of input, gate, weights, or some of them, where those of the output are so large by row."""
-    probe, spec = trial.probe, recipe.spec
+    spec = recipe.spec
+    inputs, dy = _gradient_operands(trial, recipe, scales, of_x, dtype)
+    x, gate = inputs["input"], inputs.get("gate")
     names = [name for name in (recipe.weight, recipe.bias) if name]
+    leaves = {name: trial.tensors[name].to(dtype).requires_grad_(of_weights) for name in names}
+    weight, bias = leaves.get(recipe.weight), leaves.get(recipe.bias)
+    wanted = [*(inputs if of_x else ()), *(names if of_weights else ())]
+    with trial.probe.with_gradients(of_weights), trial.probe.having(**leaves):
+        y = reference_norm(x, weight, bias, spec, gate)
+        dy = dy.to(y.dtype)
+        expected = torch.autograd.grad(y, [{**inputs, **leaves}[name] for name in wanted], dy)
+        got = _module_gradients(trial, inputs, wanted, dy)
+    terms = _terms(x, weight, dy, gate, spec) if trial.group < FEW else None
+    tolerance = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
+    for name, a, b in zip(wanted, got, expected, strict=True):
+        a, b = a.view(b.shape), b.detach()
+        allowed = tolerance * _size_of_terms(name, b, x, terms)
+        if ((a - b).abs() > allowed).any() or not torch.equal(a.isnan(), b.isnan()):
+            where = "" if dtype == torch.float32 else " in bfloat16"
+            raise NotInFamily(f"its gradient with respect to its {name} is not that of {spec}{where}")
+
+
+def _gradient_operands(trial, recipe, scales: tuple, of_x: bool, dtype: torch.dtype) -> tuple[dict, torch.Tensor]:
+    """(the input, and the gate if there is one, by name; a gradient of the output, so large by row; NaN: has one)."""
     x = trial.normal(len(SCALES), trial.size)
     x = ((x + 0.5 * x.sign()) * torch.tensor(SCALES, dtype=torch.float32)[:, None]).to(dtype).requires_grad_(of_x)
     gate = trial.gate_for(x, recipe)
-    given = {"input": x} if gate is None else {"input": x, "gate": gate.requires_grad_(of_x)}
+    inputs = {"input": x} if gate is None else {"input": x, "gate": gate.requires_grad_(of_x)}
     dy = trial.normal(*x.shape) * torch.tensor(scales, dtype=torch.float32).nan_to_num(1.0)[:, None]
     dy[[scale != scale for scale in scales], 0] = math.nan
-    leaves = {name: trial.tensors[name].to(dtype).requires_grad_(of_weights) for name in names}
-    weight, bias = leaves.get(recipe.weight), leaves.get(recipe.bias)
-    wanted = (list(given) if of_x else []) + (names if of_weights else [])
-    with probe.with_gradients(of_weights), probe.having(**leaves):
-        y = reference_norm(x, weight, bias, spec, gate)
-        dy = dy.to(y.dtype)
-        expected = torch.autograd.grad(y, [{**given, **leaves}[name] for name in wanted], dy)
-        try:
-            y = probe.run(x, gate)
-            inputs = [given[name] if name in given else getattr(probe.module, name) for name in wanted]
-            got = torch.autograd.grad(y, inputs, dy)
-        except RuntimeError as error:
-            raise NotInFamily("its output is cut off from the gradient") from error
-    tolerance = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
-    rows, total = _terms(x, weight, dy, gate, spec) if trial.group < FEW else (None, None)
-    for name, a, b in zip(wanted, got, expected, strict=True):
-        a, b = a.view(b.shape), b.detach()
-        terms = b.abs().nan_to_num_().amax(-1, keepdim=True)
-        if rows is not None:  # what is left of a short row is the difference of terms that are nearly equal
-            own = rows if name == "input" else rows * x.abs().amax(-1, keepdim=True) if name == "gate" else total
-            terms = terms.maximum(own.to(terms.dtype))
-        if ((a - b).abs() > tolerance * terms).any() or not torch.equal(a.isnan(), b.isnan()):
-            where = "" if dtype == torch.float32 else " in bfloat16"
-            raise NotInFamily(f"its gradient with respect to its {name} is not that of {spec}{where}")
+    return inputs, dy
+
+
+def _module_gradients(trial, inputs: dict, wanted: list[str], dy: torch.Tensor) -> tuple:
+    """The gradients that the module's own code gives, of inputs and of its parameters by name."""
+    try:
+        y = trial.probe.run(inputs["input"], inputs.get("gate"))
+        leaves = [inputs[name] if name in inputs else getattr(trial.probe.module, name) for name in wanted]
+        return torch.autograd.grad(y, leaves, dy)
+    except RuntimeError as error:
+        raise NotInFamily("its output is cut off from the gradient") from error
+
+
+def _size_of_terms(name: str, gradient: torch.Tensor, x: torch.Tensor, terms: tuple | None) -> torch.Tensor:
+    """The size of what a gradient is summed of, by row; of long rows that of the gradient itself."""
+    size = gradient.abs().nan_to_num_().amax(-1, keepdim=True)
+    if terms is None:
+        return size
+    # What is left of a short row is the difference of terms that are nearly equal.
+    rows, total = terms
+    if name == "input":
+        summed = rows
+    elif name == "gate":
+        summed = rows * x.abs().amax(-1, keepdim=True)
+    else:
+        summed = total
+    return size.maximum(summed.to(size.dtype))
 
 
 @torch.no_grad()

@@ -125,26 +125,35 @@ class Fit(Trial):
         return 0.0 if abs(own - whole) <= 1e-5 * whole else own - whole
 
     def _find_eps(self, recipe: Recipe) -> Recipe:
-        reading = self._read_eps(recipe)
-        if not (math.isfinite(reading) and reading >= 0.0):
-            raise NotInFamily("its eps is negative or not a number" + self._strange_numbers())
-        if reading and abs(self._read_eps(recipe, 0.5 * math.sqrt(reading)) - reading) > 1e-3 * reading:
-            recipe = replace(recipe, spec=replace(recipe.spec, eps_outside=True))
-            reading = self._read_eps(recipe)
-            if not reading > 0.0 or abs(self._read_eps(recipe, 0.5 * reading) - reading) > 1e-3 * reading:
-                raise NotInFamily("its eps is neither inside the root nor beside it")
+        recipe, reading = self._place_eps(recipe)
         for name, value in self.probe.numbers.items():
             if _reads_as(reading, value) and self._drives_eps(recipe, name, 2.0 * value + 1e-3):
                 return replace(recipe, spec=recipe.spec.with_eps(float(value)), eps=name, eps_value=value)
         for value in (float(f"{reading:.3g}"), *MACHINE_EPS):
             if _reads_as(reading, value):
-                recipe = replace(recipe, spec=recipe.spec.with_eps(value))
-                unset = [k for k, v in plain_attributes(self.probe.module).items() if v is None]
-                for name in unset if recipe.spec.functional else ():  # F.rms_norm has a default of its own for eps=None
-                    if self._drives_eps(recipe, name, 1e-3):
-                        return replace(recipe, eps=name)
-                return recipe
+                return self._with_unset_eps(replace(recipe, spec=recipe.spec.with_eps(value)))
         raise NotInFamily(f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly")
+
+    def _place_eps(self, recipe: Recipe) -> tuple[Recipe, float]:
+        """(the recipe, with eps inside the root or beside it; eps as the output tells it)."""
+        reading = self._read_eps(recipe)
+        if not (math.isfinite(reading) and reading >= 0.0):
+            raise NotInFamily("its eps is negative or not a number" + self._strange_numbers())
+        if not reading or abs(self._read_eps(recipe, 0.5 * math.sqrt(reading)) - reading) <= 1e-3 * reading:
+            return recipe, reading
+        recipe = replace(recipe, spec=replace(recipe.spec, eps_outside=True))
+        reading = self._read_eps(recipe)
+        if not reading > 0.0 or abs(self._read_eps(recipe, 0.5 * reading) - reading) > 1e-3 * reading:
+            raise NotInFamily("its eps is neither inside the root nor beside it")
+        return recipe, reading
+
+    def _with_unset_eps(self, recipe: Recipe) -> Recipe:
+        """The recipe with the attribute that would hold eps; F.rms_norm has a default of its own for eps=None."""
+        if recipe.spec.functional:
+            for name, value in plain_attributes(self.probe.module).items():
+                if value is None and self._drives_eps(recipe, name, 1e-3):
+                    return replace(recipe, eps=name)
+        return recipe
 
     def _drives_eps(self, recipe: Recipe, name: str, other: float) -> bool:
         with contextlib.suppress(Unusable), self.probe.having(**{name: other}):

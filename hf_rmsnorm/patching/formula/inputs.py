@@ -101,14 +101,7 @@ class Trial:
         raise kind(*reason)
 
     def _find_layout(self) -> None:
-        sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
-        if not sizes:  # what a module without weights names in its attributes, `normalized_shape` and the like
-            rows = (v for v in vars(self.probe.module).values() if isinstance(v, (tuple, list)) and v)
-            columns = [row[-1] for row in rows if isinstance(row[-1], int)]
-            if max(columns, default=0) > MAX_HIDDEN_SIZE:
-                raise NotInFamily(f"its hidden size {max(columns)} is above {MAX_HIDDEN_SIZE}")
-            hints = (*self.probe.numbers.values(), *columns, 64)
-            sizes = list(dict.fromkeys(h for h in hints if isinstance(h, int) and 1 <= h <= MAX_HIDDEN_SIZE))
+        sizes = self._row_sizes()
         failure = None
         for layout, dims in LAYOUTS[:1] if self.probe.head_dim else LAYOUTS:
             for self.size in sizes:
@@ -123,6 +116,19 @@ class Trial:
                 return
         kind, reason = failure
         raise kind(*reason)
+
+    def _row_sizes(self) -> list[int]:
+        """The lengths that a row may have, the likeliest first: those of the weights, or what attributes name."""
+        sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
+        if sizes:
+            return sizes
+        # What a module without weights names in its attributes, `normalized_shape` and the like
+        rows = [v for v in vars(self.probe.module).values() if isinstance(v, (tuple, list)) and v]
+        columns = [row[-1] for row in rows if isinstance(row[-1], int)]
+        if max(columns, default=0) > MAX_HIDDEN_SIZE:
+            raise NotInFamily(f"its hidden size {max(columns)} is above {MAX_HIDDEN_SIZE}")
+        hints = [*self.probe.numbers.values(), *columns, 64]
+        return list(dict.fromkeys(h for h in hints if isinstance(h, int) and 1 <= h <= MAX_HIDDEN_SIZE))
 
     def _find_dims(self) -> None:
         """Which numbers of dimensions the forward takes, if not any from two to four."""

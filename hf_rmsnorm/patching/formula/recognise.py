@@ -98,31 +98,49 @@ def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
         return "it is scripted or traced", "patch the model before torch.jit"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "its weight is parametrized", "patch the model before the parametrization, or remove that first"
-    if any(True for _ in module.children()):
-        # With parameters of its own beside its children it is a norm fused with something; else a block around norms.
-        if module._parameters or not any(True for _ in module.parameters()):
-            inner = any(p is not None for child in module.children() for p in child.parameters())
-            return "it has submodules", "nothing: a norm among them is listed by itself" if inner else REWRITE
-        return "", ""
-    forward = cls.forward
-    if getattr(forward, "__module__", "").partition(".")[0] == "torch" and forward not in TORCH_FORWARDS:
+    if next(module.children(), None) is not None:
+        return _refusal_of_parent(module)
+    if getattr(cls.forward, "__module__", "").partition(".")[0] == "torch" and cls.forward not in TORCH_FORWARDS:
         return "its forward is one of torch's own that is no norm over the last dimension", NOTHING
+    refusal = _refusal_of_tensors(module)
+    if refusal is None and inputs(cls) is None:
+        return "its forward takes something other than one tensor, and perhaps a gate", UNRUN
+    return refusal
+
+
+def _refusal_of_parent(module: torch.nn.Module) -> tuple[str, str]:
+    # With parameters of its own beside its children it is a norm fused with something; else a block around norms.
+    if not module._parameters and next(module.parameters(), None) is not None:
+        return "", ""
+    in_children = any(p is not None for child in module.children() for p in child.parameters())
+    return "it has submodules", "nothing: a norm among them is listed by itself" if in_children else REWRITE
+
+
+def _refusal_of_tensors(module: torch.nn.Module) -> tuple[str, str] | None:
+    """Why the tensors that a module holds are not those of a norm."""
+    cls = type(module)
     stores = (module._parameters, module._buffers, module.__dict__)
     tensors = [t for store in stores for t in store.values() if isinstance(t, torch.Tensor)]
     for tensor in tensors:
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-            return "it has no shape yet", "run the model once, then patch it"
-        if tensor.dim() > 2 or (tensor.dim() == 2 and not _reduces(forward, cls)):
-            shape = tuple(tensor.shape)
-            return f"it holds a tensor of shape {shape}; a norm's weight has one dimension, or two", NOTHING
-        if tensor.numel() > MAX_HIDDEN_SIZE:
-            return f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}", REWRITE
-    if len({tuple(t.shape) for t in tensors if t.is_floating_point()}) > 1 and any(t.dim() == 2 for t in tensors):
+        refusal = _refusal_of_tensor(tensor, cls)
+        if refusal is not None:
+            return refusal
+    floats = [t for t in tensors if t.is_floating_point()]
+    if len({tuple(t.shape) for t in floats}) > 1 and any(t.dim() == 2 for t in tensors):
         return "it holds tensors of several shapes", NOTHING
-    if not any(t.is_floating_point() for t in tensors) and not _reduces(forward, cls):
+    if not floats and not _reduces(cls.forward, cls):
         return "its code calls no mean, sum or norm", NOTHING
-    if inputs(cls) is None:
-        return "its forward takes something other than one tensor, and perhaps a gate", UNRUN
+    return None
+
+
+def _refusal_of_tensor(tensor: torch.Tensor, cls: type) -> tuple[str, str] | None:
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        return "it has no shape yet", "run the model once, then patch it"
+    if tensor.dim() > 2 or (tensor.dim() == 2 and not _reduces(cls.forward, cls)):
+        shape = tuple(tensor.shape)
+        return f"it holds a tensor of shape {shape}; a norm's weight has one dimension, or two", NOTHING
+    if tensor.numel() > MAX_HIDDEN_SIZE:
+        return f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}", REWRITE
     return None
 
 
