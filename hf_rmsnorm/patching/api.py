@@ -14,7 +14,7 @@ from ..paths import compact_paths
 from .layers.fusions import fuse_layers, sums_unknown
 from .numerics import NUMERICS, as_rounded_by
 from .plan import Entry, Globs, make_plan, report_on
-from .report import PatchReport
+from .report import FusedLayer, PatchReport
 from .swap import fuse, fuse_again, restore, reswap, swap, swap_again
 
 # One thread at a time changes models: what a plan has seen of a module still holds when the module is changed.
@@ -181,6 +181,27 @@ def _change(model, include, exclude, strict, options: Options) -> tuple[PatchRep
     entries = make_plan(model, include, exclude)
     if strict:
         _must_serve(model, entries)
+    chosen = _with_options(entries, options)
+    returned = [entry.module for entry in entries if entry.excluded and entry.already]
+    with contextlib.ExitStack() as undo:
+        alone = _swap_all(chosen, returned, undo)
+        if returned or alone:  # what is still fused is found again
+            for module in model.modules():
+                undo.callback(fuse_again, model, module, fuse(module, None))
+        layers = fuse_layers(model, undo)
+        server, missed = _rounded_first(chosen, layers)
+        if strict and missed:
+            what = f"the sums of {len(missed)} layers are rounded first, {server} reads them unrounded"
+            raise ValueError(f"strict: {what}, first {missed[0].path!r}: {missed[0].reason}")
+        done = undo.pop_all()
+    warned = [] if returned else _warnings_of_nothing(model, entries)
+    if server is not None:
+        warned += _warnings_of_sums(model, server, missed)
+    return report_on(model, entries, layers), warned, done
+
+
+def _with_options(entries: list[Entry], options: Options) -> list[Entry]:
+    """The norms that are to be patched, with the options of this call in their recipes."""
     chosen = [entry for entry in entries if entry.recipe is not None and entry.chosen]
     for entry in chosen:
         try:
@@ -188,32 +209,37 @@ def _change(model, include, exclude, strict, options: Options) -> tuple[PatchRep
         except ValueError as error:
             what, cure = f"numerics={options.numerics!r}: {error}", f"as {entry.paths[0]!r} is: list it in exclude"
             raise ValueError(f"{what}, {cure}") from None
-    returned = [entry.module for entry in entries if entry.excluded and entry.already]
-    with contextlib.ExitStack() as undo:
-        alone = _swap_all(chosen, returned, undo)
-        for module in model.modules() if returned or alone else ():  # what is still fused is found again
-            undo.callback(fuse_again, model, module, fuse(module, None))
-        layers = fuse_layers(model, undo)
-        unrounded = [e.recipe for e in chosen if e.recipe.fuse_residual and not e.recipe.rounds_sum]
-        missed = [layer for layer in layers if unrounded and sums_unknown(layer)]
-        if strict and missed:
-            what = f"the sums of {len(missed)} layers are rounded first, {unrounded[0].numerics} reads them unrounded"
-            raise ValueError(f"strict: {what}, first {missed[0].path!r}: {missed[0].reason}")
-        done = undo.pop_all()
+    return chosen
+
+
+def _warnings_of_nothing(model: torch.nn.Module, entries: list[Entry]) -> list[str]:
+    """A warning where no norm is patched."""
+    if any(entry.recipe is not None for entry in entries):
+        return []
+    why = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
+    return [f"patch_model changed no norm of this {type(model).__name__}: {why}"]
+
+
+def _rounded_first(chosen: list[Entry], layers: tuple[FusedLayer, ...]) -> tuple[str | None, list[FusedLayer]]:
+    """(whose norms read sums unrounded, or None; the layers whose sums are not known, so that these are rounded)."""
+    unrounded = [e.recipe for e in chosen if e.recipe.fuse_residual and not e.recipe.rounds_sum]
+    if not unrounded:
+        return None, []
+    return unrounded[0].numerics, [layer for layer in layers if sums_unknown(layer)]
+
+
+def _warnings_of_sums(model: torch.nn.Module, server: str, missed: list[FusedLayer]) -> list[str]:
     warned = []
-    if not returned and all(entry.recipe is None for entry in entries):
-        why = f"none of {len(entries)} could be swapped, print the report" if entries else "there is none"
-        warned.append(f"patch_model changed no norm of this {type(model).__name__}: {why}")
-    if unrounded and len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         warned.append(
-            f"numerics={unrounded[0].numerics!r} reads sums unrounded; those that are copied to another device of this "
-            "model's device_map are rounded first"
+            f"numerics={server!r} reads sums unrounded; those that are copied to another device of this model's "
+            "device_map are rounded first"
         )
     if missed:
         paths = ", ".join(compact_paths([layer.path for layer in missed]))
-        what = f"numerics={unrounded[0].numerics!r} reads sums unrounded; rounded first are those of {paths}"
+        what = f"numerics={server!r} reads sums unrounded; rounded first are those of {paths}"
         warned.append(f"{what}: {missed[0].reason}")
-    return report_on(model, entries, layers), warned, done
+    return warned
 
 
 def _must_serve(model: torch.nn.Module, entries: list[Entry]) -> None:

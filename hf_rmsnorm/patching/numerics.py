@@ -32,15 +32,12 @@ def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
 
 def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     """(the formula in the server's order of rounding, whether a residual sum in front of it is rounded first)."""
-    plain = NormSpec(own.centered, own.eps, own.has_weight, own.has_bias, own.weight_offset)
     if own.eps_outside or own.weight_offset not in (0.0, 1.0):
         return None
     if own.gate is not None or own.group_size is not None:
-        before = own.gate == "silu_before"  # `Mixer2RMSNormGated`; else `RMSNormGated` with ``norm_before_gate``
-        if numerics != "vllm" or own.centered or own.weight_offset or own.has_bias or (own.group_size and not before):
-            return None
-        rounding = "before_weight" if before and own.has_weight else "once"
-        return replace(plain, rounding=rounding, gate=own.gate, group_size=own.group_size), True
+        gated = _gated_formula(own) if numerics == "vllm" else None
+        return None if gated is None else (gated, True)
+    plain = NormSpec(own.centered, own.eps, own.has_weight, own.has_bias, own.weight_offset)
     if own.centered or numerics == "torch":
         unknown = own.weight_offset or (own.has_bias and not own.centered)
         return None if unknown else (replace(plain, functional=True), True)
@@ -48,4 +45,17 @@ def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
         return None
     if numerics == "sglang":
         return plain, own.weight_offset != 0.0
-    return (replace(plain, rounding="before_weight") if own.has_weight and not own.weight_offset else plain), False
+    if own.has_weight and not own.weight_offset:
+        plain = replace(plain, rounding="before_weight")
+    return plain, False
+
+
+def _gated_formula(own: NormSpec) -> NormSpec | None:
+    """vLLM's `Mixer2RMSNormGated`, with the gate before the norm; else its `RMSNormGated` with ``norm_before_gate``."""
+    before = own.gate == "silu_before"
+    if own.centered or own.weight_offset or own.has_bias or (own.group_size and not before):
+        return None
+    rounding = "before_weight" if before and own.has_weight else "once"
+    return NormSpec(
+        False, own.eps, own.has_weight, own.has_bias, rounding=rounding, gate=own.gate, group_size=own.group_size
+    )

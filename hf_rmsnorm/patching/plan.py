@@ -35,27 +35,47 @@ class Entry:
 
 
 def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchReport:
+    """The report of a model that was patched by this plan."""
     swapped, skipped = [], []
     for entry in entries:
-        name, recipe, fused = class_name(entry.module), entry.recipe, recipe_of(entry.module)
-        memory = "" if fused is None else fused.memory_note()
-        order = f"as {SERVERS[recipe.numerics]} rounds" if recipe and recipe.numerics != "model" else ""
-        shared = f"one module at {len(entry.paths)} paths" if len(entry.paths) > 1 else ""
-        notes = "; ".join(filter(None, (recipe.notes() if recipe else "", order, memory, shared, entry.note)))
-        if recipe is not None:
-            told = recipe.spec_of(entry.module) or recipe.spec, notes, recipe.as_rms, recipe.numerics
-            swapped += [Swapped(path, name, *told) for path in entry.paths]
-        else:
+        name = class_name(entry.module)
+        recipe = entry.recipe
+        if recipe is None:
             skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]
-    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(map(runs_on, _devices(model) if swapped else ())))
+            continue
+        formula = recipe.spec_of(entry.module) or recipe.spec
+        notes = _notes(entry, recipe)
+        swapped += [Swapped(path, name, formula, notes, recipe.as_rms, recipe.numerics) for path in entry.paths]
+    devices = map(runs_on, _devices(model)) if swapped else ()
+    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
 
 
-def _devices(model: torch.nn.Module) -> dict[torch.device, None]:
+def _notes(entry: Entry, recipe: Recipe) -> str:
+    fused = recipe_of(entry.module)
+    notes = [
+        recipe.notes(),
+        f"as {SERVERS[recipe.numerics]} rounds" if recipe.numerics != "model" else "",
+        "" if fused is None else fused.memory_note(),
+        f"one module at {len(entry.paths)} paths" if len(entry.paths) > 1 else "",
+        entry.note,
+    ]
+    return "; ".join(filter(None, notes))
+
+
+def _devices(model: torch.nn.Module) -> list[torch.device]:
     """Those that hold the model, or run what accelerate has offloaded; meta is none."""
-    found = [(module, p) for module in model.modules() for p in module._parameters.values() if p is not None]
-    running = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module, p in found if p.is_meta)
-    held = (p.device for _, p in found if not p.is_meta)
-    return dict.fromkeys([*held, *(torch.device(where) for where in running if where is not None)])
+    held, running = [], []
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is None:
+                continue
+            if not p.is_meta:
+                held.append(p.device)
+                continue
+            where = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if where is not None:
+                running.append(torch.device(where))
+    return list(dict.fromkeys([*held, *running]))
 
 
 def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> list[Entry]:
@@ -64,36 +84,71 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     cache: dict[tuple, Verdict] = {}
-    entries = [e for module, names in paths.items() if (e := _entry(module, names, cache)) is not None]
-    conversion = conversion_of(model)
-    if conversion is not None and conversion.trained:
-        _check_all_recognised(entries, conversion.norms)
-    for entry in entries if conversion is not None else ():
-        if entry.recipe is not None and not entry.already:
-            entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
-        elif entry.recipe is not None and entry.recipe.as_rms:
-            doubt = conversion.doubt.removeprefix(STAYS)
-            entry.note = f"runs as RMSNorm, but {doubt}; unpatch and patch again" if doubt else conversion.note
+    entries = [_entry(module, names, cache) for module, names in paths.items()]
+    entries = [entry for entry in entries if entry is not None]
+    _follow_conversion(model, entries)
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     norm_paths = [path for entry in entries for path in entry.paths]
-    for word, glob in [*(("include", glob) for glob in include or ()), *(("exclude", glob) for glob in exclude or ())]:
-        if not any(_matches(path, glob) for path in norm_paths):
-            example = f", for example {norm_paths[0]!r}" if norm_paths else ""
-            raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
+    for word, globs in (("include", include), ("exclude", exclude)):
+        _require_matches(model, word, globs or [], norm_paths)
     for entry in entries:
-        hit = next((glob for glob in exclude or () for path in entry.paths if _matches(path, glob)), None)
-        included = include is None or any(_matches(path, glob) for path in entry.paths for glob in include)
-        entry.chosen = included and hit is None
-        entry.excluded = hit is not None or not (included or entry.already)
-        if entry.excluded:
-            entry.recipe, entry.cure = None, ""
-            entry.reason = "not in include" if hit is None else f"excluded by {hit!r}"
-    # Torch's own norms keep the input that they were given, as the kernels do.
-    keeping_a_copy = {e.module: e for e in entries if e.recipe is not None and not e.recipe.spec.functional}
-    for module in written_inputs(model, set(keeping_a_copy)):
-        entry = keeping_a_copy[module]
-        entry.recipe = replace(entry.recipe, input_written=True)
+        _choose(entry, include, exclude or [])
+    _note_written_inputs(model, entries)
     return entries
+
+
+def _follow_conversion(model: torch.nn.Module, entries: list[Entry]) -> None:
+    """Give the norms of a converted model the formulas that its record says."""
+    conversion = conversion_of(model)
+    if conversion is None:
+        return
+    if conversion.trained:
+        _check_all_recognised(entries, conversion.norms)
+    for entry in entries:
+        if entry.recipe is None:
+            continue
+        if not entry.already:
+            entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
+        elif entry.recipe.as_rms:
+            doubt = conversion.doubt.removeprefix(STAYS)
+            entry.note = f"runs as RMSNorm, but {doubt}; unpatch and patch again" if doubt else conversion.note
+
+
+def _require_matches(model: torch.nn.Module, word: str, globs: list[str], paths: list[str]) -> None:
+    """A ValueError where a glob matches none of the paths."""
+    for glob in globs:
+        if not any(_matches(path, glob) for path in paths):
+            example = f", for example {paths[0]!r}" if paths else ""
+            raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
+
+
+def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None:
+    """Apply the globs to one norm."""
+    excluding = _first_match(entry, exclude)
+    included = include is None or _first_match(entry, include) is not None
+    entry.chosen = included and excluding is None
+    entry.excluded = excluding is not None or not (included or entry.already)
+    if entry.excluded:
+        entry.recipe, entry.cure = None, ""
+        entry.reason = "not in include" if excluding is None else f"excluded by {excluding!r}"
+
+
+def _first_match(entry: Entry, globs: list[str]) -> str | None:
+    for glob in globs:
+        if any(_matches(path, glob) for path in entry.paths):
+            return glob
+    return None
+
+
+def _note_written_inputs(model: torch.nn.Module, entries: list[Entry]) -> None:
+    """Mark the norms whose input is written to in place after them.
+
+    Torch's own norms keep the input that they were given, as the kernels do.
+    """
+    with_copies = {e.module: e for e in entries if e.recipe is not None and not e.recipe.spec.functional}
+    for module in written_inputs(model, set(with_copies)):
+        entry = with_copies[module]
+        entry.recipe = replace(entry.recipe, input_written=True)
 
 
 def _check_all_recognised(entries: list[Entry], norms: Collection[str]) -> None:
@@ -107,26 +162,44 @@ def _check_all_recognised(entries: list[Entry], norms: Collection[str]) -> None:
 
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
-    if (fused := recipe_of(module)) is None:
-        recipe, reason, cure = recognise(module, cache)
-    elif (spec := fused.spec_of(module)) is not None:
-        recipe, reason, cure = replace(fused, spec=spec), None, ""
+    """What is known of one module; None if it is no norm."""
+    fused = recipe_of(module)
+    if fused is not None:
+        entry = _patched_entry(module, paths, fused)
     else:
-        changed = fused.changes(module) or [f"{fused.eps} is now {getattr(module, fused.eps)}"]
-        recipe, reason = None, f"it runs its own forward: {', '.join(changed)}"
-        cure = "set it back, or unpatch the model and patch it again"
-    if recipe is None and reason is None:
-        return None
-    if recipe is not None and (other := replaced_forward(module)):
-        recipe, reason = None, f"its forward was replaced on the instance by {other}"
-        cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
-    elif recipe is not None and fused is None:
-        try:
-            fused_class(type(module), recipe)
-        except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
-            recipe, reason = None, f"its class cannot be subclassed: {type(error).__name__}: {error}"
-            cure = "let the class be subclassed; until then it runs its own forward"
-    return Entry(module, paths, recipe, reason, cure, already=fused is not None)
+        verdict = recognise(module, cache)
+        if verdict.recipe is None and verdict.reason is None:
+            return None
+        entry = Entry(module, paths, *verdict)
+    if entry.recipe is None:
+        return entry
+    other = replaced_forward(module)
+    if other:
+        entry.recipe = None
+        entry.reason = f"its forward was replaced on the instance by {other}"
+        entry.cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
+    elif not entry.already:
+        _require_subclass(entry)
+    return entry
+
+
+def _patched_entry(module: torch.nn.Module, paths: list[str], fused: Recipe) -> Entry:
+    spec = fused.spec_of(module)
+    if spec is not None:
+        return Entry(module, paths, replace(fused, spec=spec), already=True)
+    changed = fused.changes(module) or [f"{fused.eps} is now {getattr(module, fused.eps)}"]
+    reason = f"it runs its own forward: {', '.join(changed)}"
+    return Entry(module, paths, None, reason, "set it back, or unpatch the model and patch it again", already=True)
+
+
+def _require_subclass(entry: Entry) -> None:
+    """Leave a norm alone whose class cannot be subclassed."""
+    try:
+        fused_class(type(entry.module), entry.recipe)
+    except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
+        entry.recipe = None
+        entry.reason = f"its class cannot be subclassed: {type(error).__name__}: {error}"
+        entry.cure = "let the class be subclassed; until then it runs its own forward"
 
 
 def _matches(path: str, glob: str) -> bool:

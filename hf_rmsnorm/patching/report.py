@@ -98,18 +98,23 @@ class PatchReport:
         norms = "norm" if len(self.swapped) == 1 else "norms"
         rows = [("", f"{len(self.swapped)} {norms} swapped, {len(self.skipped)} left alone", "")]
         cures = {(r.class_name, r.reason): f"\n      what to do: {r.cure}" for r in self.skipped if r.cure}
-        groups = [(*each, cures.get(each[1:3], "") if each[0] == "skipped" else "") for each in self.groups()]
-        for (name, fused, reason), records in _alike(self.layers, lambda r: (r.class_name, r.fused, r.reason)).items():
-            said = f"fused: {fused}" if fused else f"not fused: {reason}"
-            groups.append(("layers", name, said, [record.path for record in records], ""))
-        for what, names, said, paths, cure in groups:
-            rows.append((what, "\n".join([f"{len(paths)} x {names}", *compact_paths(paths)]), said + cure))
+        for what, names, text, paths in self.groups():
+            cure = cures.get((names, text), "") if what == "skipped" else ""
+            rows.append((what, _modules(names, paths), text + cure))
+        alike = _alike(self.layers, lambda record: (record.class_name, record.fused, record.reason))
+        for (name, fused, reason), records in alike.items():
+            text = f"fused: {fused}" if fused else f"not fused: {reason}"
+            rows.append(("layers", _modules(name, [record.path for record in records]), text))
         if any(record.fused for record in self.layers):
             rows.append(("fused in", "", "float32, float16, bfloat16, and mixtures of them, as under autocast"))
+        return [*rows, *self._device_rows()]
+
+    def _device_rows(self) -> list[tuple[str, str, str]]:
+        until = ", and nothing is fused, until the model is moved to a GPU that Triton serves"
+        if any(record.converted or record.numerics != "model" for record in self.swapped):
+            until = " (other formulas than their own in plain torch)" + until
+        rows = []
         for (backend, reason), records in _alike(self.devices, lambda r: (r["backend"], r["reason"])).items():
-            own = all(not r.converted and r.numerics == "model" for r in self.swapped)
-            until = "" if own else " (other formulas than their own in plain torch)"
-            until += ", and nothing is fused, until the model is moved to a GPU that Triton serves"
             names = ", ".join(record["device"] for record in records)
             rows.append(("runs on", "", f"{names}: {reason}{until if backend == 'original' else ''}"))
         return rows
@@ -123,6 +128,10 @@ class PatchReport:
             lines.append(f"  {what:<7} {name}: {said}" if modules else f"  {what:<10} {said}")
             lines += [f"      {path}" for path in paths]
         return fitted("\n".join(lines), 11)
+
+
+def _modules(class_names: str, paths: list[str]) -> str:
+    return "\n".join([f"{len(paths)} x {class_names}", *compact_paths(paths)])
 
 
 def _alike(records: tuple, key: Callable) -> dict:
