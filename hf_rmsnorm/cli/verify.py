@@ -42,66 +42,104 @@ def run(args) -> Result:
     device = pick_device(args.device)
     interpret_on_cpu(device)
     models.quieten()
-    from .. import patch_model, verify_equivalence
     from ..ops.backend import describe_backend
-    from ..patching.converted import conversion_of
-    from ..verification.context import prompt_length
-    from ..verification.equivalence import why_nothing_ran
-    from ..verification.recorded import as_recorded
 
     backend, reason = describe_backend(device)
     if backend != "triton":  # its own forward against itself would prove nothing
         backend = "reference"
         reason += "; so this compares the plain-torch formula, not the kernels"
-
-    prompt = read_text(None) if args.prompt is None else args.prompt
     dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
-    dtypes, runs = ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),), []
+    dtypes = ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),)
     with steps(args, 8 * len(dtypes)) as step:
-        for each in dtypes:
-            step(f"loading {source.name}")
-            model = models.load_model(source, each, device)
-            new = args.max_new_tokens
-            inputs = models.other_inputs(model, args.inputs)
-            if inputs is None:
-                length = prompt_length(model.config, args.max_tokens, new)
-                inputs = models.tokens(model, models.load_tokenizer(source), prompt, length)
-                if model.config.is_encoder_decoder:
-                    inputs = {"input_ids": inputs, "decoder_input_ids": inputs}
-            if model.config.is_encoder_decoder:
-                new = 0
-            conversion = conversion_of(model)
-            pair, norms = (model, None), True
-            if conversion and conversion.trained:  # its own forward is not what it computes
-                pair, norms = (as_recorded(model), model), False
-                patch_model(model)
-            backward = not args.no_backward and norms
-            how = {"backward": backward, "inputs": inputs, "backend": backend, "max_new_tokens": new, "norms": norms}
-            how["numerics"] = args.numerics
-            how["progress"] = lambda what, each=each: step(f"{each}: {what}")
-            done = verify_equivalence(*pair, **how)
-            if new < args.max_new_tokens:
-                why = "not compared: it would generate from the decoder's start token, not from a text"
-                done = replace(done, greedy=replace(done.greedy, reason=why))
-            runs.append((done, conversion))
-            del model, pair
-
+        runs = [_verify(args, source, each, device, backend, step) for each in dtypes]
     # A conversion is judged by its own formula, in whatever runs it; of the others the kernels are in question.
-    idle = backend != "triton" and not any(conversion for _, conversion in runs)
-    if idle:
-        why = f"{why_nothing_ran(device).partition(', or pass')[0]}; in plain torch the formulas agree"
-        runs = [(replace(report, nothing_ran=True, why_nothing_ran=why), None) for report, _ in runs]
+    if backend != "triton" and not any(conversion for _, conversion in runs):
+        runs = [(_as_idle(report, device), None) for report, _ in runs]
     passed = all(report.passed for report, _ in runs)
-    told, blocks = [], []
+    blocks = []
     for report, conversion in runs:
-        state = conversion and ("trained" if conversion.trained else "doubted" if conversion.doubt else "centred")
-        doubt = conversion.doubt if conversion else ""
-        told.append({**report.to_dict(), "conversion": state, "conversion_doubt": doubt})
-        head = fitted(f"{source.name} in {report.dtype}: {report.headline}", 4)
-        blocks += [head, Table(report.rows(), report.table)]
-        blocks += [fitted("  " + _SAID[state].format(count=len(conversion.norms), doubt=doubt))] if conversion else []
-        blocks.append("")
+        blocks += _blocks(source.name, report, conversion)
     blocks.append(fitted(f"Backend {backend} on {device}: {reason}."))
-    data = {"model": source.name, "passed": passed, "device": str(device)}
-    data |= {"backend": backend, "backend_reason": reason, "runs": told}
+    data = {
+        "model": source.name,
+        "passed": passed,
+        "device": str(device),
+        "backend": backend,
+        "backend_reason": reason,
+        "runs": [_data(report, conversion) for report, conversion in runs],
+    }
     return Result(data, blocks, 0 if passed else 1)
+
+
+def _verify(args, source, dtype: str, device, backend: str, step) -> tuple:
+    """(the report on the model in one dtype, what it was found to be as a conversion or None)."""
+    from .. import patch_model, verify_equivalence
+    from ..patching.converted import conversion_of
+    from ..verification.recorded import as_recorded
+
+    step(f"loading {source.name}")
+    model = models.load_model(source, dtype, device)
+    new_tokens = 0 if model.config.is_encoder_decoder else args.max_new_tokens
+    conversion = conversion_of(model)
+    pair, norms = (model, None), True
+    if conversion and conversion.trained:  # its own forward is not what it computes
+        pair, norms = (as_recorded(model), model), False
+        patch_model(model)
+    report = verify_equivalence(
+        *pair,
+        inputs=_inputs(args, source, model),
+        max_new_tokens=new_tokens,
+        backend=backend,
+        norms=norms,
+        backward=norms and not args.no_backward,
+        numerics=args.numerics,
+        progress=lambda what: step(f"{dtype}: {what}"),
+    )
+    if new_tokens < args.max_new_tokens:
+        why = "not compared: it would generate from the decoder's start token, not from a text"
+        report = replace(report, greedy=replace(report.greedy, reason=why))
+    return report, conversion
+
+
+def _inputs(args, source, model):
+    """What the model is run on: a file's tensors, the prompt, or images or audio."""
+    from ..verification.context import prompt_length
+
+    inputs = models.other_inputs(model, args.inputs)
+    if inputs is not None:
+        return inputs
+    prompt = read_text(None) if args.prompt is None else args.prompt
+    length = prompt_length(model.config, args.max_tokens, args.max_new_tokens)
+    ids = models.tokens(model, models.load_tokenizer(source), prompt, length)
+    return {"input_ids": ids, "decoder_input_ids": ids} if model.config.is_encoder_decoder else ids
+
+
+def _as_idle(report, device):
+    """The report of a run in plain torch, by which no kernel is verified."""
+    from ..verification.equivalence import why_nothing_ran
+
+    why = f"{why_nothing_ran(device).partition(', or pass')[0]}; in plain torch the formulas agree"
+    return replace(report, nothing_ran=True, why_nothing_ran=why)
+
+
+def _state(conversion) -> str | None:
+    if not conversion:
+        return None
+    if conversion.trained:
+        return "trained"
+    return "doubted" if conversion.doubt else "centred"
+
+
+def _blocks(name: str, report, conversion) -> list:
+    """What is printed of one run."""
+    head = fitted(f"{name} in {report.dtype}: {report.headline}", 4)
+    blocks = [head, Table(report.rows(), report.table)]
+    if conversion:
+        text = _SAID[_state(conversion)].format(count=len(conversion.norms), doubt=conversion.doubt)
+        blocks.append(fitted("  " + text))
+    return [*blocks, ""]
+
+
+def _data(report, conversion) -> dict:
+    doubt = conversion.doubt if conversion else ""
+    return {**report.to_dict(), "conversion": _state(conversion), "conversion_doubt": doubt}
