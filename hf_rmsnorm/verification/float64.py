@@ -119,21 +119,24 @@ class Float64Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         written, takes_dtype = _facts(func)
         if func.namespace not in _NAMESPACES_OF_TORCH and any(map(holds_codes, tree_iter((args, kwargs)))):
-            # It reads codes, as bitsandbytes' dequantize_4bit does, and has no float64: float32 is its widest.
-            if written:
-                raise RuntimeError(f"{func._schema.name} writes in place: its forward cannot be repeated in float64")
-            return self.call_in(torch.float32, func, *args, **kwargs)
+            return self._read_codes(func, written, args, kwargs)
         if func is not aten.lift_fresh.default and func.is_view:
             return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
         stored = _stored_that_is_written(func, written, args, kwargs)
         if stored is not None:
             return self._write_to(stored, func, args, kwargs)
-        if (_holds_narrow(args) or _holds_narrow([*kwargs.values()])) and func.overloadpacket not in _GATHERS:
+        if func.overloadpacket not in _GATHERS and _holds_narrow([*args, *kwargs.values()]):
             args, kwargs = tree_map(widen, (args, kwargs))
         if takes_dtype and not written and not any(isinstance(a, torch.Tensor) for a in args):
             return _made_in_double(func, args, kwargs)
         y = func(*args, **kwargs)
         return y if written else _wide(y)
+
+    def _read_codes(self, func, written: list[bool], args: tuple, kwargs: dict):
+        """Call an operator that reads codes, as bitsandbytes' dequantize_4bit does: float32 is its widest dtype."""
+        if written:
+            raise RuntimeError(f"{func._schema.name} writes in place: its forward cannot be repeated in float64")
+        return self.call_in(torch.float32, func, *args, **kwargs)
 
     def _write_to(self, stored: torch.Tensor, func, args: tuple, kwargs: dict):
         """Write to a tensor that is stored in a narrow dtype, if it can be undone and loses nothing."""
