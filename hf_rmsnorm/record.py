@@ -18,7 +18,7 @@ TRAINED_AS_RMS = "rms_norm"  # what the record says that the checkpoint computes
 VERSION = 1
 # Of a row's mean size: what centring in float64 and taking the mean again leave besides the rounding to its dtype.
 ARITHMETIC = 64 * torch.finfo(torch.float64).eps
-PIECE = 2**24  # elements that are widened to float64 at a time
+PIECE = 2**18  # elements that are widened to float64 at a time: 2 MiB, which stay in the cache
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # How PEFT names a wrapped module's own tensors, a trained copy of them, and the matrices of LoRA. The adapter's name is
 # there in a model, and not in a file.

@@ -82,10 +82,13 @@ def _run(args) -> Result:
         raise CliError(f"--plan writes nothing: leave out {', '.join(idle)}")
     models.quieten()
     from .. import conversion
+    from ..conversion.checkpoint.source import open_checkpoint
 
     (source,) = _on_disk(args, source)
     size = args.max_shard_size
     size = int(size) if size and size.isdecimal() else size
+    if args.dst is not None:
+        open_checkpoint(source.where, allow_pickle=args.allow_pickle)
     code = _common(args, models)
     planned = conversion.plan_conversion(source.where, target=args.target, fold_affine=args.fold_affine, **code)
     if args.plan:
@@ -108,8 +111,7 @@ def _common(args, models) -> dict:
 
 def _on_disk(args, source, *bases) -> list:
     """The same in folders, downloaded where DST is not refused."""
-    from ..conversion.checkpoint.staging import destination
-    from ..conversion.folders import ignored
+    from ..conversion.folders import destination, ignored
 
     if args.dst is not None:
         destination(source.where if source.is_local else None, args.dst)

@@ -5,9 +5,8 @@ LoRA adapter of PEFT; all of them give a `Conversion` or what it was planned by.
 """
 
 from .api import Conversion, convert_adapter, convert_checkpoint, plan_conversion
-from .checkpoint.shard import ConversionError
 from .judge.folder import VerificationFailed
-from .plan import CentringPlan, ConversionRefused
+from .plan import CentringPlan, ConversionError, ConversionRefused
 from .targets.centred import PlannedConversion
 
 __all__ = [

@@ -1,27 +1,85 @@
 """The way into conversion: `plan_conversion`, `convert_checkpoint` and, for adapters of PEFT, `convert_adapter`."""
 
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ..paths import fitted
-from .checkpoint.staging import destination
-from .checkpoint.values import open_values
-from .checkpoint.write import Written, write_checkpoint
-from .folders import check_destination, check_source, folder_of, local
+from .checkpoint.layout import Layout
+from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
+from .checkpoint.write import write_checkpoint
+from .folders import check_destination, check_source, destination, folder_of, local
 from .judge.folder import Verification, VerificationFailed
 from .judge.pair import Running, look_first
 from .plan import ConversionRefused
 from .targets.adapter import plan_adapter
-from .targets.centred import PlannedConversion, plan_centring
+from .targets.centred import PlannedCentring, PlannedConversion, plan_centring
 from .targets.fold import with_folds
 from .targets.native import plan_native
+from .tensors import Stored, is_narrower
 from .twin.twin import make_twin
 
 TARGETS = ("same", "native")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Args:
+        shards: for each file name, the bytes of its tensors.
+        unused: tensors of the source that nothing is made from.
+        not_copied: files and folders of the source that are no part of the result, and why.
+        resumed: how many shards a run before this one had written.
+    """
+
+    dst: Path
+    shards: dict[str, int]
+    tensors: int
+    bytes: int
+    changed: tuple[str, ...]
+    added: tuple[str, ...]
+    unused: tuple[str, ...]
+    not_copied: dict[str, str]
+    resumed: int
+
+    @classmethod
+    def of(cls, dst, source: Checkpoint, layout: Layout, resumed: int) -> "Written":
+        """What a layout of a source came to."""
+        entries = {name: entry for shard in layout.shards.values() for name, entry in shard.entries.items()}
+        there = source.tensors.keys()
+        made = {name: entry.tensor for name, entry in entries.items()}
+        copies = {name for name, tensor in made.items() if isinstance(tensor, Stored) and tensor.is_copy}
+        used = set().union(*(tensor.keys() for tensor in made.values()))
+        keeps = set(source.metadata) == set(layout.shards)
+        changed = tuple(name for name in made if name in there and name not in copies) if keeps else ()
+        added = tuple(sorted(made.keys() - there)) if keeps else ()
+        size = sum(entry.nbytes for entry in entries.values())
+        unused = tuple(sorted(there - used))
+        home, shards = Path(os.path.abspath(dst)), {name: shard.nbytes for name, shard in layout.shards.items()}
+        return cls(home, shards, len(made), size, changed, added, unused, source.not_copied, resumed)
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        lists = {name: list(getattr(self, name)) for name in ("changed", "added", "unused")}
+        sizes = {"tensors_written": self.tensors, "bytes": self.bytes, "shards_resumed": self.resumed}
+        return {"dst": str(self.dst), **sizes, **lists, "not_copied": self.not_copied}
+
+    def __str__(self) -> str:
+        changes = f", {len(self.changed)} changed, {len(self.added)} added" if self.changed or self.added else ""
+        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB{changes}"]
+        if self.resumed:
+            lines.append(f"{self.resumed} of {len(self.shards)} shards were there from a run before this one")
+        if self.unused:
+            lines.append(f"tensors of no use to the result: {', '.join(self.unused)}")
+        for reason in dict.fromkeys(self.not_copied.values()):
+            names = [name for name, why in self.not_copied.items() if why == reason]
+            lines.append(f"not copied: {', '.join(names)} ({reason})")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -75,12 +133,35 @@ def plan_conversion(
     """
     check_source("src", src)
     _check(target, model_class, inputs)
-    src = folder_of(src, allow_pickle=allow_pickle, weights=target == "native")
-    if target == "native":
+    is_native = target == "native"
+    src = folder_of(src, allow_pickle=allow_pickle, weights=is_native)
+    source = open_checkpoint(src, allow_pickle=allow_pickle, weights=is_native)
+    if is_native:
         return plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
+    if source.tensors:
+        look_first(src, Running(trust_remote_code, model_class, verify=False))
     twin = make_twin(src, inputs=inputs, trust_remote_code=trust_remote_code, model_class=model_class)
-    planned = plan_centring(src, twin)
+    planned = _with_note_on_dtypes(plan_centring(src, twin), source)
     return with_folds(planned, twin) if fold_affine else planned
+
+
+def _with_note_on_dtypes(planned: PlannedCentring, source: Checkpoint) -> PlannedCentring:
+    """The plan with a note where tensors are stored in a narrower dtype than config.json names."""
+    floats = {tensor.dtype for tensor in source.tensors.values() if tensor.dtype in FLOATS.values()}
+    narrow = sorted(_name(dtype) for dtype in floats if is_narrower(dtype, source.dtype))
+    if not narrow:
+        return planned
+    stored, wide = " and ".join(narrow), _name(source.dtype)
+    note = (
+        f"config.json says {wide} and tensors are stored in {stored}: those that are changed are written in {wide}; "
+        f"to keep {stored}, set dtype to it in the source's config.json first"
+    )
+    centring = replace(planned.centring, notes=(*planned.centring.notes, note))
+    return replace(planned, centring=centring)
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check(target, model_class, inputs) -> None:
@@ -167,14 +248,15 @@ def convert_checkpoint(
     _check_shard_size(max_shard_size, keeps_shards)
     destination(local(src), dst)  # refused before anything is downloaded or planned
     src = folder_of(src, allow_pickle=allow_pickle)
+    source = open_checkpoint(src, allow_pickle=allow_pickle)
     planned = planned or plan_conversion(
         src, target=target, fold_affine=fold_affine, allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs,
     )  # fmt: skip
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)
-    look_first(src, how)
-    with open_values(src, allow_pickle=allow_pickle) as values:
-        return _carry_out(planned, values, dst, how, max_shard_size, restart, progress)
+    if verify:
+        look_first(src, how)
+    return _carry_out(planned, source, dst, how, max_shard_size, restart, progress)
 
 
 def convert_adapter(
@@ -216,25 +298,28 @@ def convert_adapter(
     check_destination(dst)
     destination(local(src), dst)  # refused before anything is downloaded or planned
     src = folder_of(src, allow_pickle=allow_pickle)
+    source = open_checkpoint(src, allow_pickle=allow_pickle, adapter=True)
     base, converted = folder_of(base, allow_pickle=allow_pickle), folder_of(converted)
     twin = make_twin(base, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
     planned = plan_adapter(src, base, converted, twin, allow_pickle=allow_pickle)
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)
-    with open_values(src, allow_pickle=allow_pickle, adapter=True) as values:
-        return _carry_out(planned, values, dst, how, None, restart, progress)
+    return _carry_out(planned, source, dst, how, None, restart, progress)
 
 
-def _carry_out(planned: PlannedConversion, values, dst, how: Running, max_shard_size, restart, progress) -> Conversion:
+def _carry_out(
+    planned: PlannedConversion, source: Checkpoint, dst, how: Running, max_shard_size, restart, progress
+) -> Conversion:
     # What stands where DST appeared in a run before this one, which was killed while it cleaned up.
-    verdict, src = Verification(True, "verified by the run that wrote it"), values.checkpoint.folder
+    verdict = Verification(True, "verified by the run that wrote it")
 
     def check(folder: Path) -> None:
         nonlocal planned, verdict
-        verdict, planned = planned.judge(src, folder, how)
+        verdict, planned = planned.judge(source.folder, folder, how)
         if not verdict.passed:
             raise VerificationFailed(f"{dst}: not published, the result fails verification\n{verdict}", verdict)
         planned.describe(folder, verdict)
 
-    layout, config = planned.result(values, max_shard_size)
-    written = write_checkpoint(values, dst, layout, config, check=check, restart=restart, progress=progress)
-    return Conversion(planned, written, verdict)
+    layout, config = planned.result(source, max_shard_size)
+    plan = json.dumps(planned.to_dict())
+    resumed = write_checkpoint(source, dst, layout, config, plan=plan, check=check, restart=restart, progress=progress)
+    return Conversion(planned, Written.of(dst, source, layout, resumed), verdict)

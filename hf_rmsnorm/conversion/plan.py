@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 
 class ConversionRefused(ValueError):
     """A model cannot be converted; the message is one line that names it, says why and what can be done."""
+
+
+class ConversionError(Exception):
+    """What is wrong, where, and what to do about it, in one line. DST does not exist and SRC is as it was."""
+
+
+class BadTensor(ConversionError):
+    """A tensor of the source holds what cannot be converted."""
+
+
+AGAIN = "convert again, it goes on where it stopped"
+CURES = {
+    errno.ENOSPC: f"free some space and {AGAIN}",
+    errno.EDQUOT: f"free some of the quota and {AGAIN}",
+    errno.EFBIG: f"raise the limit of the file size and {AGAIN}",
+    errno.ENOENT: "put it there, or mend the link that leads to it, and convert again",
+    errno.EROFS: "choose a DST on a file system that can be written",
+    errno.EACCES: "give permission to it, or choose another DST",
+    errno.EPERM: "give permission to it, or choose another DST",
+}
+
+
+@contextmanager
+def clear_errors(where: Path) -> Iterator[None]:
+    """What the system says about a file, as one line with the cure."""
+    try:
+        yield
+    except OSError as error:
+        reason = " ".join((error.strerror or str(error)).split())
+        cure = CURES.get(error.errno, f"see to it and {AGAIN}")
+        raise ConversionError(f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}: {cure}") from error
 
 
 @dataclass(frozen=True)

@@ -1,100 +1,115 @@
-"""Which tensor of a result lies in which file: dtypes, shapes, headers and index, known before a byte is written."""
+"""Which tensor of a result lies in which file: as in the source, or in shards of a size at most."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from .expressions import Expression, Stored
-from .shard import StoredTensor, make_header
-from .source import INDEX
-from .values import Values
+from ..tensors import Lazy, Stored
+from .source import CODES, Checkpoint
 
 MAX_SHARD_SIZE = "5GB"
+COPIED = 1 << 22  # bytes of an unchanged tensor that are in memory at a time
 
 
 @dataclass(frozen=True)
-class ShardLayout:
-    """The shards of a result; `changed` and `added` are tensors, where the shards are the source's."""
+class HeaderEntry:
+    """A tensor of a result, and what the header of its file says of it."""
 
-    tensors: dict[str, Expression] = field(repr=False)
-    shards: dict[str, list[StoredTensor]]  # file name -> its tensors, in the order of their bytes
-    headers: dict[str, bytes] = field(repr=False)  # file name -> length and JSON
-    index: bytes | None = field(repr=False)  # bytes of its file; None where there is one shard
-    changed: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
+    tensor: Lazy = field(repr=False)
+    code: str  # its dtype, "BF16"
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def data(self, source: Checkpoint) -> Iterator[memoryview]:
+        """Its bytes, in pieces."""
+        if isinstance(self.tensor, Stored) and self.tensor.is_copy:
+            for first in range(0, self.nbytes, COPIED):
+                last = min(first + COPIED, self.nbytes)
+                yield memoryview(source.data(self.tensor.like, first, last).numpy())
+            return
+        x = self.tensor.value(source).contiguous()
+        yield memoryview(x.reshape(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of a result."""
+
+    metadata: dict[str, str]  # ``__metadata__``
+    entries: dict[str, HeaderEntry]  # larger elements first, so that all are aligned
+
+    def header(self) -> bytes:
+        """Length and JSON of the header."""
+        header: dict = {"__metadata__": self.metadata} if self.metadata else {}
+        at = 0
+        for name, entry in self.entries.items():
+            header[name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
+            at += entry.nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
 
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        return sum(tensor.nbytes for held in self.shards.values() for tensor in held)
+        return sum(entry.nbytes for entry in self.entries.values())
 
 
-def as_source(tensors: dict[str, Expression], values: Values, metadata: Mapping[str, str] | None = None) -> ShardLayout:
-    """The shards of the source: their names, their order, their headers where nothing in them changes.
+@dataclass(frozen=True)
+class Layout:
+    """The shards of a result by file name, and its index, where it has one."""
 
-    A new tensor follows the one that it is like, so that every tensor stays aligned to its element size. `metadata` is
-    added to the ``__metadata__`` of every shard.
-    """
-    source = values.checkpoint
-    added: dict[str, list[str]] = {}
-    for name in tensors.keys() - source.tensors.keys():
-        added.setdefault(tensors[name].like, []).append(name)
-    shards, headers = {}, {}
-    for shard in source.shards:
-        names = [new for name in shard.tensors for new in (name, *sorted(added.get(name, ())))]
-        shards[shard.name] = _in_order(names, tensors, values)
-        kept = {**(shard.metadata or {}), **(metadata or {})}
-        same = shard.header and not metadata and len(names) == len(shard.tensors)
-        headers[shard.name] = shard.header if same else make_header(shards[shard.name], kept)
-    new = {name: like for like, names in added.items() for name in names}
-    index = None if source.index is None else _index_as_source(values, shards, new)
-    changed = tuple(name for name, made in tensors.items() if name not in new and not isinstance(made, Stored))
-    return ShardLayout(tensors, shards, headers, index, changed, tuple(sorted(new)))
+    shards: dict[str, Shard]
+    index: dict | None = field(repr=False)
 
 
-def split(tensors: dict[str, Expression], values: Values, metadata: dict, max_shard_size: int | str) -> ShardLayout:
+def as_source(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str] | None = None) -> Layout:
+    """The shards of the source, with `metadata` added to each; a new tensor is in the shard of what it is like."""
+    ordered = [*(name for name in source.tensors if name in tensors), *sorted(tensors.keys() - source.tensors.keys())]
+    names: dict[str, list[str]] = {file: [] for file in source.metadata}
+    for name in ordered:
+        names[source.tensors[tensors[name].like].file].append(name)
+    shards = {}
+    for file, kept in source.metadata.items():
+        # Safetensors notes there which tensor a tied one is saved as: one that is saved itself is not tied.
+        kept = {key: text for key, text in kept.items() if key not in tensors}
+        name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+        shards[name] = _shard(names[file], tensors, source, kept | (metadata or {}))
+    return Layout(shards, None if source.index is None else _index(shards, source.index))
+
+
+def split(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str], max_shard_size: int | str) -> Layout:
     """Shards of a size at most, as `save_pretrained` makes them."""
-    sizes = {name: made.nbytes(values) for name, made in tensors.items()}
-    parts = split_state_dict_into_shards_factory(
+    sizes = {name: _entry(made, source).nbytes for name, made in tensors.items()}
+    names = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     ).filename_to_tensors
-    shards = {file: _in_order(names, tensors, values) for file, names in parts.items()}
-    headers = {file: make_header(held, metadata) for file, held in shards.items()}
-    return ShardLayout(tensors, shards, headers, _index(shards) if len(shards) > 1 else None)
+    shards = {file: _shard(held, tensors, source, metadata) for file, held in names.items()}
+    return Layout(shards, _index(shards, {"metadata": {"total_parameters": 0}}) if len(shards) > 1 else None)
 
 
-def _in_order(names: list[str], tensors: dict[str, Expression], values: Values) -> list[StoredTensor]:
-    """Tensors one behind another."""
-    placed, at = [], 0
-    for name in names:
-        made = tensors[name]
-        placed.append(StoredTensor(name, made.dtype(values), made.shape(values), at, at := at + made.nbytes(values)))
-    return placed
+def _shard(names: list[str], tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]) -> Shard:
+    entries = {name: _entry(tensors[name], source) for name in names}
+    widths = {name: entry.nbytes // max(1, prod(entry.shape)) for name, entry in entries.items()}
+    return Shard(metadata, {name: entries[name] for name in sorted(names, key=lambda name: -widths[name])})
 
 
-def _index(shards: dict[str, list[StoredTensor]]) -> bytes:
-    held = [tensor for tensors in shards.values() for tensor in tensors]
-    sizes = {"total_size": sum(t.nbytes for t in held), "total_parameters": sum(prod(t.shape) for t in held)}
-    names = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
-    return _json({"metadata": sizes, "weight_map": dict(sorted(names.items()))})
+def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
+    if isinstance(made, Stored) and made.is_copy:
+        stored = source.tensors[made.like]
+        return HeaderEntry(made, stored.code, stored.shape, stored.nbytes)
+    dtype, shape = made.dtype(source), made.shape(source)
+    return HeaderEntry(made, CODES[dtype], shape, prod(shape) * dtype.itemsize)
 
 
-def _index_as_source(values: Values, shards: dict[str, list[StoredTensor]], added: dict[str, str]) -> bytes:
-    source = values.checkpoint
-    if source.index_name == INDEX and not added:
-        return (source.folder / INDEX).read_bytes()
-    shard_of = {shard.path.name: shard.name for shard in source.shards}
-    names = {key: shard_of[name] for key, name in source.index["weight_map"].items()}
-    names |= {key: source.tensors[old][0].name for key, old in added.items()}
-    metadata = dict(source.index.get("metadata") or {})
-    metadata["total_size"] = sum(tensor.nbytes for held in shards.values() for tensor in held)
-    if "total_parameters" in metadata:
-        metadata["total_parameters"] += sum(prod(values.stored(old).shape) for old in added.values())
-    return _json({**source.index, "metadata": metadata, "weight_map": names})
-
-
-def _json(data: dict) -> bytes:
-    return (json.dumps(data, indent=2) + "\n").encode()
+def _index(shards: dict[str, Shard], before: dict) -> dict:
+    entries = [entry for shard in shards.values() for entry in shard.entries.values()]
+    sizes = {**(before.get("metadata") or {}), "total_size": sum(entry.nbytes for entry in entries)}
+    if "total_parameters" in sizes:
+        sizes["total_parameters"] = sum(prod(entry.shape) for entry in entries)
+    file_of = {name: file for file, shard in shards.items() for name in shard.entries}
+    return {**before, "metadata": sizes, "weight_map": dict(sorted(file_of.items()))}

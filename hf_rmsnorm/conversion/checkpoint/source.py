@@ -1,24 +1,32 @@
-"""A checkpoint folder, opened read-only: its shards, its other files, and what is wrong with them in one line."""
+"""A checkpoint folder, opened read-only: its tensors, its other files, and what is wrong with it in one line."""
 
 import json
 import os
-from dataclasses import dataclass
-from fnmatch import fnmatch
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from .shard import ConversionError, SafetensorsShard, StoredTensor, changed, fingerprint, open_pickled, open_safetensors
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 
-INDEX = "model.safetensors.index.json"
-MODEL_FILES = ("config.json", "model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "", "adapter_model.bin", "")
-# Not part of this checkpoint, and no longer the same model once it is converted.
-OTHER_WEIGHTS = {
-    ".bin", ".pt", ".pth", ".ckpt", ".h5", ".gguf", ".ggml", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite"
-}  # fmt: skip
-# Of a whole model: a module of sentence-transformers, say, is never stored as one of them.
-EXPORTS = OTHER_WEIGHTS - {".bin", ".pt", ".pth"}
-COPIES = ("checkpoint*", "global_step*", "openvino*", "original")  # folders with this model, as it was or exported
-NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
+from ..folders import config_of_folder, files_of, main_file, shards_of, why_not_copied
+from ..pickles import CODES, DTYPES, FLOATS, load_pickle
+from ..plan import ConversionError, clear_errors
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies; `start` counts bytes from the begin of the file."""
+
+    file: str
+    code: str  # its dtype as in a header, "BF16"
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return DTYPES.get(self.code)
 
 
 @dataclass(frozen=True)
@@ -26,116 +34,113 @@ class Checkpoint:
     """A checkpoint folder, opened; paths are relative to it."""
 
     folder: Path
-    shards: tuple[SafetensorsShard, ...]  # in the order of their names
-    tensors: dict[str, tuple[SafetensorsShard, StoredTensor]]
-    index: dict | None  # the parsed file `index_name`; None for a checkpoint in one file
-    index_name: str
-    config: dict  # the parsed file `config_name`
+    config: dict
     config_name: str
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
+    index: dict | None  # where the weights are in shards
     others: tuple[str, ...]  # files to copy
-    not_copied: tuple[str, ...]  # this model's weights in other formats, or from earlier in its training
-    fingerprints: dict[str, list[int]]  # size and mtime_ns of every file that is read
+    not_copied: dict[str, str]  # file or folder -> why
+    fingerprints: dict[str, list[int]]  # of every file that is read
+    _pickle: dict[str, dict] = field(default_factory=dict, repr=False)  # the file that was read last, and its tensors
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That a model is loaded in, where config.json names one."""
+        name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
+        dtype = getattr(torch, name.removeprefix("torch."), None)
+        return dtype if dtype in FLOATS.values() else None
+
+    def data(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Bytes [first, last) of a tensor, as a vector of uint8."""
+        tensor = self.tensors[name]
+        path = self.folder / tensor.file
+        last = tensor.nbytes if last is None else last
+        if path.suffix == ".bin":
+            if tensor.file not in self._pickle:
+                self._pickle.clear()
+                self._pickle[tensor.file] = load_pickle(path)
+            return self._pickle[tensor.file][name].contiguous().reshape(-1).view(torch.uint8)[first:last]
+        data = np.fromfile(path, np.uint8, last - first, offset=tensor.start + first)
+        if len(data) < last - first:
+            raise changed(path)
+        return torch.from_numpy(data)
+
+    def read(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor, or these rows of it."""
+        tensor = self.tensors[name]
+        if rows is None:
+            return self.data(name).view(tensor.dtype).view(tensor.shape)
+        low, high = int(rows.min()), int(rows.max()) + 1
+        width = tensor.nbytes // tensor.shape[0]
+        part = self.data(name, low * width, high * width).view(tensor.dtype)
+        return part.view(-1, *tensor.shape[1:])[rows - low]
 
     def check_unchanged(self) -> None:
         """Raise ConversionError where a file is no longer as it was when the folder was opened."""
-        for path, before in ((self.folder / name, before) for name, before in self.fingerprints.items()):
-            if not path.exists() or fingerprint(path) != before:
+        for name, before in self.fingerprints.items():
+            path = self.folder / name
+            if not path.exists() or _fingerprint(path) != before:
                 raise changed(path)
 
 
-def open_checkpoint(folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False) -> Checkpoint:
-    """Read the headers, the index and the config of a checkpoint folder and check that they fit together.
+def changed(path: Path) -> ConversionError:
+    cure = "let nothing write to the source, and convert again with restart=True"
+    return ConversionError(f"{path}: changed while it was read: {cure}")
+
+
+def _fingerprint(path: Path) -> list[int]:
+    return [path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def open_checkpoint(
+    folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False, weights: bool = True
+) -> Checkpoint:
+    """Look at a folder, and read its config and the headers of the weights that `from_pretrained` would load.
 
     Args:
-        folder: holds config.json and ``model.safetensors``, or the shards that its index names.
-        allow_pickle: without them, read ``pytorch_model.bin`` or its shards.
-        adapter: it is the folder of a PEFT adapter, with adapter_config.json and ``adapter_model.safetensors``.
+        allow_pickle: read ``pytorch_model.bin`` where there is nothing else.
+        adapter: it is the folder of a PEFT adapter.
+        weights: False where they may be missing, as for the plan of a hub's model.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ConversionError(f"{folder}: no such folder: pass a local checkpoint folder")
-    files = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(set(folders) - NOT_OF_THE_MODEL)
-        files += [os.path.relpath(os.path.join(parent, name), folder) for name in sorted(names)]
-    config_name, single, index_name, *pickles = ADAPTER_FILES if adapter else MODEL_FILES
-    if config_name not in files:
-        what = "PEFT adapter" if adapter else "Transformers checkpoint"
-        raise ConversionError(f"{folder}: no {config_name}: pass the folder of a {what}")
-    config = read_json(folder / config_name)
-    for part in (config, *config.values()):
-        if isinstance(part, dict) and part.get("quantization_config"):
-            where = folder / config_name
-            raise ConversionError(f"{where}: quantised: convert the unquantised model, then quantise that")
-    if pickled := single not in files and index_name not in files:
-        if not any(name in files for name in pickles):
-            missing = f"neither {single} nor {index_name} is there" if index_name else f"{single} is not there"
-            raise ConversionError(f"{folder}: {missing}: download the weights, pickles with allow_pickle=True")
-        single, index_name = pickles
-        if not allow_pickle:
-            cure = "pass allow_pickle=True to read them by torch.load(weights_only=True), or save them as safetensors"
-            raise ConversionError(f"{folder}: the weights are pickles, which can run code: {cure}")
-    index, names, read = None, [single], {single, config_name}
-    if single not in files:
-        index = read_json(folder / index_name)
-        names = _shard_names(folder, index_name, index)
-        read = {*names, index_name, config_name}
-    fingerprints = {name: fingerprint(folder / name) for name in files}
-    shards = tuple((open_pickled if pickled else open_safetensors)(folder / name) for name in names)
-    held = {shard.path.name: shard.tensors for shard in shards}
-    for key, name in index["weight_map"].items() if index else ():
-        if key not in held[name]:
-            raise ConversionError(f"{folder / index_name}: {key} is not in {name}: download both again")
-    not_copied = tuple(name for name in files if name not in read and _is_old_model(folder, name, config))
-    others = tuple(name for name in files if name not in read and name not in not_copied)
-    fingerprints = {name: fingerprints[name] for name in sorted({*read, *others})}
-    tensors: dict[str, tuple[SafetensorsShard, StoredTensor]] = {}
-    for shard in shards:
-        if both := [name for name in shard.tensors if name in tensors]:
-            where = f"{tensors[both[0]][0].path.name} and {shard.path.name}"
-            raise ConversionError(f"{folder}: {both[0]} is in two shards, {where}: remove the stale one")
-        tensors |= {name: (shard, tensor) for name, tensor in shard.tensors.items()}
-    return Checkpoint(folder, shards, tensors, index, index_name, config, config_name, others, not_copied, fingerprints)
+    with clear_errors(folder):
+        files, not_copied = files_of(folder)
+        config_name, config = config_of_folder(folder, files, adapter)
+        main = main_file(folder, files, config, adapter, weights, allow_pickle)
+        index, shards = shards_of(folder, main)
+        read = {config_name, main, *shards} - {None}
+        why = {name: why_not_copied(folder, name, config) for name in files if name not in read}
+        not_copied |= {name: reason for name, reason in why.items() if reason}
+        others = tuple(name for name, reason in why.items() if not reason)
+        fingerprints = {name: _fingerprint(folder / name) for name in sorted({*read, *others})}
+        opened = {name: _open_shard(folder / name) for name in shards}
+    tensors = {key: tensor for _, stored in opened.values() for key, tensor in stored.items()}
+    metadata = {name: kept for name, (kept, _) in opened.items()}
+    return Checkpoint(folder, config, config_name, tensors, metadata, index, others, not_copied, fingerprints)
 
 
-def _is_old_model(folder: Path, name: str, config: dict) -> bool:
-    """Whether a file holds weights of this model; in a subfolder they are another module's, unless it is a copy."""
-    suffix = os.path.splitext(name.removesuffix(".index.json"))[1]
-    if suffix != ".safetensors" and suffix not in OTHER_WEIGHTS:
-        return False
-    *parents, _ = Path(name).parts
-    return not parents or suffix in EXPORTS or any(
-        any(fnmatch(parent, copy) for copy in COPIES) or _is_config_of(folder.joinpath(*parents[: i + 1]), config)
-        for i, parent in enumerate(parents)
-    )  # fmt: skip
-
-
-def _is_config_of(folder: Path, config: dict) -> bool:
-    if not (folder / "config.json").is_file():
-        return False
-    other, wanted = read_json(folder / "config.json"), config.get("architectures")
-    same_type = "model_type" in other and other["model_type"] == config.get("model_type")
-    return same_type and other.get("architectures", wanted) == wanted
-
-
-def read_json(path: Path) -> dict:
+def _open_shard(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """``__metadata__`` and tensors of a file, in the order of their bytes."""
+    with open(path, "rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise ConversionError(f"{path}: a pointer of Git LFS, and not the file: run git lfs pull in its folder")
+    if path.suffix == ".bin":
+        state = load_pickle(path)
+        sizes = {key: (path.name, CODES[t.dtype], tuple(t.shape), 0, t.nbytes) for key, t in state.items()}
+        return {"format": "pt"}, {key: StoredTensor(*place) for key, place in sizes.items()}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConversionError(f"{path}: not JSON ({error}): download it again") from error
-    if not isinstance(data, dict):
-        raise ConversionError(f"{path}: a JSON object is wanted: download it again")
-    return data
-
-
-def _shard_names(folder: Path, index_name: str, index: dict) -> list[str]:
-    where = folder / index_name
-    names = index.get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ConversionError(f"{where}: no weight_map from tensors to files: download it again")
-    for key, name in names.items():
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise ConversionError(f"{where}: {key} is in {name!r}, which is no file beside it: download it again")
-        if not (folder / name).is_file():
-            raise ConversionError(f"{where}: {key} is in {name}, which is missing: download that file")
-    return sorted(set(names.values()))
+        with safe_open(path, "pt"):  # the library's own check of lengths, offsets, shapes and dtypes
+            pass
+    except SafetensorError as error:
+        raise ConversionError(f"{path}: truncated or corrupt ({error}): download it again") from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    metadata = entries.pop("__metadata__", None) or {}
+    tensors = {}
+    for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
+        entry = entries[key]
+        first, last = entry["data_offsets"]
+        tensors[key] = StoredTensor(path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
+    return metadata, tensors

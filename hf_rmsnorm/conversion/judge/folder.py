@@ -18,9 +18,8 @@ from ... import __version__
 from ...record import RECORD_KEY, is_centred, shorten, trained_as_rms
 from ...verification.recorded import as_recorded
 from ...verification.tolerance import FACTOR
-from ..checkpoint.shard import ConversionError
-from ..checkpoint.source import read_json
-from ..plan import Centre, CentringPlan, rms_norms
+from ..folders import read_json
+from ..plan import Centre, CentringPlan, ConversionError, rms_norms
 from ..twin.run import and_more
 from .pair import ModelPair, Running, side_by_side
 
@@ -141,14 +140,22 @@ def not_centred(folder: Path, plan: CentringPlan) -> str:
 
 def provenance(src: str | os.PathLike) -> dict[str, str]:
     """Where a result comes from and what made it, for its config, its shards' metadata and its model card."""
-    source = Path(os.path.realpath(src))
-    cached = SNAPSHOT.search(source.as_posix())
     return {
-        "source": f"{cached['id'].replace('--', '/')}@{cached['commit']}" if cached else source.name,
+        "source": _origin(Path(os.path.realpath(src))),
         "converted_by": f"hf-rmsnorm {__version__}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _origin(folder: Path) -> str:
+    """What a folder was first converted from; its name on the hub, or its own, where it is no conversion."""
+    path = folder / "config.json"
+    record = read_json(path).get(RECORD_KEY) if path.is_file() else None
+    if isinstance(record, dict) and isinstance(record.get("source"), str):
+        return record["source"]
+    cached = SNAPSHOT.search(folder.as_posix())
+    return f"{cached['id'].replace('--', '/')}@{cached['commit']}" if cached else folder.name
 
 
 def add_to_card(folder: Path, heading: str, text: str, made: dict[str, str], *proofs: object) -> None:

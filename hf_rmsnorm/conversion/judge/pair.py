@@ -16,8 +16,8 @@ from ...verification.context import TOKENS as RANDOM_TOKENS
 from ...verification.context import default_inputs, hooked, in_dtype_of, one_line, output_tensors, prompt_length
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
-from ..checkpoint.shard import ConversionError
-from ..twin.run import and_more, loaded
+from ..plan import ConversionError
+from ..twin.run import and_more, loaded, quiet
 from ..twin.twin import config_and_class
 
 PROMPTS = (
@@ -150,15 +150,31 @@ def tokenizer_of(src, model, trust_remote_code: bool):
 
 
 def look_first(src, how: Running) -> None:
-    """Raise ConversionError for what would end the comparison, before anything is written."""
+    """Raise ConversionError for what would end the conversion, before anything is planned or written."""
+    _, cls = config_and_class(src, how.trust_remote_code, how.model_class, trained=True)
+    absent = _absent(src, cls, how)
     if not how.verify:
         return
-    _, cls = config_and_class(src, how.trust_remote_code, how.model_class, trained=True)
-    _, absent = loaded(cls, src, device_map="meta", dtype="auto", trust_remote_code=how.trust_remote_code)
     if absent:  # by which nothing can be compared: what is made up for it is another in each of the two
         raise ConversionError(f"{src}: has no {and_more(absent)}: add what is missing, or pass verify=False")
     if how.inputs is None:
         tokenizer_of(src, cls, how.trust_remote_code)
+
+
+def _absent(src, cls, how: Running) -> list[str]:
+    """Parameters of the model that the checkpoint does not have; it is loaded without its values."""
+    loading = {"device_map": "meta", "dtype": "auto", "trust_remote_code": how.trust_remote_code}
+    with quiet():
+        try:
+            _, info = cls.from_pretrained(src, **loading, ignore_mismatched_sizes=True, output_loading_info=True)
+        except Exception as error:  # whatever a model's own code raises
+            cure = "mend the folder, or pass the model_class that it was saved from"
+            raise ConversionError(f"{src}: {cls.__name__} does not load it: {cure} ({one_line(error)})") from error
+    if info["mismatched_keys"]:
+        key, stored, wanted = sorted(info["mismatched_keys"])[0]
+        what = f"{key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by its config.json"
+        raise ConversionError(f"{src}: {what}: one of the two is of another model")
+    return sorted(info["missing_keys"])
 
 
 def _prompts(src, model, how: Running) -> list[dict]:

@@ -13,13 +13,13 @@ from typing import ClassVar
 
 from ...paths import compact_paths
 from ...record import RECORD_KEY
-from ..checkpoint.expressions import Expression, planned_tensors
-from ..checkpoint.layout import ShardLayout, as_source
-from ..checkpoint.values import Values
-from ..checkpoint.write import changed_config
+from ..checkpoint.layout import Layout, as_source
+from ..checkpoint.source import Checkpoint
 from ..judge.folder import Verification, add_to_card, provenance, verify_folder
 from ..judge.pair import Running
 from ..plan import CentringPlan, ConversionRefused
+from ..planned import changed_config, planned_tensors
+from ..tensors import Lazy
 from ..twin.discover import discover
 from ..twin.prove import ProofReport, prove
 from ..twin.twin import Twin
@@ -44,7 +44,7 @@ class PlannedConversion(ABC):
         """Plain values for JSON."""
 
     @abstractmethod
-    def result(self, values: Values, max_shard_size: int | str | None) -> tuple[ShardLayout, str | None]:
+    def result(self, source: Checkpoint, max_shard_size: int | str | None) -> tuple[Layout, str | None]:
         """The tensors and the text of config.json that are made of an open checkpoint; None for its own config.
 
         Args:
@@ -71,17 +71,17 @@ class PlannedSteps(PlannedConversion):
     def to_dict(self) -> dict:
         return {"plan": json.loads(self.centring.to_json())}
 
-    def tensors(self, values: Values) -> dict[str, Expression]:
+    def tensors(self, source: Checkpoint) -> dict[str, Lazy]:
         """Every tensor of the result."""
-        return planned_tensors(self.centring, values, values.checkpoint.folder)
+        return planned_tensors(self.centring, source, source.folder)
 
     def metadata(self) -> dict[str, str]:
         """For ``__metadata__`` of the shards."""
         return {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
 
-    def result(self, values, max_shard_size):
-        config = changed_config(values.checkpoint.config, self.centring.config)
-        return as_source(self.tensors(values), values, self.metadata()), config
+    def result(self, source, max_shard_size):
+        config = changed_config(source.config, self.centring.config)
+        return as_source(self.tensors(source), source, self.metadata()), config
 
 
 @dataclass(frozen=True)
@@ -135,5 +135,12 @@ def plan_centring(src, twin: Twin) -> PlannedCentring:
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted, as its plan is not exact")
     made = provenance(src)
-    record = {**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}
+    record = _as_before({**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}, twin)
     return PlannedCentring(made, replace(plan, config={**plan.config, RECORD_KEY: record}), proof)
+
+
+def _as_before(record: dict, twin: Twin) -> dict:
+    """The record that the source has from an earlier conversion, where this one comes to the same."""
+    before = getattr(twin.config, RECORD_KEY, None)
+    same = before is not None and all(before.get(key) == record[key] for key in ("version", "writers", "rms_norms"))
+    return before if same else record

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.expressions import Expression, Filled, FoldedBias, Scaled, Stored, Transposed, computed
-from ..checkpoint.values import Values
+from ..checkpoint.source import Checkpoint
 from ..judge.folder import Verification, add_to_card
 from ..plan import ConversionRefused, Scale
+from ..tensors import InMemory, Lazy, Scaling, Stored, computed, filled, folded_bias
 from ..twin.gauge import gradients
 from ..twin.keys import KeyMap, naming, saved_tensors, stored_names
 from ..twin.layer_norms import find_layer_norms
@@ -82,8 +82,8 @@ class PlannedFold(PlannedCentring):
     def __str__(self):
         return f"{super().__str__()}\n{self.fold}"
 
-    def tensors(self, values: Values) -> dict[str, Expression]:
-        return folded(self.fold.folds, super().tensors(values))
+    def tensors(self, source: Checkpoint) -> dict[str, Lazy]:
+        return folded(self.fold.folds, super().tensors(source))
 
     def metadata(self):
         record = {**self.made, "norms": [fold.path for fold in self.fold.folds]}
@@ -106,7 +106,7 @@ def plan_fold(twin: Twin) -> FoldPlan:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(kept.items())[:3])
         raise ConversionRefused(f"{cls.__name__}: no norm can be folded exactly ({reasons or 'it has no LayerNorm'})")
     tensors = saved_tensors(model)
-    made = computed(folded(folds, {name: Stored(name) for name in tensors}), Values(tensors))
+    made = computed(folded(folds, {name: Stored(name) for name in tensors}), InMemory(tensors))
     original, result = (load_tensors(cls, twin.config, state) for state in (tensors, made))
     with torch.no_grad():
         expected, got = run(original, twin.inputs), run(result, twin.inputs)
@@ -119,7 +119,7 @@ def plan_fold(twin: Twin) -> FoldPlan:
 def with_folds(planned: PlannedCentring, twin: Twin) -> PlannedFold:
     """The same conversion, with norms folded in the same pass; refused as by `plan_fold`."""
     fold = plan_fold(twin)
-    name = naming(stored_names(twin.folder), twin.model.base_model_prefix)
+    name = naming(stored_names(twin.folder), twin.model)
     folds = tuple(
         replace(
             each,
@@ -133,18 +133,18 @@ def with_folds(planned: PlannedCentring, twin: Twin) -> PlannedFold:
     return PlannedFold(planned.made, planned.centring, planned.proof, replace(fold, folds=folds))
 
 
-def folded(folds, tensors: dict[str, Expression]) -> dict[str, Expression]:
+def folded(folds, tensors: dict[str, Lazy]) -> dict[str, Lazy]:
     """Every tensor of a checkpoint once norms are folded, from those before."""
     done = dict(tensors)
     for fold in folds:
         for scale in fold.scales:
-            done[scale.key] = Scaled(tensors[scale.key], tensors[scale.by], scale.axis)
+            done[scale.key] = tensors[scale.key].then(Scaling(scale.axis, tensors[scale.by]))
         for bias, weight, lies_in_out in fold.biases:
-            rows = Transposed(tensors[weight]) if lies_in_out else tensors[weight]
-            done[bias] = FoldedBias(rows, tensors[fold.bias], tensors[bias])
+            rows = replace(tensors[weight], transposed=lies_in_out)
+            done[bias] = folded_bias(rows, tensors[fold.bias], tensors[bias])
         for name, number in ((fold.weight, 1.0), (fold.bias, 0.0)):
             if name is not None:
-                done[name] = Filled(tensors[name], number)
+                done[name] = filled(tensors[name], number)
     return done
 
 

@@ -1,6 +1,7 @@
 """`plan_native`: a LayerNorm checkpoint written as one of an architecture that uses RMSNorm."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,17 +10,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...record import RECORD_KEY
-from ..checkpoint.expressions import Stored, computed, largest_output
 from ..checkpoint.layout import MAX_SHARD_SIZE, split
-from ..checkpoint.values import Values, open_values
+from ..checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from ..judge.folder import Verification, add_to_card, as_it_computes, judge_folders, provenance
-from ..plan import ConversionRefused
-from ..twin.keys import saved_tensors
+from ..plan import ConversionError, ConversionRefused
+from ..tensors import InMemory, Scaling, Source, computed
+from ..twin.keys import naming, saved_tensors
 from ..twin.prove import BOUND, difference
 from ..twin.run import in_double, loaded, run
 from ..twin.twin import Twin, config_of, give_weights, make_twin, new_model, shapes_of
 from .centred import PlannedConversion
-from .native_build import WITHOUT, NativeTarget, build_target, refused
+from .native_build import WITHOUT, Clip, NativeTarget, build_target, refused
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -64,11 +65,11 @@ class PlannedNative(PlannedConversion):
     def __str__(self) -> str:
         return f"{self.proof}\n{self.target}"
 
-    def result(self, values: Values, max_shard_size):
+    def result(self, source: Checkpoint, max_shard_size):
         target = self.target
         record = {**self.made, "source_type": target.source_type, "fold_affine": target.fold_affine}
         metadata = {"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}
-        layout = split(target.tensors, values, metadata, max_shard_size or MAX_SHARD_SIZE)
+        layout = split(target.tensors, source, metadata, max_shard_size or MAX_SHARD_SIZE)
         return layout, target.config.to_json_string()
 
     def judge(self, src, folder, how):
@@ -82,50 +83,76 @@ class PlannedNative(PlannedConversion):
         add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
 
 
-def native_target(config: PretrainedConfig, values: Values | None = None, *, fold_affine: bool = False) -> NativeTarget:
+def native_target(
+    config: PretrainedConfig,
+    source: Source | None = None,
+    *,
+    fold_affine: bool = False,
+    name: Callable[[str], str] = str,
+) -> NativeTarget:
     """The RMSNorm architecture that computes what a LayerNorm one does, as by `build_target`; refused without one.
 
     Args:
-        values: the source's tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without
-            `values` that is taken for granted, and is said by the target's `zero` and `clips`.
+        source: its tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without `source`
+            that is taken for granted, and is said by the target's `zero` and `clips`.
+        name: what the source calls a tensor.
     """
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or classes[:1] not in ([], [cls]):
         name = (config.architectures or [type(config).__name__])[0]
         raise ConversionRefused(f"{name} has no native target: only causal language models have; {WITHOUT}")
-    target = build_target(config, shapes_of(cls, config).__contains__, fold_affine)
-    if values is not None and (reason := _reason_against(target, values)):
+    target = build_target(config, shapes_of(cls, config).__contains__, fold_affine, name)
+    if source is not None and (reason := _reason_against(target, source)):
         raise refused(config.model_type, target.model_type, reason)
     return target
 
 
-def _reason_against(target: NativeTarget, values: Values) -> str | None:
+def _reason_against(target: NativeTarget, source: Source) -> str | None:
     for key in target.zero:
-        if any(bool(piece.any()) for piece in Stored(key).pieces(values)):
+        if source.read(key).any():
             return f"{key}, the final norm's bias, is not 0 and the head of {target.model_type} has no bias to take it"
     for clip in target.clips:
-        if (reached := largest_output(*clip[:3], values)) > clip.limit:
+        if (reached := largest_output(clip, source)) > clip.limit:
             clips = f"{target.source_type} clips queries, keys and values at {clip.limit:g} (clip_qkv)"
             return f"{clips}, and with {clip.weight.like} they may reach {reached:.3g}"
     return None
 
 
+def largest_output(clip: Clip, source: Source) -> float:
+    """A bound of |W (gain * x) + bias| over every normalised x: |x| is at most sqrt(n), so Cauchy-Schwarz gives it."""
+    weight = clip.weight if clip.gain is None else clip.weight.then(Scaling(1, clip.gain))
+    n = weight.shape(source)[1]
+    norms = torch.cat([part.norm(dim=1) for _, part in weight.slices(source)]) * n**0.5
+    return float((norms if clip.bias is None else norms + clip.bias.wide(source).abs()).max())
+
+
 def plan_native(src, *, fold_affine: bool = False, allow_pickle: bool = False) -> PlannedNative:
     """The native target of a model folder, and its proof; no code of the folder runs. Refused where there is none."""
-    with open_values(src, allow_pickle=allow_pickle) as values:
-        model_type = values.checkpoint.config.get("model_type")
-        if model_type not in transformers.CONFIG_MAPPING:
-            raise ConversionRefused(f"{model_type} has no native target: Transformers does not know it; {WITHOUT}")
-        config = config_of(values.checkpoint.folder)
-        native_target(config)  # which refuses by config alone, before a tensor is read
-        target = native_target(config, values, fold_affine=fold_affine)
-        for key in sorted(set().union(*(made.keys() for made in target.tensors.values()))):
-            values.stored(key, "")
-    proof = prove_native(make_twin(src, trained=True), fold_affine=fold_affine)
+    source = open_checkpoint(src, allow_pickle=allow_pickle)
+    model_type = source.config.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ConversionRefused(f"{model_type} has no native target: Transformers does not know it; {WITHOUT}")
+    config = config_of(source.folder)
+    wanted = native_target(config)  # which refuses by config alone, before a tensor is read
+    twin = make_twin(src, trained=True)
+    keys = set().union(*(made.keys() for made in wanted.tensors.values()))
+    name = naming(source.tensors, twin.model, optional=keys)
+    _check_tensors([name(key) for key in sorted(keys)], source)
+    target = native_target(config, source, fold_affine=fold_affine, name=name)
+    proof = prove_native(twin, fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
     return PlannedNative(provenance(src), target, proof)
+
+
+def _check_tensors(keys: list[str], source: Checkpoint) -> None:
+    for key in keys:
+        if key not in source.tensors:
+            raise ConversionError(f"{source.folder}: no tensor {key}: the checkpoint is not whole, download it again")
+        if source.tensors[key].dtype not in FLOATS.values():
+            cure = "convert the unquantised model, then quantise that"
+            raise ConversionError(f"{source.folder}: {key} is {source.tensors[key].code}: it is quantised; {cure}")
 
 
 @torch.no_grad()
@@ -140,10 +167,10 @@ def prove_native(twin: Twin, *, fold_affine: bool = False) -> NativeProof:
     for name in target.zero:
         parameters[name].zero_()
     for clip in target.clips:  # as in the source, which `native_target` asks
-        reached = largest_output(*clip[:3], Values(parameters))
+        reached = largest_output(clip, InMemory(parameters))
         for made in filter(None, (clip.weight, clip.bias)):
             parameters[made.like].mul_(min(1.0, clip.limit / reached))
-    tensors = computed(target.tensors, Values(saved_tensors(source)))
+    tensors = computed(target.tensors, InMemory(saved_tensors(source)))
     source = as_it_computes(source)
     result_class = getattr(transformers, target.config.architectures[0])
     with in_double():

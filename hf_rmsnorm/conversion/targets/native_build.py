@@ -1,15 +1,15 @@
 """Make the native target of a config: the config of its architecture, and how each of its tensors is computed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from ...record import RECORD_KEY, trained_as_rms
-from ..checkpoint.expressions import Centred, Expression, Filled, FoldedBias, Plus, Rows, Scaled, Stored
 from ..plan import ConversionRefused
+from ..tensors import Centring, Lazy, Scaling, Stored, filled, folded_bias, plus
 from .native_rules import PAIRS, NativePair
 
 WITHOUT = 'convert it without target="native"'
@@ -18,9 +18,9 @@ WITHOUT = 'convert it without target="native"'
 class Clip(NamedTuple):
     """Query, key and value of a layer, and the number that the source clips them to."""
 
-    weight: Expression
-    gain: Expression | None
-    bias: Expression | None
+    weight: Stored
+    gain: Lazy | None
+    bias: Stored | None
     limit: float
 
 
@@ -30,7 +30,7 @@ class NativeTarget:
 
     source_type: str
     config: PretrainedConfig  # of the target
-    tensors: dict[str, Expression] = field(repr=False)  # of the target, computed from those of the source
+    tensors: dict[str, Lazy] = field(repr=False)  # of the target, computed from those of the source
     zero: tuple[str, ...]  # tensors of the source that have to be 0, as the target has nowhere to put them
     clips: tuple[Clip, ...] = field(repr=False)  # what must never reach the number that it is clipped to
     fold_affine: bool  # the norms' weights are folded into what reads them
@@ -46,12 +46,15 @@ class NativeTarget:
         return f"{self.source_type} as {self.config.architectures[0]}: {len(self.tensors)} tensors{must}"
 
 
-def build_target(config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool) -> NativeTarget:
+def build_target(
+    config: PretrainedConfig, present: Callable[[str], bool], fold_affine: bool, name: Callable[[str], str] = str
+) -> NativeTarget:
     """The target of a source's config; refused where there is none.
 
     Args:
         present: whether the source has a tensor of this name.
         fold_affine: fold the norms' weights too into the linears that read them, so that they are ones.
+        name: what the source calls a tensor.
     """
     if config.model_type not in PAIRS:
         none = f"no RMSNorm architecture is known that computes what {config.model_type} does"
@@ -60,7 +63,7 @@ def build_target(config: PretrainedConfig, present: Callable[[str], bool], fold_
     for reason, holds in pair.refusals:
         if holds(config):
             raise refused(config.model_type, pair.target, reason)
-    return _Builder(config, pair, present, fold_affine).target()
+    return _Builder(config, pair, present, fold_affine, name).target()
 
 
 def refused(source: str, target: str, reason: str) -> ConversionRefused:
@@ -70,11 +73,12 @@ def refused(source: str, target: str, reason: str) -> ConversionRefused:
 class _Builder:
     """Makes one target; `present` tells which biases the source has."""
 
-    def __init__(self, config, pair: NativePair, present: Callable[[str], bool], fold_affine: bool):
+    def __init__(self, config, pair: NativePair, present, fold_affine: bool, name: Callable[[str], str]):
         self.config, self.pair, self.present, self.fold_affine = config, pair, present, fold_affine
+        self.name = name
         # What was trained as RMSNorm is one with the weights that it has.
         self.centred = not trained_as_rms(getattr(config, RECORD_KEY, None))
-        self.tensors: dict[str, Expression] = {}
+        self.tensors: dict[str, Lazy] = {}
         self.clips: list[Clip] = []
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
@@ -90,12 +94,12 @@ class _Builder:
         # Centring a table that is also the head changes the logits, unless the final norm has no weight: then what
         # the head reads sums to 0.
         keeps_tie = tied and not self.present(f"{pair.final_norm}.weight")
-        embedding = Stored(f"{pair.embedding}.weight")
-        self.tensors["model.embed_tokens.weight"] = Centred(embedding, 1) if self.centred else embedding
+        embedding = self._tensor(f"{pair.embedding}.weight")
+        self.tensors["model.embed_tokens.weight"] = embedding.then(Centring(1)) if self.centred else embedding
         for number in range(config.num_hidden_layers):
             self._layer(f"model.layers.{number}.", pair.layer.format(number), number)
         gain, final_bias = self._norm("model.norm", pair.final_norm)
-        head = embedding if tied else Stored("lm_head.weight")
+        head = embedding if tied else self._tensor("lm_head.weight")
         if not keeps_tie:
             self.tensors["lm_head.weight"] = self._scaled(head, gain)
         zero = (final_bias.like,) if final_bias else ()
@@ -122,35 +126,35 @@ class _Builder:
             **pair.settings(config),
         }
 
-    def _norm(self, new: str, old: str) -> tuple[Expression | None, Expression | None]:
+    def _norm(self, new: str, old: str) -> tuple[Lazy | None, Stored | None]:
         """Make the weight of a norm; the source's weight and bias are returned, for what reads it."""
-        gain: Expression | None = self._stored(f"{old}.weight")
+        gain: Lazy | None = self._stored(f"{old}.weight")
         if gain is not None and self.pair.weight_offset:
-            gain = Plus(gain, self.pair.weight_offset)
-        ones = Filled(Stored(f"{self.pair.embedding}.weight"), 1.0, 1)
+            gain = plus(gain, self.pair.weight_offset)
+        ones = filled(self._tensor(f"{self.pair.embedding}.weight"), 1.0, axis=1)
         self.tensors[f"{new}.weight"] = ones if gain is None or self.fold_affine else gain
         return gain, self._stored(f"{old}.bias")
 
-    def _stored(self, name: str) -> Stored | None:
-        return Stored(name) if self.present(name) else None
+    def _tensor(self, name: str, rows: torch.Tensor | None = None) -> Stored:
+        return Stored(self.name(name), rows)
 
-    def _scaled(self, weight: Expression, gain: Expression | None) -> Expression:
-        return Scaled(weight, gain, 1) if gain is not None and self.fold_affine else weight
+    def _stored(self, name: str, rows: torch.Tensor | None = None) -> Stored | None:
+        return self._tensor(name, rows) if self.present(name) else None
+
+    def _scaled(self, weight: Stored, gain: Lazy | None) -> Stored:
+        return weight.then(Scaling(1, gain)) if gain is not None and self.fold_affine else weight
 
     def _linear(self, new: str, old: str, index=None, reads=(None, None), writes: bool = False) -> None:
         """Make a linear; `reads` are weight and bias of the norm that it reads."""
         gain, shift = reads
-        weight: Expression = Stored(f"{old}.weight")
-        bias: Expression | None = self._stored(f"{old}.bias")
+        weight, bias = self._tensor(f"{old}.weight", index), self._stored(f"{old}.bias", index)
         if writes and self.centred:
-            weight, bias = Centred(weight, 0), bias and Centred(bias, 0)
-        if index is not None:
-            weight, bias = Rows(weight, index), bias and Rows(bias, index)
+            weight, bias = weight.then(Centring(0)), bias and bias.then(Centring(0))
         self.tensors[f"{new}.weight"] = self._scaled(weight, gain)
         if shift is not None:
-            bias = FoldedBias(weight, shift, bias)
+            bias = folded_bias(weight, shift, bias)
         if self.biased:
-            self.tensors[f"{new}.bias"] = bias or Filled(weight, 0.0)
+            self.tensors[f"{new}.bias"] = bias or filled(weight, 0.0)
 
     def _layer(self, new: str, old: str, number: int) -> None:
         pair = self.pair
@@ -159,7 +163,7 @@ class _Builder:
             self._linear(f"{new}self_attn.{'qkv'[part]}_proj", old + name, index, reads)
         limit = pair.clip(self.config)
         for name in pair.projections if limit is not None else ():
-            weight, bias = Stored(f"{old}{name}.weight"), self._stored(f"{old}{name}.bias")
+            weight, bias = self._tensor(f"{old}{name}.weight"), self._stored(f"{old}{name}.bias")
             self.clips.append(Clip(weight, reads[0], bias, limit))
         self._linear(f"{new}self_attn.o_proj", old + pair.output, writes=True)
         if pair.mlp_norm is not None:
@@ -170,6 +174,7 @@ class _Builder:
             self._linear(new + made, old + name, reads=(None, None) if writes else reads, writes=writes)
         self.biased = biased
         for name, (tensor, writes) in pair.experts(self.config, old).items():
+            tensor = replace(tensor, like=self.name(tensor.like))
             self.tensors[new + name] = tensor if writes else self._scaled(tensor, reads[0])
 
     def _projections(self) -> Iterator[tuple[str, torch.Tensor | None]]:

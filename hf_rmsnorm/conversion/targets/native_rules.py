@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ...record import RECORD_KEY, trained_as_rms
-from ..checkpoint.expressions import Centred, Expression, Rows, Stored, Transposed
+from ..tensors import Centring, Stored
 
 Linears = Iterator[tuple[str, str, bool]]
 
@@ -40,17 +40,18 @@ def _theta(config) -> float:
     return config.rope_parameters["rope_theta"]
 
 
-def _stacked_experts(config, layer: str) -> dict[str, tuple[Expression, bool]]:
+def _stacked_experts(config, layer: str) -> dict[str, tuple[Stored, bool]]:
     """Experts that lie one under another in three matrices, each of shape (experts * inner, hidden)."""
-    made: dict[str, tuple[Expression, bool]] = {}
+    made: dict[str, tuple[Stored, bool]] = {}
+    is_centred = not trained_as_rms(getattr(config, RECORD_KEY, None))
     inner = config.ffn_config.ffn_hidden_size
     for number in range(config.ffn_config.moe_num_experts):
         index = torch.arange(number * inner, (number + 1) * inner)
         for new, old in (("w1", "w1"), ("w3", "v1"), ("w2", "w2")):
-            tensor: Expression = Rows(Stored(f"{layer}ffn.experts.mlp.{old}"), index)
-            if new == "w2":
-                tensor = Transposed(tensor if trained_as_rms(getattr(config, RECORD_KEY, None)) else Centred(tensor, 1))
-            made[f"block_sparse_moe.experts.{number}.{new}.weight"] = tensor, new == "w2"
+            writes = new == "w2"
+            steps = (Centring(1),) if writes and is_centred else ()
+            tensor = Stored(f"{layer}ffn.experts.mlp.{old}", index, steps, transposed=writes)
+            made[f"block_sparse_moe.experts.{number}.{new}.weight"] = tensor, writes
     return made
 
 
@@ -71,7 +72,7 @@ class NativePair:
     target: str  # its model type
     eps: str | float  # of the norms: an attribute of the config, or the number
     mlp: Callable[[PretrainedConfig, int], Linears] = _gated
-    experts: Callable[[PretrainedConfig, str], dict[str, tuple[Expression, bool]]] = lambda config, layer: {}
+    experts: Callable[[PretrainedConfig, str], dict[str, tuple[Stored, bool]]] = lambda config, layer: {}
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
     attention_norm: str = "input_layernorm"

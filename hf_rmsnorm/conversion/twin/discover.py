@@ -271,7 +271,7 @@ def _plan(found: Discovery) -> CentringPlan:
         notes=tuple(_notes(twin, copies, headless, undetermined)),
     )
     stored = stored_names(twin.folder) if twin.folder else ()
-    return named_as_stored(plan, stored, twin.model.base_model_prefix)
+    return named_as_stored(plan, stored, twin.model)
 
 
 def _norm_records(found: Discovery) -> list[NormRecord]:

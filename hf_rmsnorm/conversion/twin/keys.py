@@ -16,10 +16,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from ..checkpoint.shard import open_safetensors
-from ..checkpoint.source import INDEX, read_json
+from ..checkpoint.source import open_checkpoint
 from ..plan import Centre, CentringPlan, ConversionRefused, Copy, Scale
 from .run import quiet
+
+try:
+    from transformers import conversion_mapping, core_model_loading
+except ImportError:  # before Transformers 5, which renames by rules of each model
+    conversion_mapping = core_model_loading = None
 
 
 @dataclass(frozen=True)
@@ -161,24 +165,30 @@ def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | N
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Names of all safetensors tensors of a folder, from its index or headers; none where it has no such file."""
-    if (folder / INDEX).is_file():
-        return set(read_json(folder / INDEX).get("weight_map", ()))
-    return {name for file in folder.glob("*.safetensors") for name in open_safetensors(file).tensors}
+    """Names of the tensors that `from_pretrained` loads from a folder; none where its weights are not here."""
+    return {*open_checkpoint(folder, allow_pickle=True, weights=False).tensors}
 
 
-def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) -> Callable[[str], str]:
-    """What a checkpoint calls a tensor: a model with a head may have been saved without the `prefix` of the rest.
+def naming(names: Collection[str], model: PreTrainedModel, optional: Collection[str] = ()) -> Callable[[str], str]:
+    """What a checkpoint calls a tensor that a model saves: other names that `from_pretrained` takes count too.
 
     Args:
         names: every tensor of the checkpoint; none where they are not known, and then each keeps its name.
         optional: what keeps its name where it is not there; any other tensor is refused.
     """
+    prefix = model.base_model_prefix
+    loaded_name = _loaded_name(model)
+    loaded: dict[str, list[str]] = {}
+    for stored in names:
+        loaded.setdefault(loaded_name(stored), []).append(stored)
 
     def name(key: str) -> str:
         for candidate in (key, key.removeprefix(f"{prefix}."), f"{prefix}.{key}"):
             if candidate in names:
                 return candidate
+        others = loaded.get(loaded_name(key), ())
+        if len(others) == 1:
+            return others[0]
         if key in optional or not names:
             return key
         missing = f"tensor {key!r}, which such a model has, is missing from the checkpoint"
@@ -187,9 +197,28 @@ def naming(names: Collection[str], prefix: str, optional: Collection[str] = ()) 
     return name
 
 
-def named_as_stored(plan: CentringPlan, names: Collection[str], prefix: str) -> CentringPlan:
+def _loaded_name(model: PreTrainedModel) -> Callable[[str], str]:
+    """Name of a stored tensor -> the parameter that Transformers loads it into."""
+    if conversion_mapping is None:
+        return str
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
+    renamings = [each for each in transforms if not isinstance(each, core_model_loading.WeightConverter)]
+    parameters = model.state_dict()
+    where = model.base_model_prefix, parameters
+
+    def loaded_name(key: str) -> str:
+        renamed, _ = core_model_loading.rename_source_key(key, renamings, converters, *where)
+        if renamed not in parameters and key in parameters:
+            return key
+        return renamed
+
+    return loaded_name
+
+
+def named_as_stored(plan: CentringPlan, names: Collection[str], model: PreTrainedModel) -> CentringPlan:
     """The plan with each key as the checkpoint has it; the arguments are those of `naming`."""
-    name = naming(names, prefix, {*(c.key for c in plan.copy), *plan.undetermined})
+    name = naming(names, model, {*(c.key for c in plan.copy), *plan.undetermined})
     return replace(
         plan,
         centre=tuple(replace(c, key=name(c.key)) for c in plan.centre),

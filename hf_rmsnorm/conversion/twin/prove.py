@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...verification.context import is_float
-from ..checkpoint.expressions import computed, planned_tensors
-from ..checkpoint.values import Values
 from ..plan import CentringPlan, ConversionRefused
+from ..planned import planned_tensors
+from ..tensors import InMemory, computed
 from .gauge import input_means
 from .keys import named_as_stored, saved_tensors
 from .layer_norms import TwinNorm, find_layer_norms
@@ -57,9 +57,9 @@ def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
     original = load_tensors(cls, twin.config, tensors)
     here = {there: n for n, there in twin.widths.items()}
     own = replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
-    own = named_as_stored(own, tensors.keys(), cls.base_model_prefix)
-    values = Values(tensors)
-    made = computed(planned_tensors(own, values, twin.name), values)
+    own = named_as_stored(own, tensors.keys(), original)
+    source = InMemory(tensors)
+    made = computed(planned_tensors(own, source, twin.name), source)
     converted = load_tensors(cls, with_settings(twin.config, plan.config), made)
     expected = run(original, twin.inputs)
     stock = difference(expected, run(converted, twin.inputs))

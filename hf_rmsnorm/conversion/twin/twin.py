@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS, trained_as_rms
 from ...verification.context import is_float, one_line
-from ..checkpoint.source import read_json
+from ..folders import read_json
 from ..plan import ConversionRefused
 from .inputs import made_inputs
 from .keys import Hit

@@ -1,16 +1,22 @@
 """A source that is broken, or no checkpoint: one line with what, where and the cure, and nothing is written."""
 
 import json
+import shutil
 import struct
 
 import pytest
-from checkpoints import assert_refused, tiny, trained, write_checkpoint, write_plan
-from safetensors.torch import save_file
+import tiny_models
+import torch
+from checkpoints import CONFIG, INDEX, assert_refused, tiny, trained, write_checkpoint, write_plan
+from safetensors.torch import load_file, save_file
 
-from hf_rmsnorm.conversion import ConversionError
+from hf_rmsnorm.cli.main import main
+from hf_rmsnorm.conversion import CentringPlan, ConversionError, ConversionRefused
+from hf_rmsnorm.conversion.plan import Centre, Copy, Scale
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-INDEX = "model.safetensors.index.json"
+PLAN = tiny()[1]
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
 @pytest.fixture
@@ -18,105 +24,227 @@ def src(tmp_path):
     return write_checkpoint(tmp_path / "src", tiny()[0])
 
 
-PLAN = tiny()[1]
-
-
 def shard_bytes(header, data=b""):
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
-def entry(start, stop, shape=(2,), dtype="F32"):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-
-
 DAMAGES = {
     "empty": lambda data: b"",
     "half a header": lambda data: data[:20],
-    "half the data": lambda data: data[: len(data) // 2],
     "a byte short": lambda data: data[:-1],
-    "a byte more": lambda data: data + b"x",
     "zeros": lambda data: bytes(len(data)),
-    "header not JSON": lambda data: data[:8] + b"!" + data[9:],
     "huge header length": lambda data: struct.pack("<Q", 1 << 60) + data[8:],
-    "overlap": lambda data: shard_bytes({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
-    "hole": lambda data: shard_bytes({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)),
-    "shape": lambda data: shard_bytes({"a": entry(0, 8, (3,))}, bytes(8)),
-    "dtype": lambda data: shard_bytes({"a": entry(0, 8, dtype="Q4_K")}, bytes(8)),
+    "hole": lambda data: shard_bytes({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, bytes(12)),
     "a page of the web": lambda data: b"<!DOCTYPE html><html>not found</html>",
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [FIRST, SECOND])
-def test_damaged_shards(src, damage, name):
-    path = src / name
+def test_damaged_shards(src, damage):
+    path = src / SECOND
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert_refused(PLAN, src, str(path), "truncated or corrupt", "download it again")
 
 
-def edit_index(src, change):
-    index = json.loads((src / INDEX).read_text())
-    change(index["weight_map"])
-    (src / INDEX).write_text(json.dumps(index))
+def test_a_pointer_of_git_lfs(src):
+    (src / FIRST).write_bytes(LFS)
+    assert_refused(PLAN, src, FIRST, "git lfs pull")
 
 
-def test_a_missing_shard(src):
-    (src / SECOND).unlink()
-    assert_refused(PLAN, src, INDEX, SECOND, "missing", "download")
-
-
-def test_an_index_that_names_a_missing_tensor(src):
-    edit_index(src, lambda names: names.update({"h.1.out.weight": SECOND}))
-    assert_refused(PLAN, src, INDEX, "h.1.out.weight", SECOND, "download")
-
-
-def test_an_index_that_names_the_wrong_shard(src):
-    edit_index(src, lambda names: names.update({"wte.weight": SECOND}))
-    assert_refused(PLAN, src, INDEX, "wte.weight", SECOND)
-
-
-@pytest.mark.parametrize("name", ["../src/" + FIRST, "/etc/passwd", "", ".", ".."])
+@pytest.mark.parametrize("name", ["../src/" + FIRST, "/etc/passwd", "", ".."])
 def test_an_index_that_names_no_file_beside_it(src, name):
-    edit_index(src, lambda names: names.update({"wte.weight": name}))
+    index = json.loads((src / INDEX).read_text())
+    index["weight_map"]["wte.weight"] = name
+    (src / INDEX).write_text(json.dumps(index))
     assert_refused(PLAN, src, INDEX, "no file beside it", "download it again")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"wte.weight": 7}}', "\xff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"wte.weight": 7}}', "\xff"])
 def test_a_damaged_index(src, text):
     (src / INDEX).write_bytes(text.encode("latin-1"))
     assert_refused(PLAN, src, INDEX, "download it again")
 
 
-def test_a_tensor_in_two_shards(src):
-    save_file({**tiny()[0][1], "wte.weight": trained(20, 12)}, src / SECOND)
-    assert_refused(PLAN, src, "wte.weight", "two shards", FIRST, SECOND)
+def pickled(folder, state):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+class Evil:
+    """Its unpickling would leave a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_pickles_run_no_code_and_torchs_unsafe_advice_is_not_repeated(tmp_path):
+    src = pickled(tmp_path / "src", {"w": Evil(tmp_path / "ran")})
+    assert_refused(PLAN, src, "pickles", "allow_pickle=True", "safetensors")
+    assert_refused(PLAN, src, "pytorch_model.bin: a pickle that runs code", "safetensors", allow_pickle=True)
+    with pytest.raises(ConversionError) as error:
+        write_plan(PLAN, src, tmp_path / "dst", allow_pickle=True)
+    assert "weights_only" not in str(error.value) and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"state_dict": {"w": torch.ones(2)}, "step": 3}, [torch.ones(2)], {"w": torch.ones(2, 2).to_sparse()}],
+    ids=["training", "list", "sparse"],
+)
+def test_pickles_that_hold_no_state_dict(tmp_path, state):
+    src = pickled(tmp_path / "src", state)
+    assert_refused(PLAN, src, "pytorch_model.bin", "save the model's state dict alone", allow_pickle=True)
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", LFS])
+def test_truncated_pickles(tmp_path, data):
+    src = pickled(tmp_path / "src", {})
+    (src / "pytorch_model.bin").write_bytes(data)
+    assert_refused(PLAN, src, "pytorch_model.bin", "git lfs pull" if data == LFS else "corrupt", allow_pickle=True)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_quantised_models(tmp_path, nested):
     config = {"quantization_config": {"quant_method": "gptq"}}
     src = write_checkpoint(tmp_path / "src", tiny()[0], config={"text_config": config} if nested else config)
-    assert_refused(PLAN, src, "config.json", "quantised", "convert the unquantised model", "then quantise")
+    with pytest.raises(ConversionRefused, match="config.json: quantised: convert the unquantised model, then quantise"):
+        write_plan(PLAN, src, tmp_path / "dst")
+
+
+def keep_a_variant(src):
+    (src / FIRST).rename(src / "model.fp16.safetensors")
+    for name in (SECOND, INDEX):
+        (src / name).unlink()
+
+
+def remove_weights(src):
+    for path in src.glob("model*"):
+        path.unlink()
+
+
+WITHOUT = {
+    "an index": (lambda src: (src / INDEX).unlink(), [FIRST, f"download {INDEX} too"]),
+    "a shard": (lambda src: (src / SECOND).unlink(), [INDEX, SECOND, "missing", "download"]),
+    "weights": (remove_weights, ["model.safetensors", "download the weights"]),
+    "all but a variant": (keep_a_variant, ["model.fp16.safetensors as a variant", "rename it"]),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT)
+def test_folders_without(what, src):
+    remove, words = WITHOUT[what]
+    remove(src)
+    assert_refused(PLAN, src, *words)
 
 
 def test_folders_that_hold_no_checkpoint(src, tmp_path):
     assert_refused(PLAN, tmp_path / "nowhere", "nowhere", "no such folder")
-    assert_refused(PLAN, src / "config.json", "no such folder")
-    (src / INDEX).unlink()
-    assert_refused(PLAN, src, "neither", "download the weights")
-    (src / "config.json").write_text("{")
-    assert_refused(PLAN, src, "config.json", "not JSON")
+    (src / "adapter_config.json").write_text("{}")
+    assert_refused(PLAN, src, "holds an adapter too", "convert_adapter")
     (src / "config.json").unlink()
-    assert_refused(PLAN, src, "no config.json")
+    with pytest.raises(ConversionRefused, match="src has no config.json: pass the folder of a Transformers checkpoint"):
+        write_plan(PLAN, src, tmp_path / "dst")
 
 
-def test_a_dangling_link_in_the_source(src):
-    (src / "tokenizer.json").symlink_to(src / "blob")
-    with pytest.raises(
-        ConversionError,
-        match="tokenizer.json: no such file or directory: put it there, or mend the link .* convert again$",
-    ):
-        write_plan(PLAN, src, src.parent / "dst")
+BROKEN = {
+    "a shard": lambda src: sorted(src.glob("model-*"))[1].unlink(),
+    "the index": lambda src: (src / INDEX).unlink(),
+    "a header": lambda src: sorted(src.glob("model-*"))[1].write_bytes(b"x"),
+    "model_type": lambda src: (src / "config.json").write_text('{"architectures": ["UNet"]}'),
+    "a shape": lambda src: (src / "config.json").write_text((src / "config.json").read_text().replace("128", "96")),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "gpt2"
+    tiny_models.build("gpt2").save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_one_line_before_anything_is_printed(what, whole, tmp_path, capsys):
+    """The same whether the result is to be verified or not."""
+    src = tmp_path / "src"
+    shutil.copytree(whole, src)
+    BROKEN[what](src)
+    errors = set()
+    for options in ([], ["--no-verify"]):
+        assert main(["convert", str(src), str(tmp_path / "dst"), *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and str(src) in err, (out, err)
+        errors.add(err)
+    assert len(errors) == 1 and [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (CentringPlan(centre=(Centre("nowhere", 0, 12),)), ["nowhere"]),
+        (CentringPlan(copy=(Copy("head", "nowhere"),)), ["nowhere"]),
+        (CentringPlan(scale=(Scale("h.0.out.weight", 0, "nowhere"),)), ["nowhere"]),
+        (CentringPlan(scale=(Scale("h.0.out.weight", 1, "h.0.scale"),)), ["h.0.scale", "[12]", "24"]),
+        (CentringPlan(centre=(Centre("wte.weight", 2, 12),)), ["[20, 12]", "no axis 2"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 5),)), ["wte.weight", "12 elements", "blocks of 5"]),
+        (CentringPlan(centre=(Centre("wte.weight", 1, 6, (1, 2)),)), ["blocks of 6", "1 2"]),
+        (CentringPlan(copy=(Copy("h.0.out.bias", "h.0.scale"),)), ["h.0.out.bias", "differs", "h.0.scale"]),
+    ],
+    ids=str,
+)
+def test_plans_of_another_checkpoint(src, plan, words):
+    assert_refused(plan, src, *words)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_tensors_that_write_to_the_stream(tmp_path, dtype):
+    src = write_checkpoint(tmp_path / "src", [{"w": torch.ones(4, 4).to(dtype), "by": torch.ones(4).to(dtype)}])
+    ways_out = ("quantised", "convert the unquantised model", "then quantise")
+    assert_refused(CentringPlan(centre=(Centre("w", 0, 4),)), src, "w is", *ways_out)
+    assert_refused(CentringPlan(scale=(Scale("w", 0, "by"),)), src, "by is", *ways_out)
+
+
+@pytest.mark.parametrize("value", ["NaN", "too large"])
+def test_what_centring_cannot_hold_leaves_nothing_behind(tmp_path, value):
+    weight = trained(4, 6, dtype=torch.float16)
+    weight[1] = float("nan") if value == "NaN" else torch.tensor([6e4, -6e4, 6e4, 6e4, 6e4, 6e4])
+    src = write_checkpoint(tmp_path / "src", [{"a": trained(2)}, {"w": weight}])
+    words = ["NaN or infinity in 'w'"] if value == "NaN" else ["'w (float16)' past the largest number", "bfloat16"]
+    assert_refused(CentringPlan(centre=(Centre("w", 1, 6),)), src, *words)
+
+
+def other_names(folder, how):
+    """Give the tensors of a GPT-2 other names that Transformers takes too, beside files that it does not read."""
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    if how == "a pickle":
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    prefixed = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    if how == "a variant":
+        save_file(prefixed, folder / "model.fp16.safetensors")
+    elif how == "a stale index":
+        weight_map = dict.fromkeys(prefixed, "model-00001-of-00002.safetensors")
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    elif how == "a pointer of Git LFS":
+        (folder / "consolidated.safetensors").write_bytes(LFS)
+        (folder / "pytorch_model.bin").write_bytes(LFS)
+    elif how == "an adapter":
+        save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("how", ["a pickle", "a variant", "a stale index", "a pointer of Git LFS", "an adapter"])
+def test_names_are_those_that_transformers_loads(how, tmp_path, capsys):
+    src = tmp_path / "src"
+    tiny_models.build("gpt2").save_pretrained(src)
+    other_names(src, how)
+    options = ["--allow-pickle"] if how == "a pickle" else []
+    assert main(["convert", str(src), str(tmp_path / "dst"), "--no-verify", *options]) == 0, capsys.readouterr().err
+    made = load_file(tmp_path / "dst" / "model.safetensors")
+    assert "wte.weight" in made and made["wte.weight"].mean(1).abs().max() < 1e-7

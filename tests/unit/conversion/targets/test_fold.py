@@ -80,7 +80,8 @@ def test_an_incomplete_fold_does_not_pass(monkeypatch):
 
     def without_biases(folds, names):
         made = folded(folds, names)
-        return {key: module.Stored(key) if isinstance(new, module.FoldedBias) else new for key, new in made.items()}
+        changed = {bias for fold in folds for bias, _, _ in fold.biases}
+        return {key: module.Stored(key) if key in changed else new for key, new in made.items()}
 
     monkeypatch.setattr(module, "folded", without_biases)
     with pytest.raises(ConversionRefused, match="nothing is folded"):

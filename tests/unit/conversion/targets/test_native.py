@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import contents
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_rmsnorm.conversion import ConversionError, ConversionRefused, convert_checkpoint, plan_conversion
-from hf_rmsnorm.conversion.checkpoint import expressions
-from hf_rmsnorm.conversion.checkpoint.values import Values
+from hf_rmsnorm.conversion import ConversionError, ConversionRefused, convert_checkpoint, plan_conversion, tensors
 from hf_rmsnorm.conversion.targets import native
 from hf_rmsnorm.conversion.targets.native import native_target, prove_native
 from hf_rmsnorm.conversion.twin.discover import discover
@@ -121,7 +120,8 @@ def test_weights_of_norms_fold_too(name):
     assert proof.passed
     target = native_target(twin.config, fold_affine=True)
     norms = [made for key, made in target.tensors.items() if "norm" in key]
-    assert norms and all(isinstance(made, expressions.Filled) and made.number == 1 for made in norms)
+    source = tensors.InMemory(dict(twin.model.named_parameters()))
+    assert norms and all(bool((made.wide(source) == 1).all()) for made in norms)
 
 
 def refusal(model_type, **changes):
@@ -181,8 +181,7 @@ def test_the_bound_of_a_clip_holds_and_is_close():
     layer = twin.model.model.layers[0].self_attn
     target = native_target(twin.config)
     weight = layer.q_proj.weight.detach()
-    bound = native.largest_output(target.clips[0].weight, target.clips[0].gain, None, Values(
-        {**dict(twin.model.named_parameters()), "model.layers.0.self_attn.q_proj.weight": weight}))  # fmt: skip
+    bound = native.largest_output(target.clips[0], tensors.InMemory(dict(twin.model.named_parameters())))
     row = weight[weight.norm(dim=1).argmax()]
     worst = row / row.norm() * len(row) ** 0.5  # what a norm would have to put out
     assert bound * (1 - 1e-12) <= float((weight @ worst).abs().max()) <= bound * (1 + 1e-12)
@@ -197,7 +196,7 @@ def test_a_broken_pair_is_not_proven(monkeypatch):
     monkeypatch.setattr(module, "_pairs", lambda channels, interleaved: torch.arange(channels).view(-1, 2))
     assert prove_native(twin).difference > 1e-4
     monkeypatch.undo()
-    monkeypatch.setattr(module, "FoldedBias", lambda weight, shift, bias: bias or module.Filled(weight, 0.0))
+    monkeypatch.setattr(module, "folded_bias", lambda weight, shift, bias: bias or module.filled(weight, 0.0))
     assert prove_native(twin).difference > 1e-4
 
 
@@ -227,7 +226,7 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
     card = (tmp_path / "dst" / "README.md").read_text()
     assert "---\n\n# The model\n" in card and native.CARD_HEADING in card and str(done.plan.proof) in card
-    assert done.written.not_copied == ("pytorch_model.bin",) and not (tmp_path / "dst" / "pytorch_model.bin").exists()
+    assert [*done.written.not_copied] == ["pytorch_model.bin"] and not (tmp_path / "dst" / "pytorch_model.bin").exists()
     assert json.loads(json.dumps(done.to_dict()))["target_type"] == "llama"
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
 
@@ -239,8 +238,9 @@ def test_verification_runs_both_and_publishes_only_what_passes(tmp_path, monkeyp
     assert done.written.unused == ("model.norm.bias",)
 
     planned = plan_conversion(src, target="native")
-    broken = planned.target.tensors["model.layers.0.self_attn.o_proj.weight"]
-    monkeypatch.setattr(broken, "elements", lambda values, first, last: 2 * broken.of.elements(values, first, last))
+    key = "model.layers.0.self_attn.o_proj.weight"
+    doubling = tensors.Scaling(0, tensors.constant(2 * torch.ones(32)))
+    planned.target.tensors[key] = planned.target.tensors[key].then(doubling)
     with pytest.raises(ConversionError, match="not published, the result fails verification"):
         to_native(src, tmp_path / "bad", planned=planned)
     assert not (tmp_path / "bad").exists()
@@ -272,24 +272,14 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
         to_native(src, tmp_path / "again", **how)
 
 
-def test_memory_is_bounded_by_pieces_and_gives_the_same_tensors(tmp_path, monkeypatch):
-    """Pieces of a few rows make the bytes that pieces of whole tensors make."""
+def test_slices_of_a_few_rows_give_the_same_tensors(tmp_path, monkeypatch):
     src = write_source(tmp_path / "src", config_of("dbrx"), torch.float32)
     planned = plan_conversion(src, target="native")
-    whole = to_native(src, tmp_path / "whole", verify=False, planned=planned)
-    largest = []
-    monkeypatch.setattr(expressions, "PIECE", 100)
-    elements = expressions.Stored.elements
-
-    def watched(self, values, first, last):
-        if len(values.stored(self.key).shape) == 2:
-            largest.append(last - first)
-        return elements(self, values, first, last)
-
-    monkeypatch.setattr(expressions.Stored, "elements", watched)
-    pieces = to_native(src, tmp_path / "pieces", verify=False, planned=plan_conversion(src, target="native"))
-    assert max(largest) <= 100  # of 32 channels a row
-    assert pieces.written.shards == whole.written.shards
+    to_native(src, tmp_path / "whole", verify=False, planned=planned)
+    monkeypatch.setattr(tensors, "SLICE", 100)  # of 32 channels a row
+    to_native(src, tmp_path / "slices", verify=False, planned=planned)
+    whole, slices = (contents(tmp_path / name) for name in ("whole", "slices"))
+    assert whole == slices
 
 
 def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
