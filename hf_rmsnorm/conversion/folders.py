@@ -20,7 +20,7 @@ MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 EXPORTS = {".ckpt", ".h5", ".gguf", ".ggml", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite"}
 PICKLES = {".bin", ".pt", ".pth"}
 OTHER_WEIGHTS = EXPORTS | PICKLES
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model*.bin", "consolidated*.pth", "model*.pt", "model*.pth")
+WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
 TRAINING = ("training_args.bin", "optimizer*", "scheduler*", "rng_state*", "random_states*", "scaler.pt")
 COPIES = ("checkpoint*", "global_step*", "openvino*", "original")  # folders with this model, as it was or exported
 NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
@@ -203,16 +203,18 @@ def why_not_copied(folder: Path, name: str, config: dict) -> str:
     """
     *parents, base = Path(name).parts
     suffix = Path(base.removesuffix(".index.json")).suffix
-    is_weights = suffix == ".safetensors" or suffix in OTHER_WEIGHTS
-    copied = any(_is_copy(folder.joinpath(*parents[: i + 1]), config) for i in range(len(parents)))
-    if any(fnmatch(base, pattern) for pattern in TRAINING) and (copied or not parents):
+    of_model = not parents or any(_is_copy(folder.joinpath(*parents[: i + 1]), config) for i in range(len(parents)))
+    if of_model and _matches(base, TRAINING):
         return OF_TRAINING
     if fnmatch(base, "adapter_model.*"):
         return OF_ADAPTER
-    if not is_weights or (parents and not copied and suffix not in EXPORTS):
-        return ""
-    known = copied or suffix in EXPORTS or any(fnmatch(base, pattern) for pattern in WEIGHTS)
-    return OLD if known or base.endswith(".index.json") else UNKNOWN
+    if suffix in EXPORTS or (of_model and _matches(base, WEIGHTS)):
+        return OLD
+    return UNKNOWN if of_model and suffix in PICKLES else ""
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _is_copy(folder: Path, config: dict) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +16,17 @@ SLICE = 1 << 18
 """Elements that are in float64 at a time: 2 MiB, which stay in the cache."""
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread for torch: slices are too small for more, and sums are in the same order on every machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True)
 class InMemory:
     """The tensors of a model as a source."""
@@ -24,8 +36,9 @@ class InMemory:
     dtype: torch.dtype | None = None
 
     def read(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor, or these rows of it, in memory of its own."""
         tensor = self.tensors[name].detach()
-        return tensor if rows is None else tensor[rows]
+        return tensor.clone() if rows is None else tensor[rows]
 
 
 Source = Checkpoint | InMemory
@@ -135,7 +148,7 @@ class Stored:
         return x.T.contiguous() if self.transposed else x
 
     def _rounded(self, x: torch.Tensor, dtype: torch.dtype, source: Source) -> torch.Tensor:
-        made = torch.empty_like(x, dtype=dtype)
+        made = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
         for place, wide in self.slices(source, x):
             narrow = wide.to(dtype)
             made[place] = narrow

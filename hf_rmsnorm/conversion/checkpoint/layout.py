@@ -30,9 +30,8 @@ class HeaderEntry:
             for first in range(0, self.nbytes, COPIED):
                 last = min(first + COPIED, self.nbytes)
                 yield memoryview(source.data(self.tensor.like, first, last).numpy())
-            return
-        x = self.tensor.value(source).contiguous()
-        yield memoryview(x.reshape(-1).view(torch.uint8).numpy())
+        else:
+            yield memoryview(self.tensor.value(source).reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Checkpoint:
         return dtype if dtype in FLOATS.values() else None
 
     def data(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Bytes [first, last) of a tensor, as a vector of uint8."""
+        """Bytes [first, last) of a tensor, as a vector of uint8 in memory of its own."""
         tensor = self.tensors[name]
         path = self.folder / tensor.file
         last = tensor.nbytes if last is None else last
@@ -60,7 +60,7 @@ class Checkpoint:
             if tensor.file not in self._pickle:
                 self._pickle.clear()
                 self._pickle[tensor.file] = load_pickle(path)
-            return self._pickle[tensor.file][name].contiguous().reshape(-1).view(torch.uint8)[first:last]
+            return self._pickle[tensor.file][name].contiguous().reshape(-1).view(torch.uint8)[first:last].clone()
         data = np.fromfile(path, np.uint8, last - first, offset=tensor.start + first)
         if len(data) < last - first:
             raise changed(path)

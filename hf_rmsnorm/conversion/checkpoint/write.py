@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from ..folders import INDEX, destination, exists_already
 from ..plan import BadTensor, ConversionError, clear_errors
+from ..tensors import one_thread
 from .layout import Layout
 from .source import Checkpoint
 
@@ -41,21 +42,20 @@ def write_checkpoint(
         dst, restart, progress: as in `convert_checkpoint`.
         config: text of config.json.
         plan: equal for what gives equal bytes; another one does not go on where a run stopped.
-        check: called with the folder that is to become DST. Where it raises, that folder is kept, with the error's
-            text in ``report.txt`` beside it. It is not called where DST had just appeared.
+        check: called with the folder that is to become DST. Where it raises, that is kept, beside ``report.txt``.
     """
     dst = destination(source.folder, dst)
     headers = {name: shard.header() for name, shard in layout.shards.items()}
     made_of = [plan.encode(), config.encode(), json.dumps(layout.index).encode(), *headers.values()]
     identity = {"plan": hashlib.sha256(b"\n".join(made_of)).hexdigest(), "source": source.fingerprints}
-    staging = Path(f"{dst}.converting")
-    model = staging / "model"
+    staging, model = Path(f"{dst}.converting"), Path(f"{dst}.converting", "model")
     with clear_errors(dst), _locked(staging) as lock:
         if not _begin(staging, dst, identity, restart):
             _clean_up(staging, lock)
             return len(layout.shards)
         try:
-            done = _write_shards(source, layout, headers, model, progress or (lambda *_: None))
+            with one_thread():
+                done = _write_shards(source, layout, headers, model, progress or (lambda *_: None))
         except BadTensor:  # what is there serves nothing once the source is mended
             shutil.rmtree(model)
             _clean_up(staging, lock)
@@ -122,9 +122,7 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     return True
 
 
-def _write_shards(
-    source: Checkpoint, layout: Layout, headers: dict[str, bytes], model: Path, progress: Callable
-) -> int:
+def _write_shards(source: Checkpoint, layout: Layout, headers: dict, model: Path, progress: Callable) -> int:
     """Write the shards that are not there; how many were."""
     tensors = size = there = 0
     total = sum(shard.nbytes for shard in layout.shards.values())
@@ -148,12 +146,11 @@ def _write_shards(
 @contextmanager
 def _whole_file(target: Path, staging: Path) -> Iterator[BinaryIO]:
     """A file to write to; at the end it is on the disk and has its name, or it never has it."""
-    partial = staging / (target.name + PARTIAL)
-    with open(partial, "wb") as file:
+    with open(staging / (target.name + PARTIAL), "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, target)
+    os.replace(file.name, target)
 
 
 def _copy_files(source: Checkpoint, layout: Layout, config: str, model: Path) -> None:
@@ -186,10 +183,8 @@ def _sync(path: Path) -> None:
 
 def _clean_up(staging: Path, lock: FileLock) -> None:
     """Remove the staging folder, but for files of others; the journal goes last, as it makes the folder ours."""
-    for path in (staging / REPORT, *staging.glob(f"*{PARTIAL}")):
-        path.unlink(missing_ok=True)
     lock.release()
-    for name in (LOCK, JOURNAL):
-        (staging / name).unlink(missing_ok=True)
+    for path in (staging / REPORT, *staging.glob(f"*{PARTIAL}"), staging / LOCK, staging / JOURNAL):
+        path.unlink(missing_ok=True)
     with suppress(OSError):
         staging.rmdir()

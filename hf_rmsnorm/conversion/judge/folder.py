@@ -20,6 +20,7 @@ from ...verification.recorded import as_recorded
 from ...verification.tolerance import FACTOR
 from ..folders import read_json
 from ..plan import Centre, CentringPlan, ConversionError, rms_norms
+from ..tensors import one_thread
 from ..twin.run import and_more
 from .pair import ModelPair, Running, side_by_side
 
@@ -130,7 +131,7 @@ def not_centred(folder: Path, plan: CentringPlan) -> str:
     wanted: dict[str, Centre] = {c.key: c for c in plan.centre}
     wrong = set(wanted)
     for shard in sorted(folder.glob("*.safetensors")):
-        with safe_open(shard, "pt") as file:
+        with one_thread(), safe_open(shard, "pt") as file:
             for key in wanted.keys() & file.keys():
                 tensor, how = file.get_tensor(key), wanted[key]
                 if is_centred(tensor, how.axis, how.block, how.blocks):
