@@ -142,5 +142,5 @@ def plan_centring(src, twin: Twin) -> PlannedCentring:
 def _as_before(record: dict, twin: Twin) -> dict:
     """The record that the source has from an earlier conversion, where this one comes to the same."""
     before = getattr(twin.config, RECORD_KEY, None)
-    same = before is not None and all(before.get(key) == record[key] for key in ("version", "writers", "rms_norms"))
+    same = before is not None and all(before.get(key) == record.get(key) for key in ("version", "residual_weights", "rms_norms"))
     return before if same else record
