@@ -6,6 +6,7 @@ it is verified. A run that was killed is taken up by the same command. Exits wit
 SRC may also be a LoRA adapter of PEFT, with --base. A hub id is downloaded first.
 """
 
+import logging
 import os
 import re
 from functools import partial
@@ -34,6 +35,8 @@ def add_arguments(parser) -> None:
     told = "a .safetensors file of the arguments of the model's forward, by name, for what text alone does not reach"
     add("--inputs", metavar="FILE", type=Path, help=told)
     add("--no-verify", action="store_true", help="publish DST without running source and result")
+    told = "run all texts and greedy tokens of a large checkpoint too, which takes minutes"
+    add("--full-verify", action="store_true", help=told)
     add("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
     add(
         "--target", choices=["same", "native"], default="same",
@@ -57,7 +60,11 @@ def run(args) -> Result:
 
 
 def _as_options(text: str) -> str:
-    text = text.replace("verify=False", "--no-verify").replace("inputs=...", "--inputs FILE")
+    text = (
+        text.replace("verify=False", "--no-verify")
+        .replace("verify='full'", "--full-verify")
+        .replace("inputs=...", "--inputs FILE")
+    )
     return _ARGUMENT.sub(lambda m: " ".join(filter(None, (_option(m[1] or m[2]), m[3]))), text)
 
 
@@ -78,7 +85,7 @@ def _run(args) -> Result:
     source = find(args.src, args.trust_remote_code)
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
-    if args.plan and (idle := _given(args, "no_verify", "prompt", "max_shard_size", "restart")):
+    if args.plan and (idle := _given(args, "no_verify", "full_verify", "prompt", "max_shard_size", "restart")):
         raise CliError(f"--plan writes nothing: leave out {', '.join(idle)}")
     models.quieten()
     from .. import conversion
@@ -90,7 +97,8 @@ def _run(args) -> Result:
     if args.dst is not None:
         open_checkpoint(source.where, allow_pickle=args.allow_pickle)
     code = _common(args, models)
-    planned = conversion.plan_conversion(source.where, target=args.target, fold_affine=args.fold_affine, **code)
+    with bar(args, bar_format="{desc}", desc="planning on a small random model"):
+        planned = conversion.plan_conversion(source.where, target=args.target, fold_affine=args.fold_affine, **code)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
     if not args.json:
@@ -142,6 +150,17 @@ def _run_adapter(args, models) -> Result:
     return _result(args, partial(conversion.convert_adapter, source.where, args.dst, **how))
 
 
+class _Stages(logging.Handler):
+    """Shows what a conversion logs beside its bar."""
+
+    def __init__(self, shown):
+        super().__init__()
+        self.shown = shown
+
+    def emit(self, record) -> None:
+        self.shown.set_description_str(_as_options(record.getMessage()))
+
+
 def _result(args, convert) -> Result:
     """What converting gives, with the options that every conversion takes; a bar tells how far it is on a terminal."""
     from ..conversion import VerificationFailed
@@ -151,10 +170,16 @@ def _result(args, convert) -> Result:
         shown.set_postfix_str(f"{tensors} tensors", refresh=False)
         shown.update(done - shown.n)
 
+    log = logging.getLogger("hf_rmsnorm.conversion")
+    log.setLevel(logging.INFO)
     try:
         with bar(args, unit="B", unit_scale=True, desc="converting") as shown:
-            done = convert(prompts=args.prompt, verify=not args.no_verify, restart=args.restart, progress=progress)
+            log.addHandler(_Stages(shown))
+            verify = "full" if args.full_verify else not args.no_verify
+            done = convert(prompts=args.prompt, verify=verify, restart=args.restart, progress=progress)
     except VerificationFailed as error:
         data = {"src": args.src, "published": False, "verification": error.verification.to_dict()}
-        return Result(data, str(error), 3)
+        return Result(data, _as_options(str(error)), 3)
+    finally:
+        log.handlers.clear()
     return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))

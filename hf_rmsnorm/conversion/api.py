@@ -201,7 +201,7 @@ def convert_checkpoint(
     target: str = "same",
     fold_affine: bool = False,
     prompts: list[str] | None = None,
-    verify: bool = True,
+    verify: bool | str = True,
     max_shard_size: int | str | None = None,
     restart: bool = False,
     allow_pickle: bool = False,
@@ -223,7 +223,8 @@ def convert_checkpoint(
             `plan_conversion`.
         dst: the folder to make. It appears whole, at the end; a run that was killed is taken up by the same call.
         prompts: texts to verify on, where there is a tokenizer.
-        verify: run source and result after writing, and publish only what passes.
+        verify: run source and result after writing, and publish only what passes. Of a large checkpoint a few tokens
+            are run; ``"full"`` runs all texts and greedy tokens.
         max_shard_size: bytes, or "5GB" and the like; with ``target="native"`` alone, as shards stay the source's
             otherwise.
         restart: drop the unfinished conversion of something else into the same DST.
@@ -266,7 +267,7 @@ def convert_adapter(
     base: str | os.PathLike,
     converted: str | os.PathLike,
     prompts: list[str] | None = None,
-    verify: bool = True,
+    verify: bool | str = True,
     restart: bool = False,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from dataclasses import asdict, dataclass, field, replace
@@ -24,8 +25,14 @@ from ..tensors import one_thread
 from ..twin.run import and_more
 from .pair import ModelPair, Running, side_by_side
 
+logger = logging.getLogger(__name__)
+
 LEAK = "rounding moves the mean of the stream, and what reads this norm would multiply that"
 NOT_RUN = "source and result were not run, as asked"
+CURE = (
+    "What to do: if the weights are stored in a narrow dtype, convert a float32 copy, which has room for the change. "
+    "Else keep the source, and report this with the figures above. verify=False publishes without this check."
+)
 FRONT_MATTER = re.compile(r"(?s)(\ufeff?\s*---[ \t]*\r?\n)(.*?)(?=(?m:^)---[ \t]*(?:\r?\n|$))")
 SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[^/]+)$")  # in the cache of the hub
 
@@ -53,6 +60,8 @@ class Verification:
         for name, run in self.runs.items():
             figures = (f"{what} {v:.4g}" if isinstance(v, float) else f"{what} {v}" for what, v in run.items())
             lines.append(f"  {name}: {', '.join(figures)}")
+        if self.runs and not self.passed:
+            lines.append(CURE)
         return "\n".join(lines)
 
 
@@ -78,13 +87,13 @@ def verify_folder(src, folder: Path, plan: CentringPlan, how: Running) -> tuple[
     """
     if wrong := not_centred(folder, plan):
         return Verification(False, wrong), plan
-    tensors = f"{len(plan.centre)} centred tensors read again"
+    tensors = f"{len(plan.centre)} changed tensors checked on disk"
     if not how.verify:
         return Verification(True, f"{tensors}; {NOT_RUN}"), plan
     with side_by_side(src, folder, how) as pair:
         runs, plan = _judge(pair, folder, plan)
-        ways = "side by side, module by module" if pair.streamed else "side by side"
-    return Verification.of(runs, f"{tensors}; source and result run {ways}"), plan
+        summary = f"{tensors}; source and result run {pair.run_on}"
+    return Verification.of(runs, summary), plan
 
 
 def judge_folders(src, folder: Path, how: Running) -> Verification:
@@ -96,7 +105,7 @@ def judge_folders(src, folder: Path, how: Running) -> Verification:
         if pair.missing:
             return Verification(False, f"{type(pair.result).__name__} does not load what was made: {pair.missing[0]}")
         pair.source = as_it_computes(pair.source)
-        return Verification.of({"result": pair.judge()[0]}, f"{names} run side by side")
+        return Verification.of({"result": pair.judge()[0]}, f"{names} run {pair.run_on}")
 
 
 def as_it_computes(model):
@@ -106,7 +115,9 @@ def as_it_computes(model):
 
 def _judge(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, CentringPlan]:
     """Figures by name of the run, and the plan with the norm that has to stay."""
-    (stock, stock_floor), (rms, floor) = pair.judge(), pair.judge_as_rms()
+    stock, stock_floor = pair.judge()
+    logger.info("verifying: result as RMSNorm")
+    rms, floor = pair.judge_as_rms()
     runs = {"as LayerNorm": stock, "as RMSNorm": rms}
     bound = FACTOR * stock_floor.candidate_rms + stock_floor.rms_slack
     last = pair.last_of([norm.path for norm in plan.norms if norm.becomes_rms])

@@ -1,9 +1,11 @@
 """A checkpoint and what was made of it, run on the same inputs; where memory does not hold both, module by module."""
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,8 @@ from ..plan import ConversionError
 from ..twin.run import and_more, loaded, quiet
 from ..twin.twin import config_and_class
 
+logger = logging.getLogger(__name__)
+
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
     "An expression is evaluated before the result is bound to a name; if it raises an exception, the name keeps the "
@@ -29,6 +33,8 @@ TOKENS = 64
 GREEDY_TOKENS = 16
 SHORT = 8
 ENOUGH = 128  # numbers to judge by: of a classifier's few logits the source's own error would be chance
+LARGE = 2**28  # bytes of weights from which on a few tokens are run, unless all is asked for
+FEW_TOKENS = 16
 _IN_FLOAT64 = 6  # two models, and the widest weights of a run in float64, in sizes of the checkpoint
 _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are read
 
@@ -41,7 +47,24 @@ class Running:
     model_class: type | None = None
     inputs: Callable[[torch.nn.Module], dict] | None = None
     prompts: list[str] | None = None
-    verify: bool = True
+    verify: bool | str = True  # "full" runs all of large models too
+
+
+def _figures(floor: NoiseFloor, kl: float, passed: bool) -> dict:
+    """What people are shown of a run."""
+    figures = {
+        "verdict": "PASS" if passed else "FAIL",
+        "dtype": floor.dtype,
+        "error": floor.candidate_max,
+        "source's own error": floor.reference_max,
+        "allowed": floor.allowed_max,
+        "RMS error": floor.candidate_rms,
+        "KL": kl,
+    }
+    reason = floor.reason
+    if not passed and not reason and floor.candidate_max > floor.allowed_max:
+        reason = "its error against float64 is larger than that of the source allows"
+    return {**figures, "reason": reason} if reason else figures
 
 
 @dataclass
@@ -52,33 +75,37 @@ class ModelPair:
     result: torch.nn.Module
     inputs: list[dict]
     streamed: bool  # the weights are read from the shards as they are needed
+    whole: bool  # all texts and greedy tokens are run, and not a few tokens alone
     missing: list[str]  # parameters that the result's checkpoint does not have, or in another shape
+
+    @property
+    def run_on(self) -> str:
+        """What is run, for people."""
+        how = ", module by module" if self.streamed else ""
+        if self.whole:
+            return f"side by side{how}"
+        return f"side by side{how}, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
 
     def judge(self) -> tuple[dict, NoiseFloor]:
         """(figures for people, noise floor) of the result, by the source's own error against float64."""
-        source, result, extra = self.source, self.result, {}
-        generates = source.can_generate() and not source.config.is_encoder_decoder and not self.streamed
-        if generates and all("input_ids" in inputs for inputs in self.inputs):
+        generates = self.source.can_generate() and not self.source.config.is_encoder_decoder
+        if generates and self.whole and all("input_ids" in inputs for inputs in self.inputs):
             how = {"norms": False, "max_new_tokens": GREEDY_TOKENS, "backend": "reference"}
-            report = verify_equivalence(source, result, self.inputs, **how)
-            difference, floor, passed, greedy = report.logits, report.noise_floor, report.passed, report.greedy
-            extra = {"greedy": greedy.reason or ("equal" if greedy.equal else "tie" if greedy.passed else "different")}
-        else:
-            own, other = self.outputs(source), self.outputs(result)
-            with in_float64(source):
-                exact = [t.double() for t in self.outputs(source)]
-            difference, floor = compare_logits(own, other, exact)
-            passed = floor.passed
-        figures = {
-            "verdict": "PASS" if passed else "FAIL",
-            "dtype": floor.dtype,
-            "error": floor.candidate_max,
-            "source's own error": floor.reference_max,
-            "allowed": floor.allowed_max,
-            "RMS error": floor.candidate_rms,
-            "KL": difference.kl_mean,
-        }
-        return {**figures, **extra, **({"reason": floor.reason} if floor.reason else {})}, floor
+            report = verify_equivalence(self.source, self.result, self.inputs, **how)
+            greedy = report.greedy
+            equal = "equal" if greedy.equal else "tie" if greedy.passed else "different"
+            figures = _figures(report.noise_floor, report.logits.kl_mean, report.passed)
+            return {**figures, "greedy": greedy.reason or equal}, report.noise_floor
+        own, exact = self._of_source
+        difference, floor = compare_logits(own, self.outputs(self.result), exact)
+        return _figures(floor, difference.kl_mean, floor.passed), floor
+
+    @cached_property
+    def _of_source(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The source's outputs, as it runs and in float64."""
+        own = self.outputs(self.source)
+        with in_float64(self.source):
+            return own, [t.double() for t in self.outputs(self.source)]
 
     def judge_as_rms(self) -> tuple[dict, NoiseFloor]:
         """As `judge`, with the result's norms as its config records them."""
@@ -86,10 +113,6 @@ class ModelPair:
             count = sum(record.converted for record in report.swapped)
             figures, floor = self.judge()
         return {**figures, "norms": f"{count} as RMSNorm", **({} if count else {"verdict": "FAIL"})}, floor
-
-    def judge_both(self) -> dict[str, dict]:
-        """Figures of the result as it loads, and as RMSNorm."""
-        return {"as LayerNorm": self.judge()[0], "as RMSNorm": self.judge_as_rms()[0]}
 
     def last_of(self, paths) -> str | None:
         """The module among these paths that runs last."""
@@ -118,9 +141,13 @@ def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
         # Nothing is wider to tell its own error by; and parts of a forward stay in float32, not the same ones in both.
         if source.dtype == torch.float64 and not streamed:
             source, result = source.float(), result.float()
+        whole = how.verify == "full" or _size(Path(src)) < LARGE
         given = [how.inputs(source)] if how.inputs else _prompts(src, source, how)
         batches = [in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
-        pair = ModelPair(source, result, batches[: 1 if streamed else None], streamed, missing)
+        if not whole:
+            batches = [{name: _shortened(name, value) for name, value in batch.items()} for batch in batches[:1]]
+        pair = ModelPair(source, result, batches[: 1 if streamed else None], streamed, whole and not streamed, missing)
+        logger.info("verifying: source and result %s", pair.run_on)
         outputs = pair.outputs(source) if how.inputs is None else []
         if outputs and sum(t.numel() for t in outputs) < ENOUGH:
             more = _random(source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
@@ -130,8 +157,16 @@ def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
 
 def fits_memory(src: Path) -> bool:
     """Whether two models and a run of one in float64 fit into memory, roughly."""
-    size = sum(path.stat().st_size for path in (*src.glob("*.safetensors"), *src.glob("*.bin")))
-    return size * _IN_FLOAT64 <= 0.8 * psutil.virtual_memory().available
+    return _size(src) * _IN_FLOAT64 <= 0.8 * psutil.virtual_memory().available
+
+
+def _size(src: Path) -> int:
+    return sum(path.stat().st_size for path in (*src.glob("*.safetensors"), *src.glob("*.bin")))
+
+
+def _shortened(name: str, value):
+    """A few tokens of token ids; all else as it is."""
+    return value[:1, :FEW_TOKENS] if name.endswith("input_ids") and value.dim() == 2 else value
 
 
 def _random(model, rows: int, tokens: int) -> dict:

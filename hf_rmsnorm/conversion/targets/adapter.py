@@ -51,7 +51,7 @@ class PlannedAdapter(PlannedSteps):
     def judge(self, src, folder, how):
         if wrong := not_centred(folder, self.centring):
             return Verification(False, wrong), self
-        tensors = f"{len(self.centring.centre)} centred tensors read again"
+        tensors = f"{len(self.centring.centre)} changed tensors checked on disk"
         peft_there, fits = find_spec("peft") is not None, fits_memory(self.base)
         if not (how.verify and peft_there and fits):
             why = "as asked" if not how.verify else "as memory does not hold them" if peft_there else "which needs PEFT"
@@ -61,7 +61,8 @@ class PlannedAdapter(PlannedSteps):
         with side_by_side(self.base, self.converted, how) as pair:
             for model, adapter in ((pair.source, src), (pair.result, folder)):
                 PeftModel.from_pretrained(model, adapter).eval()  # which changes the model itself
-            return Verification.of(pair.judge_both(), f"{tensors}; both pairs run side by side"), self
+            runs = {"as LayerNorm": pair.judge()[0], "as RMSNorm": pair.judge_as_rms()[0]}
+            return Verification.of(runs, f"{tensors}; both pairs run {pair.run_on}"), self
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         add_to_card(folder, CARD_HEADING, str(self), self.made, verdict)

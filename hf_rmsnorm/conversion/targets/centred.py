@@ -22,10 +22,12 @@ from ..planned import changed_config, planned_tensors
 from ..tensors import Lazy
 from ..twin.discover import discover
 from ..twin.prove import ProofReport, prove
+from ..twin.run import alike
 from ..twin.twin import Twin
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
 PLAN = "conversion_plan.json"
+SHOWN = 6  # lines of a list, so that the plan of a large model fits on a screen
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,15 @@ class PlannedCentring(PlannedSteps):
 
     def __str__(self) -> str:
         plan = self.centring
-        groups: dict[str, list[str]] = {}
-        for c in plan.centre:
-            blocks = "" if c.blocks is None else f", blocks {', '.join(map(str, c.blocks))}"
-            groups.setdefault(f"  along dimension {c.axis} in blocks of {c.block}{blocks}:", []).append(c.key)
-        lines = [str(self.proof), f"tensors centred ({len(plan.centre)}):", *_grouped(groups)]
-        lines += [f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones" for scale in plan.scale]
-        lines += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
+        steps = [f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones" for scale in plan.scale]
+        steps += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
         becoming = [norm.path for norm in plan.norms if norm.becomes_rms]
-        groups = {f"norms that become RMSNorm ({len(becoming)}):": becoming}
-        for norm in (norm for norm in plan.norms if not norm.becomes_rms):
-            groups.setdefault(f"norms that stay LayerNorm: {norm.reason}", []).append(norm.path)
+        lines = [str(self.proof), f"tensors changed ({len(plan.centre)}):", *_grouped(_changed(plan)), *_few(steps)]
+        lines += _grouped({f"norms that become RMSNorm ({len(becoming)}):": becoming})
+        lines += _grouped(_staying(plan))
         if plan.undetermined:
-            groups["tensors that nothing depends on, copied as they are:"] = [*plan.undetermined]
-        return "\n".join([*lines, *_grouped(groups), *plan.notes])
+            lines += _grouped({"tensors that nothing depends on, copied as they are:": [*plan.undetermined]})
+        return "\n".join([*lines, *plan.notes])
 
     def judge(self, src, folder, how):
         verdict, plan = verify_folder(src, folder, self.centring, how)
@@ -124,8 +121,42 @@ gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What w
         add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
 
 
+def _changed(plan: CentringPlan) -> dict[str, list[str]]:
+    """What is done -> the tensors that it is done to."""
+    groups: dict[str, list[str]] = {}
+    for step in plan.centre:
+        rows = "each row" if step.axis else "each column or vector"
+        blocks = "" if step.blocks is None else f" (some of the rows: {_listed(step.blocks)})"
+        groups.setdefault(f"  {rows} of {step.block} has its mean subtracted{blocks}:", []).append(step.key)
+    return groups
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, numbers[:SHOWN]))
+    return shown if len(numbers) <= SHOWN else f"{shown} and {len(numbers) - SHOWN} more"
+
+
+def _staying(plan: CentringPlan) -> dict[str, list[str]]:
+    """Why norms stay LayerNorm -> their paths; reasons that differ in numbers alone are one."""
+    groups: dict[str, tuple[str, list[str]]] = {}
+    for norm in plan.norms:
+        if not norm.becomes_rms:
+            reason, paths = groups.setdefault(alike(norm.reason), (norm.reason, []))
+            paths.append(norm.path)
+    return {f"norms that stay LayerNorm ({len(paths)}): {reason}": paths for reason, paths in groups.values()}
+
+
 def _grouped(groups: dict[str, list[str]]) -> list[str]:
-    return [line for head, paths in groups.items() for line in (head, *(f"    {p}" for p in compact_paths(paths)))]
+    """A line for each head and its paths, as many as fit on a screen."""
+    lines = [[head, *_few([f"    {path}" for path in compact_paths(paths)])] for head, paths in groups.items()]
+    shown = [line for group in lines[:SHOWN] for line in group]
+    return [*shown, f"  and {len(lines) - SHOWN} more kinds (--json lists all)"] if len(lines) > SHOWN else shown
+
+
+def _few(lines: list[str]) -> list[str]:
+    if len(lines) <= SHOWN:
+        return lines
+    return [*lines[:SHOWN], f"    and {len(lines) - SHOWN} more (--json lists all)"]
 
 
 def plan_centring(src, twin: Twin) -> PlannedCentring:

@@ -23,32 +23,47 @@ ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once
 
 @dataclass
 class Gauge:
-    """What the test found; its margins are the largest ratio of a hit, and the smallest of the rest."""
+    """What the test has shown; its margins are the largest ratio of a hit, and the smallest of the rest."""
 
     hits: list[Hit] = field(default_factory=list)
     bound: set[str] = field(default_factory=set)  # parameters that write, but whose mean the outputs depend on
     undetermined: list[str] = field(default_factory=list)  # parameters that no output depends on
     margins: dict = field(default_factory=lambda: {"gauge_max": 0.0, "nongauge_min": 1.0})
 
+    def note_kept(self, ratios: torch.Tensor) -> None:
+        """Of blocks that write to the stream, but whose mean the outputs depend on."""
+        self.margins["nongauge_min"] = min(self.margins["nongauge_min"], float(ratios.min()))
+
+    def note_free(self, ratios: torch.Tensor) -> None:
+        """Of blocks whose mean no output depends on."""
+        self.margins["gauge_max"] = max(self.margins["gauge_max"], float(ratios.max()))
+
 
 def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) -> Gauge:
     """Try every axis of every parameter of a float64 model; the model is not changed."""
     entered: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def note(path, args, output):
+        entered[norms[path].hidden_size].append(args[0])
+
     parameters = dict(model.requires_grad_().named_parameters())
     with torch.enable_grad():
-        outputs = run(model, inputs, norms, lambda path, args, _: entered[norms[path].hidden_size].append(args[0]))
+        outputs = run(model, inputs, norms, note)
     generator = torch.Generator().manual_seed(1)
     of_outputs = gradients(outputs, parameters, generator)
-    of_means = {n: gradients([x.mean(-1) for x in xs], parameters, generator) for n, xs in sorted(entered.items())}
-    sizes = {n: [float(m.abs().max()) for m in ms.values() if m is not None] for n, ms in of_means.items()}
-    least = {n: WRITES * max(found, default=0.0) for n, found in sizes.items()}
+    of_means = {}
+    least = {}
+    for width, tensors in sorted(entered.items()):
+        of_means[width] = gradients([x.mean(-1) for x in tensors], parameters, generator)
+        sizes = [float(means.abs().max()) for means in of_means[width].values() if means is not None]
+        least[width] = WRITES * max(sizes, default=0.0)
     result = Gauge()
     for name, gradient in of_outputs.items():
         if gradient is None or not bool(gradient.any()):
             result.undetermined.append(name)
             continue
-        for n, means in of_means.items():
-            if means[name] is not None and _try(result, name, n, gradient, means[name], least[n]):
+        for width, means in of_means.items():
+            if means[name] is not None and _try(result, name, width, gradient, means[name], least[width]):
                 break
     return result
 
@@ -58,11 +73,12 @@ def gradients(tensors, parameters: dict[str, torch.Tensor], generator) -> dict[s
     total = sum((torch.randn(t.shape, generator=generator, dtype=t.dtype) * t).sum() for t in tensors)
     if not total.requires_grad:
         return dict.fromkeys(parameters)
-    found = torch.autograd.grad(total, list(parameters.values()), retain_graph=True, allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
+    grads = torch.autograd.grad(total, list(parameters.values()), retain_graph=True, allow_unused=True)
+    return dict(zip(parameters, grads, strict=True))
 
 
 def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float) -> bool:
+    """Whether blocks of n elements along an axis of a parameter write to the stream, and may lose their mean."""
     for axis in range(gradient.ndim):
         if gradient.shape[axis] % n:
             continue
@@ -71,12 +87,12 @@ def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.
         ratio = total / size.clamp_min(1e-300)
         writes = _rows(means, axis, n).sum(-1).abs().amax(0) > least
         free = writes & (ratio < GAUGE) & (size > 0)
-        margins, bound = result.margins, writes & ~free
-        if bool(bound.any()):
-            margins["nongauge_min"] = min(margins["nongauge_min"], float(ratio[bound].min()))
+        kept = writes & ~free
+        if bool(kept.any()):
+            result.note_kept(ratio[kept])
             result.bound.add(name)
         if bool(free.any()):
-            margins["gauge_max"] = max(margins["gauge_max"], float(ratio[free].max()))
+            result.note_free(ratio[free])
             result.hits.append(Hit(name, axis, n, tuple(free.nonzero().flatten().tolist())))
             return True
     return False
@@ -117,39 +133,48 @@ def all_centred(model: torch.nn.Module, inputs: dict, norms) -> bool:
     return not with_mean(model, inputs, norms)
 
 
+class _Products(TorchFunctionMode):
+    """Notes each product of a vector parameter with what a linear module returned: (module, parameter)."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
+        self.returned: dict[int, str] = {}  # storage -> path of the module that returned it
+        self.kept: list[torch.Tensor] = []  # a storage that is freed may be given to another tensor
+        self.products: list[tuple[str, str]] = []
+
+    def note(self, path, args, output):
+        """A hook on linear modules."""
+        if torch.is_tensor(output):
+            self.kept.append(output)
+            self.returned[output.untyped_storage().data_ptr()] = path
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("mul", "__mul__", "__rmul__", "multiply") and len(args) == 2:
+            self._product(*args)
+            self._product(*args[::-1])
+        return func(*args, **(kwargs or {}))
+
+    def _product(self, vector, x) -> None:
+        if id(vector) not in self.vectors or not torch.is_tensor(x):
+            return
+        path = self.returned.get(x.untyped_storage().data_ptr())
+        if path is not None and x.shape[-1] == vector.numel():
+            self.products.append((path, self.vectors[id(vector)]))
+
+
 @torch.no_grad()
 def find_layer_scales(model: torch.nn.Module, inputs: dict) -> list[tuple[str, int, str]]:
     """(parameter of a linear module, axis, parameter that its output is multiplied by) of each such product."""
-    vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
-    made: dict[int, str] = {}
-    kept = []  # a storage that is freed may be given to another tensor
-    products: list[tuple[str, str]] = []
-
-    class Products(TorchFunctionMode):
-        """Notes each product of a vector parameter with what a linear module returned."""
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func.__name__ in ("mul", "__mul__", "__rmul__", "multiply") and len(args) == 2:
-                for vector, x in (args, args[::-1]):
-                    if id(vector) in vectors and torch.is_tensor(x):
-                        maker = made.get(x.untyped_storage().data_ptr())
-                        if maker is not None and x.shape[-1] == vector.numel():
-                            products.append((maker, vectors[id(vector)]))
-            return func(*args, **(kwargs or {}))
-
-    def note(path, args, output):
-        if torch.is_tensor(output):
-            kept.append(output)
-            made[output.untyped_storage().data_ptr()] = path
-
-    with Products():
-        run(model, inputs, linear_paths(model), note)
-    found = []
-    for path, by in dict.fromkeys(products):
+    with _Products(model) as noted:
+        run(model, inputs, linear_paths(model), noted.note)
+    scales = []
+    for path, by in dict.fromkeys(noted.products):
         module = model.get_submodule(path)
-        found.append((f"{path}.weight", weight_axis(module), by))
-        found += [(f"{path}.bias", 0, by)] if module.bias is not None else []
-    return found
+        scales.append((f"{path}.weight", weight_axis(module), by))
+        if module.bias is not None:
+            scales.append((f"{path}.bias", 0, by))
+    return scales
 
 
 @torch.no_grad()

@@ -39,20 +39,28 @@ def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
 
 
 def _head_sizes(config: PretrainedConfig) -> list[int]:
-    found = []
+    """The sizes of a head, or of the stream where no heads are named, in each part of a config."""
+    sizes = []
     for part in _parts(config):
         values = vars(part)  # under their own names; a config may refuse to give some as attributes
-        names = (("head_dim",) if "head_dim" in values else ("d_head",), _HEADS, _HIDDEN)
-        first = (next((v for n in each if isinstance(v := values.get(n), int) and v), 0) for each in names)
-        given, heads, hidden = first
-        own = hidden // heads if heads and hidden % heads == 0 else hidden
-        found += [size for size in (given, own) if size]
-    return found or [1]
+        heads, hidden = _first(values, _HEADS), _first(values, _HIDDEN)
+        per_head = hidden // heads if heads and hidden % heads == 0 else hidden
+        sizes += [_first(values, ("head_dim",) if "head_dim" in values else ("d_head",)), per_head]
+    return [size for size in sizes if size] or [1]
+
+
+def _first(values: dict, names: tuple[str, ...]) -> int:
+    """The first of these that is a number above 0; else 0."""
+    return next((v for name in names if isinstance(v := values.get(name), int) and v), 0)
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
-    nested = [v for v in vars(config).values() if isinstance(v, PretrainedConfig)]
-    return [config, *(part for each in nested for part in _parts(each))]
+    """A config and all configs in it."""
+    parts = [config]
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            parts += _parts(value)
+    return parts
 
 
 def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) -> PretrainedConfig:
@@ -62,17 +70,22 @@ def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) 
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
             if pictures and name == "image_size" and isinstance(value, int) and isinstance(patch, int):
-                value = min(value, IMAGE_PATCHES * patch)
-            elif isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
-                value = type(value)(_number(name, v, factor, inner) for v in value)
-            elif type(value) is int:
-                value = _number(name, value, factor, inner)
-            elif name.startswith("rope") and isinstance(value, dict):
-                value = _rotation(value, factor)
+                narrow = min(value, IMAGE_PATCHES * patch)
             else:
-                continue
-            vars(part)[name] = value  # past validators, which would see some widths narrowed and some not
+                narrow = _narrow_value(name, value, factor, inner)
+            vars(part)[name] = narrow  # past validators, which would see some widths narrowed and some not
     return config
+
+
+def _narrow_value(name: str, value, factor: int, inner: bool):
+    """A number, a list of them or the settings of a rotary embedding, narrowed; all else as it is."""
+    if type(value) is int:
+        return _number(name, value, factor, inner)
+    if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+        return type(value)(_number(name, v, factor, inner) for v in value)
+    if name.startswith("rope") and isinstance(value, dict):
+        return _rotation(value, factor)
+    return value
 
 
 def _rotation(values: dict, factor: int) -> dict:

@@ -78,7 +78,7 @@ def parameters(function):
 
 
 def test_the_command_and_the_functions_take_the_same():
-    called = {"prompt": "prompts", "no_verify": "verify"}
+    called = {"prompt": "prompts", "no_verify": "verify", "full_verify": "verify"}
     for_everybody = {"help", "json", "traceback"}
     parser = build_parser()._subparsers._group_actions[0].choices["convert"]
     options = {called.get(a.dest, a.dest): a for a in parser._actions if a.dest not in for_everybody}
@@ -190,8 +190,8 @@ def test_the_plan_comes_before_anything_is_written(tmp_path, capsys, monkeypatch
     code, out, _ = run(capsys, src, "~/dst", "--no-verify")
     assert code == 0 and (home / "dst").is_dir()
     ((text, present),) = said
-    assert "tensors centred" in text and not present
-    assert "tensors centred" not in out and "proven" not in out and str(home / "dst") in out
+    assert "tensors changed" in text and not present
+    assert "tensors changed" not in out and "proven" not in out and str(home / "dst") in out
     said.clear()
     code, out, _ = run(capsys, src, "~/json", "--no-verify", "--json")
     assert code == 0 and not said and json.loads(out)["published"]

@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_rmsnorm import __version__
+from hf_rmsnorm import __version__, convert_checkpoint
 from hf_rmsnorm.conversion.judge.folder import add_to_card, provenance
 
 HEADING = "## Converted"
@@ -100,3 +100,11 @@ def test_the_source_has_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "a model")
     assert provenance(".")["source"] == provenance("../a model/")["source"] == "a model"
     assert provenance(".")["converted_by"] == f"hf-rmsnorm {__version__}"
+
+
+def test_a_few_tokens_of_a_large_checkpoint_are_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_rmsnorm.conversion.judge.pair.LARGE", 1)
+    few = convert_checkpoint("demo:gpt2", tmp_path / "few").verification
+    assert few.passed and "on 16 tokens" in few.summary and "greedy" not in few.runs["as RMSNorm"]
+    every = convert_checkpoint("demo:gpt2", tmp_path / "every", verify="full").verification
+    assert every.passed and "on 16 tokens" not in every.summary and "greedy" in every.runs["as RMSNorm"]

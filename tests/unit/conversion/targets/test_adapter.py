@@ -224,7 +224,7 @@ def test_what_is_missing_is_said(bases, tmp_path, capsys, monkeypatch):
         convert_adapter(converted, out, base=base, converted=converted)
     monkeypatch.setattr("hf_rmsnorm.conversion.targets.adapter.find_spec", lambda name: None)
     done = convert_adapter(adapter, out, base=base, converted=converted)
-    assert "4 centred tensors read again; the pairs were not run, which needs PEFT" in str(done)
+    assert "4 changed tensors checked on disk; the pairs were not run, which needs PEFT" in str(done)
     (adapter / "second").mkdir()
     (adapter / "second" / "adapter_config.json").write_text("{}")
     with pytest.raises(ConversionError, match="holds another adapter too"):
