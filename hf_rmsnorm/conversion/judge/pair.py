@@ -81,10 +81,11 @@ class ModelPair:
     @property
     def run_on(self) -> str:
         """What is run, for people."""
-        how = ", module by module" if self.streamed else ""
+        if self.streamed:
+            return f"side by side, module by module, on {FEW_TOKENS} tokens"
         if self.whole:
-            return f"side by side{how}"
-        return f"side by side{how}, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
+            return "side by side"
+        return f"side by side, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
 
     def judge(self) -> tuple[dict, NoiseFloor]:
         """(figures for people, noise floor) of the result, by the source's own error against float64."""
@@ -141,18 +142,23 @@ def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
         # Nothing is wider to tell its own error by; and parts of a forward stay in float32, not the same ones in both.
         if source.dtype == torch.float64 and not streamed:
             source, result = source.float(), result.float()
-        whole = how.verify == "full" or _size(Path(src)) < LARGE
-        given = [how.inputs(source)] if how.inputs else _prompts(src, source, how)
-        batches = [in_dtype_of(source, batch) for batch in (given or [_random(source, *RANDOM_TOKENS)])]
+        whole = not streamed and (how.verify == "full" or _size(Path(src)) < LARGE)
+        batches = _batches(src, source, how)
         if not whole:
             batches = [{name: _shortened(name, value) for name, value in batch.items()} for batch in batches[:1]]
-        pair = ModelPair(source, result, batches[: 1 if streamed else None], streamed, whole and not streamed, missing)
+        pair = ModelPair(source, result, batches, streamed, whole, missing)
         logger.info("verifying: source and result %s", pair.run_on)
         outputs = pair.outputs(source) if how.inputs is None else []
         if outputs and sum(t.numel() for t in outputs) < ENOUGH:
             more = _random(source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
             pair.inputs.append(in_dtype_of(source, more))
         yield pair
+
+
+def _batches(src, model, how: Running) -> list[dict]:
+    """What the models are run on: the caller's inputs, texts, or random ones."""
+    batches = [how.inputs(model)] if how.inputs else _prompts(src, model, how)
+    return [in_dtype_of(model, batch) for batch in batches or [_random(model, *RANDOM_TOKENS)]]
 
 
 def fits_memory(src: Path) -> bool:

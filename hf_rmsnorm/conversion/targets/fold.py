@@ -101,7 +101,7 @@ def plan_fold(twin: Twin) -> FoldPlan:
     attend_to_encoder(twin)
     model = new_model(cls, twin.config)  # tied where the checkpoint is: a tied table reads and is read
     give_weights(model, seed=3)
-    folds, kept = _find(model, twin.inputs)
+    folds, kept = _Finder(model, twin.inputs).find()
     if not folds:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(kept.items())[:3])
         raise ConversionRefused(f"{cls.__name__}: no norm can be folded exactly ({reasons or 'it has no LayerNorm'})")
@@ -148,99 +148,143 @@ def folded(folds, tensors: dict[str, Lazy]) -> dict[str, Lazy]:
     return done
 
 
-def _find(model, inputs) -> tuple[list[Fold], dict[str, str]]:
-    norms, _ = find_layer_norms(model, inputs)
-    parameters = dict(model.requires_grad_().named_parameters())
-    keys = KeyMap(model)
-    folds, kept, taken = [], {}, set()
-    with torch.enable_grad():
-        outputs = run(model, inputs)
-    for width in sorted({norm.hidden_size for norm in norms.values()}):
-        columns = [(name, axis) for name, p in parameters.items() if p.ndim > 1
-                   for axis in range(p.ndim) if p.shape[axis] == width]  # fmt: skip
-        paths = [path for path, norm in norms.items() if norm.hidden_size == width]
-        if not columns:  # q and k of a head: what reads them is no linear
-            kept |= dict.fromkeys(paths, "something else than linears reads it")
-            continue
-        probes, rows, generator = [], [], torch.Generator().manual_seed(2)
-        for _ in range(2 + 3 * len(columns) // width):  # random losses
-            found = gradients(outputs, parameters, generator)
-            g = {name: torch.zeros_like(parameters[name]) if t is None else t for name, t in found.items()}
-            products = [(parameters[n] * g[n]).detach().movedim(a, 0).flatten(1).sum(1) for n, a in columns]
-            rows.append(torch.stack(products, 1))
-            probes.append({name: t for name, t in g.items() if t.ndim == 1})  # the rest is large
-        sums = torch.cat(rows)
-        silent = [name for (name, _), column in zip(columns, sums.T, strict=True) if not column.any()]
-        lengths = sums.norm(dim=0).clamp_min(1e-300)
-        for path in paths:
-            try:
-                if silent:
-                    raise _Stays(f"nothing depends on {silent[0]}, so that it cannot be told whether that reads it")
-                own = _own(model, path, norms[path], parameters)
-                left = torch.cat([sum(parameters[n].detach() * g[n] for n in own.values()) for g in probes])
-                found = torch.linalg.lstsq(sums / lengths, left[:, None], driver="gelsd").solution[:, 0] / lengths
-                chosen = (found - 1).abs() < 0.01
-                if float((sums[:, chosen].sum(1) - left).norm()) > TOLERANCE * float(left.norm()) or not chosen.any():
-                    raise _Stays("something else than linears reads it too")
-                readers = [column for column, is_one in zip(columns, chosen.tolist(), strict=True) if is_one]
-                fold = _fold(path, own, readers, parameters, probes, keys)
-                changed = {scale.key for scale in fold.scales} | {bias for bias, _, _ in fold.biases}
-                if changed & taken:
-                    raise _Stays(f"{sorted(changed & taken)[0]} reads another norm too")
-                taken |= changed
-                folds.append(fold)
-            except (_Stays, ConversionRefused) as reason:
-                kept[path] = str(reason)
-    return folds, kept
-
-
 class _Stays(Exception):
     """Why a norm is not folded."""
 
 
-def _own(model, path: str, norm, parameters) -> dict[str, str]:
-    """ "weight" and "bias": the norm's parameters that are its gain and its bias as they stand."""
-    names = {id(p): name for name, p in parameters.items()}
-    own = {}
-    if norm.spec.weight_offset:
-        raise _Stays("its weight is not stored as it is applied")
-    for role, value in (("weight", norm.weight), ("bias", norm.bias)):
-        if value is None:
-            continue
-        for p in model.get_submodule(path).parameters(recurse=False):
-            if p.shape == value.shape == (norm.hidden_size,) and torch.equal(p.detach().double(), value):
-                own[role] = names[id(p)]
-        if role not in own:
-            raise _Stays(f"its {role} is not stored as it is applied")
-    if not own:
-        raise _Stays("it has neither weight nor bias")
-    return own
+@dataclass(frozen=True)
+class _Sums:
+    """What random losses say of the linears that may read norms of one width.
+
+    Args:
+        columns: (parameter, axis) of each that has this width.
+        products: a row for each loss and channel, a column for each of `columns`: sum_r W_rj dL/dW_rj.
+        gradients: of all vectors, for each loss.
+        silent: parameters that no loss depends on, so that it is unknown whether they read a norm.
+    """
+
+    columns: list[tuple[str, int]]
+    products: torch.Tensor
+    gradients: list[dict[str, torch.Tensor]]
+    silent: list[str]
 
 
-def _fold(path, own, readers, parameters, probes, keys: KeyMap) -> Fold:
-    stored = {role: keys.of(name) for role, name in own.items()}
-    if any(len(found) != 1 for found in stored.values()):
-        raise _Stays("it is spread over several tensors of the checkpoint")
-    scaled = readers if "weight" in own else ()
-    scales = [scale for name, axis in scaled for scale in keys.scale(name, axis, own["weight"])]
-    biases: list[tuple[str, str, bool]] = []
-    if "bias" in own:
-        total = [torch.zeros_like(g[own["bias"]]) for g in probes]
+class _Finder:
+    """Finds the linears that read each norm of a model."""
+
+    def __init__(self, model, inputs):
+        self.model = model
+        self.norms, _ = find_layer_norms(model, inputs)
+        self.parameters = dict(model.requires_grad_().named_parameters())
+        self.keys = KeyMap(model)
+        self.taken: set[str] = set()  # tensors that a norm was folded into
+        with torch.enable_grad():
+            self.outputs = run(model, inputs)
+
+    def find(self) -> tuple[list[Fold], dict[str, str]]:
+        """(what can be folded, path of each other norm -> why it stays)."""
+        folds, kept = [], {}
+        for width in sorted({norm.hidden_size for norm in self.norms.values()}):
+            sums = self._sums(width)
+            for path in (path for path, norm in self.norms.items() if norm.hidden_size == width):
+                try:
+                    folds.append(self._fold(path, sums))
+                except (_Stays, ConversionRefused) as reason:
+                    kept[path] = str(reason)
+        return folds, kept
+
+    def _sums(self, width: int) -> _Sums:
+        columns = []
+        for name, p in self.parameters.items():
+            columns += [(name, axis) for axis in range(p.ndim) if p.ndim > 1 and p.shape[axis] == width]
+        losses, rows, generator = [], [], torch.Generator().manual_seed(2)
+        for _ in range(2 + 3 * len(columns) // width if columns else 0):
+            grads = {}
+            for name, grad in gradients(self.outputs, self.parameters, generator).items():
+                grads[name] = torch.zeros_like(self.parameters[name]) if grad is None else grad
+            products = [(self.parameters[n] * grads[n]).detach().movedim(a, 0).flatten(1).sum(1) for n, a in columns]
+            rows.append(torch.stack(products, 1))
+            losses.append({name: grad for name, grad in grads.items() if grad.ndim == 1})  # the rest is large
+        products = torch.cat(rows) if rows else torch.zeros(0, 0)
+        silent = [name for (name, _), column in zip(columns, products.T, strict=True) if not column.any()]
+        return _Sums(columns, products, losses, silent)
+
+    def _fold(self, path: str, sums: _Sums) -> Fold:
+        if not sums.columns:  # q and k of a head: what reads them is no linear
+            raise _Stays("something else than linears reads it")
+        if sums.silent:
+            raise _Stays(f"nothing depends on {sums.silent[0]}, so that it cannot be told whether that reads it")
+        own = self._own(path)
+        readers = self._readers(own, sums)
+        stored = {role: self.keys.of(name) for role, name in own.items()}
+        if any(len(keys) != 1 for keys in stored.values()):
+            raise _Stays("it is spread over several tensors of the checkpoint")
+        scales = []
+        for name, axis in readers if "weight" in own else ():
+            scales += self.keys.scale(name, axis, own["weight"])
+        biases = self._biases(own["bias"], readers, sums) if "bias" in own else []
+        changed = {scale.key for scale in scales} | {bias for bias, _, _ in biases}
+        if changed & self.taken:
+            raise _Stays(f"{min(changed & self.taken)} reads another norm too")
+        self.taken |= changed
+        weight, bias = (stored[role][0] if role in stored else None for role in ("weight", "bias"))
+        return Fold(path, weight, bias, tuple(scales), tuple(biases))
+
+    def _own(self, path: str) -> dict[str, str]:
+        """ "weight" and "bias": the norm's parameters that are its gain and its bias as they stand."""
+        norm, names = self.norms[path], {id(p): name for name, p in self.parameters.items()}
+        if norm.spec.weight_offset:
+            raise _Stays("its weight is not stored as it is applied")
+        own = {}
+        for role, value in (("weight", norm.weight), ("bias", norm.bias)):
+            if value is None:
+                continue
+            for p in self.model.get_submodule(path).parameters(recurse=False):
+                if p.shape == value.shape == (norm.hidden_size,) and torch.equal(p.detach().double(), value):
+                    own[role] = names[id(p)]
+            if role not in own:
+                raise _Stays(f"its {role} is not stored as it is applied")
+        if not own:
+            raise _Stays("it has neither weight nor bias")
+        return own
+
+    def _readers(self, own: dict[str, str], sums: _Sums) -> list[tuple[str, int]]:
+        """The linears whose sums add up to the norm's, each with the coefficient 1."""
+        left = torch.cat([sum(self.parameters[n].detach() * g[n] for n in own.values()) for g in sums.gradients])
+        lengths = sums.products.norm(dim=0).clamp_min(1e-300)
+        solution = torch.linalg.lstsq(sums.products / lengths, left[:, None], driver="gelsd").solution[:, 0] / lengths
+        chosen = (solution - 1).abs() < 0.01
+        rest = sums.products[:, chosen].sum(1) - left
+        if not chosen.any() or float(rest.norm()) > TOLERANCE * float(left.norm()):
+            raise _Stays("something else than linears reads it too")
+        return [column for column, is_one in zip(sums.columns, chosen.tolist(), strict=True) if is_one]
+
+    def _biases(self, norm_bias: str, readers, sums: _Sums) -> list[tuple[str, str, bool]]:
+        """Bias of each reader, its weight, and whether that lies as (in, out), in keys of the checkpoint."""
+        total = [torch.zeros_like(g[norm_bias]) for g in sums.gradients]
+        biases = []
         for name, axis in readers:
-            weight = parameters[name]
-            prefix = name.rpartition(".")[0]
-            siblings = [n for n, p in parameters.items() if n.rpartition(".")[0] == prefix and p.ndim == 1
-                        and weight.ndim == 2 and len(p) == weight.shape[1 - axis]]  # fmt: skip
-            if len(siblings) != 1:
-                raise _Stays(f"{name}, which reads it, has no bias to take the norm's")
-            bias = siblings[0]
-            if any(len(keys.of(n)) != 1 or keys.saved[keys.of(n)[0]].shape != keys.shapes[n] for n in (bias, name)):
-                raise _Stays(f"{bias} is stored in another shape")
-            rows = weight.detach() if axis == 1 else weight.detach().T
-            total = [t + g[bias] @ rows for t, g in zip(total, probes, strict=True)]
-            biases.append((keys.of(bias)[0], keys.of(name)[0], axis == 0))
-        left = torch.cat([g[own["bias"]] for g in probes])
+            bias, weight = self._bias_of(name, axis), self.parameters[name].detach()
+            rows = weight if axis == 1 else weight.T
+            total = [t + g[bias] @ rows for t, g in zip(total, sums.gradients, strict=True)]
+            biases.append((self.keys.of(bias)[0], self.keys.of(name)[0], axis == 0))
+        left = torch.cat([g[norm_bias] for g in sums.gradients])
         if float((torch.cat(total) - left).norm()) > TOLERANCE * float(left.norm()):
             raise _Stays("the biases of what reads it do not add up to the norm's")
-    weight, bias = (stored[role][0] if role in stored else None for role in ("weight", "bias"))
-    return Fold(path, weight, bias, tuple(scales), tuple(biases))
+        return biases
+
+    def _bias_of(self, name: str, axis: int) -> str:
+        """The bias of the linear whose weight has this name, stored in the same shape as in the model."""
+        weight, prefix = self.parameters[name], name.rpartition(".")[0]
+        siblings = []
+        for other, p in self.parameters.items():
+            beside = other.rpartition(".")[0] == prefix and p.ndim == 1 and weight.ndim == 2
+            if beside and len(p) == weight.shape[1 - axis]:
+                siblings.append(other)
+        if len(siblings) != 1:
+            raise _Stays(f"{name}, which reads it, has no bias to take the norm's")
+        for tensor in (siblings[0], name):
+            keys = self.keys.of(tensor)
+            if len(keys) != 1 or self.keys.saved[keys[0]].shape != self.keys.shapes[tensor]:
+                raise _Stays(f"{siblings[0]} is stored in another shape")
+        return siblings[0]

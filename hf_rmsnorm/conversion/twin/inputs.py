@@ -85,26 +85,29 @@ def _texts(model: torch.nn.Module, tokens: tuple[int, int]) -> Iterator[dict]:
 def _with_tower(model: torch.nn.Module, inputs: dict, tower: Tower) -> Iterator[dict]:
     """The inputs with one for the tower besides, in each way that models take such."""
     names = inspect.signature(model.forward).parameters
-    part = next((p for p in (getattr(model.config, name, None) for name in tower.configs) if p is not None), None)
+    part = _first_of(model.config, tower.configs)
+    token = _first_of(model.config, tower.tokens)
     argument = next((name for name in tower.arguments if name in names), None)
-    token = next((t for t in (getattr(model.config, name, None) for name in tower.tokens) if isinstance(t, int)), None)
-    ids = inputs.get("input_ids")
-    if part is None or argument is None or argument in inputs or token is None or ids is None:
+    if part is None or token is None or argument is None or argument in inputs or "input_ids" not in inputs:
         return
-    choices = _pictures(part) if argument == "pixel_values" else _sounds(part, argument)
-    for values in choices:
-        values = {name: value for name, value in values.items() if name in names or name == argument}
+    row = inputs["input_ids"].reshape(1, -1)
+    row = torch.where(row == token, (row + 1) % row.max(), row)
+    for values in _pictures(part) if argument == "pixel_values" else _sounds(part, argument):
+        values = {name: value for name, value in values.items() if name in names}
         count = _count_features(model, tower, values)
         if not count:
             continue
-        row = ids.reshape(1, -1)
-        row = torch.where(row == token, (row + 1) % row.max(), row)
         places = torch.full((1, count), token)
         with_places = torch.cat([row[:, :2], places, row[:, 2:]], dim=1)
         filled = {**inputs, **values, "input_ids": with_places}
         yield filled
         if "mm_token_type_ids" in names:
             yield {**filled, "mm_token_type_ids": (with_places == token).long()}
+
+
+def _first_of(config, names: tuple[str, ...]):
+    """The first of these attributes that a config has, and that is not None."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def _count_features(model: torch.nn.Module, tower: Tower, values: dict) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -78,6 +79,7 @@ def _rows(shape: torch.Size) -> torch.Tensor:
 
 
 def _recognise(module: torch.nn.Module, args: tuple) -> TwinNorm | None:
+    """The LayerNorm that a module computes of its first argument, if it computes one."""
     x = args[0].detach()
     if not x.ndim or x.shape[-1] < 2 or weight_axis(module) is not None:  # the quickest way to tell most of the rest
         return None
@@ -89,13 +91,18 @@ def _recognise(module: torch.nn.Module, args: tuple) -> TwinNorm | None:
         return None
     if not torch.is_tensor(y) or y.shape != x.shape:
         return None
-    own = [p.detach().double() for p in module.parameters(recurse=False) if p.shape == x.shape[x.ndim - p.ndim :]]
-    numbers = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < math.inf]
     bound = TOLERANCE * y.abs().max().clamp_min(1e-30)
-    weights = [(None, 0.0), *((p, offset) for offset in (0.0, 1.0) for p in own)]
-    for eps, (weight, offset), bias in product(dict.fromkeys((*numbers, *USUAL_EPS)), weights, (None, *own)):
-        spec = NormSpec(True, eps, weight is not None, bias is not None, weight_offset=offset)
-        norm = TwinNorm(spec, x.shape[-1], weight, bias)
+    for norm in _candidates(module, x):
         if bool(((norm(rows) - y).abs() <= bound).all()):
             return norm
     return None
+
+
+def _candidates(module: torch.nn.Module, x: torch.Tensor) -> Iterator[TwinNorm]:
+    """The LayerNorms that a module may compute, by its parameters and the numbers that it holds."""
+    own = [p.detach().double() for p in module.parameters(recurse=False) if p.shape == x.shape[x.ndim - p.ndim :]]
+    numbers = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < math.inf]
+    weights = [(None, 0.0), *((p, offset) for offset in (0.0, 1.0) for p in own)]
+    for eps, (weight, offset), bias in product(dict.fromkeys((*numbers, *USUAL_EPS)), weights, (None, *own)):
+        spec = NormSpec(True, eps, weight is not None, bias is not None, weight_offset=offset)
+        yield TwinNorm(spec, x.shape[-1], weight, bias)
