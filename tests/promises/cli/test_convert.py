@@ -163,6 +163,22 @@ def test_options_may_stand_before_dst(tmp_path, capsys):
     assert str(tmp_path / "two") in err and err.count("\n") == 1
 
 
+def test_inputs_of_a_file_reach_what_text_does_not(tmp_path, capsys):
+    tower = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {"model_type": "clip_vision_model", **tower, "image_size": 16, "patch_size": 8}
+    text = {"model_type": "llama", **tower, "vocab_size": 96}
+    sizes = {"vision_config": vision, "text_config": text, "image_token_index": 5}
+    src = save(tmp_path / "src", "LlavaForConditionalGeneration", "llava", sizes)
+    words = {"input_ids": torch.arange(8, 16)[None]}
+    picture = {"input_ids": torch.tensor([[5, 5, 5, 5, 8, 9]]), "pixel_values": torch.randn(1, 3, 16, 16)}
+    for name, tensors in (("words", words), ("picture", picture)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    code, _, err = run(capsys, src, "--plan", "--inputs", tmp_path / "words.safetensors")
+    assert code == 2 and "the inputs reached 0 of 6 LayerNorms" in err and "pass --inputs FILE that reach all" in err
+    code, out, err = run(capsys, src, "--plan", "--inputs", tmp_path / "picture.safetensors")
+    assert code == 0 and "of 6 norms as RMSNorm" in out, err
+
+
 def test_errors_speak_the_words_of_the_command(tmp_path, capsys):
     code, _, err = run(capsys, "demo:gpt2", tmp_path / "dst", "--max-shard-size", "1MB")
     assert code == 2 and "--max-shard-size goes with --target native" in err
