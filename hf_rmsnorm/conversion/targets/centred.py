@@ -173,5 +173,8 @@ def plan_centring(src, twin: Twin) -> PlannedCentring:
 def _as_before(record: dict, twin: Twin) -> dict:
     """The record that the source has from an earlier conversion, where this one comes to the same."""
     before = getattr(twin.config, RECORD_KEY, None)
-    same = before is not None and all(before.get(key) == record.get(key) for key in ("version", "residual_weights", "rms_norms"))
+    if before is None:
+        return record
+    keys = "version", "residual_weights", "rms_norms"
+    same = all(before.get(key) == record.get(key) for key in keys)
     return before if same else record

@@ -25,7 +25,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
     Returns:
         What was done to each module that repeats in the model, or to its parts, and why nothing was.
     """
-    finder = _Finder(model)
+    finder = _FusionFinder(model)
     records: dict[str, FusedLayer] = {}
     for path, module in model.named_modules():
         if not finder.looks_at(module):
@@ -57,7 +57,7 @@ def norms_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child, recipe in norms if recipe is not None and recipe.is_simple}
 
 
-class _Finder:
+class _FusionFinder:
     """Looks at the modules of one model, once for all that are alike.
 
     Attributes:
