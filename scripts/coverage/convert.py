@@ -25,6 +25,7 @@ from hf_rmsnorm.conversion.twin.twin import make_twin
 from .compare import MAPPINGS, chosen
 from .inputs import find_inputs
 from .models import STYLES, Shrinker, build, config_class, model_class
+from .report import lines_of
 from .workers import Job, line, run_all
 
 TIME_LIMIT = 120  # seconds a type may take
@@ -225,6 +226,7 @@ def _write(path: Path, found: dict) -> None:
     results = _ordered(found)
     versions = {"hf_rmsnorm": hf_rmsnorm.__version__}
     versions |= {"transformers": transformers.__version__, "torch": torch.__version__}
-    document = {"versions": versions, "summary": summary(results), "types": results}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document = {"versions": versions, "summary": summary(results), "types": "<types>"}
+    text = json.dumps(document, indent=1).replace('"<types>"', lines_of(results))
+    path.write_text(text + "\n", encoding="utf-8")
     path.with_suffix(".txt").write_text(table(results), encoding="utf-8")
