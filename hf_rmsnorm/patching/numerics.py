@@ -41,11 +41,13 @@ def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     if own.centered or numerics == "torch":
         unknown = own.weight_offset or (own.has_bias and not own.centered)
         return None if unknown else (replace(plain, functional=True), True)
-    if own.has_bias:
-        return None
+    return None if own.has_bias else _server_formula(numerics, plain)
+
+
+def _server_formula(numerics: str, plain: NormSpec) -> tuple[NormSpec, bool]:
     if numerics == "sglang":
-        return plain, own.weight_offset != 0.0
-    if own.has_weight and not own.weight_offset:
+        return plain, plain.weight_offset != 0.0
+    if plain.has_weight and not plain.weight_offset:
         plain = replace(plain, rounding="before_weight")
     return plain, False
 

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..formula import HALF_DTYPES
 from .context import one_line
-from .norms import NormCall
+from .norms import Expected, NormCall
 from .tolerance import ulp
 
 MAX_OFF_HALF = 1e-3
@@ -76,28 +77,52 @@ def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
         theirs = expected.y
         dtype = max(expected.dtype, theirs.dtype, key=lambda d: torch.finfo(d).eps)
         name = str(dtype).removeprefix("torch.")
-        kinds = f"a {type(y).__name__}, the original a tensor"
-        if isinstance(y, torch.Tensor):
-            kinds = f"{y.dtype} {tuple(y.shape)}, the original {theirs.dtype} {tuple(theirs.shape)}"
-        if not isinstance(y, torch.Tensor) or y.dtype != theirs.dtype or y.shape != theirs.shape:
-            return _failed(path, class_name, f"returns {kinds}", name)
-        half, rounds_last = dtype in HALF_DTYPES, y.dtype in HALF_DTYPES
-        y, theirs = y.double(), theirs.double()
-        unequal = (y != theirs) & ~(y.isnan() & theirs.isnan())
-        difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
-        fine = expected.largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        coarse = torch.maximum(ulp(theirs, dtype), fine) if half else fine
-        worst = max(worst, (difference / coarse.clamp_min(1e-300)).max().item())
-        # half-precision output is rounded last; any other may be multiplied by the weight after what was rounded
-        off += (unequal if rounds_last else difference > MAX_ULP * fine).sum().item()
-        differing += unequal.sum().item()
+        kinds = _kinds_differ(y, theirs)
+        if kinds:
+            return _failed(path, class_name, kinds, name)
+        distance = _distance(y, expected, dtype)
+        worst = max(worst, distance.ulps)
+        off += distance.off
+        differing += distance.differing
         elements += y.numel()
         amplified += expected.amplification.mean().item() * y.numel()
+    half = dtype in HALF_DTYPES
     share = min(MAX_OFF_HALF * amplified / elements, _MAX_AMPLIFIED) if half else MAX_OFF_FLOAT
-    allowed, reason = max(1, int(share * elements)), ""
+    allowed = max(1, int(share * elements))
+    reason = ""
     if worst > WORST_ULP:
         reason = f"an element is {worst:.3g} ulp away, {WORST_ULP:g} are allowed"
     elif off > allowed:
         kind = "differ" if half else f"are more than {MAX_ULP:g} ulp away"
         reason = f"{off} of {elements} elements {kind}, {allowed} are allowed"
     return NormCheck(path, class_name, name, elements, differing, off, allowed, worst, not reason, reason)
+
+
+def _kinds_differ(y, theirs: torch.Tensor) -> str:
+    """What was returned instead of a tensor like the original's; "" where it is one."""
+    if not isinstance(y, torch.Tensor):
+        return f"returns a {type(y).__name__}, the original a tensor"
+    if y.dtype != theirs.dtype or y.shape != theirs.shape:
+        return f"returns {y.dtype} {tuple(y.shape)}, the original {theirs.dtype} {tuple(theirs.shape)}"
+    return ""
+
+
+class _Distance(NamedTuple):
+    """How many elements are not equal, how many are off, and the largest difference in ulp; see `NormCheck`."""
+
+    differing: int
+    off: int
+    ulps: float
+
+
+def _distance(y: torch.Tensor, expected: Expected, dtype: torch.dtype) -> _Distance:
+    rounds_last = y.dtype in HALF_DTYPES
+    y, theirs = y.double(), expected.y.double()
+    unequal = (y != theirs) & ~(y.isnan() & theirs.isnan())
+    difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    fine = expected.largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    coarse = torch.maximum(ulp(theirs, dtype), fine) if dtype in HALF_DTYPES else fine
+    # half-precision output is rounded last; any other may be multiplied by the weight after what was rounded
+    off = unequal if rounds_last else difference > MAX_ULP * fine
+    ulps = (difference / coarse.clamp_min(1e-300)).max().item()
+    return _Distance(unequal.sum().item(), off.sum().item(), ulps)

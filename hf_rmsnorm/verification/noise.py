@@ -1,6 +1,7 @@
 """How far logits are apart, and how far each side is from float64."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,8 +74,8 @@ class Sizes:
     def __init__(self, *values: torch.Tensor):
         self.max = self._sum = self._squares = 0.0
         self.count = 0
-        for each in values:
-            self.add(each)
+        for tensor in values:
+            self.add(tensor)
 
     def add(self, values: torch.Tensor) -> None:
         values = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -108,12 +109,11 @@ def compare_logits(
     A model with quantised weights rounds its activations to half precision or to codes, whatever its logits' dtype: an
     ulp of float32 in a norm tips one of these steps or it does not. So its last rounding counts as one of bfloat16.
     """
-    triples = [each for each in zip(reference, candidate, exact, strict=True) if each[0].numel()]
-    if not triples:
+    if not any(rows.numel() for rows in reference):
         return LogitDifference(), NoiseFloor(reason="there is nothing to compare: the inputs gave no outputs")
     own, other, size, difference, divergence = (Sizes() for _ in range(5))
     tokens, agree, finite = 0, 0, True
-    for r, c, y in (rows for each in triples for rows in zip(*(t.split(_ROWS) for t in each), strict=True)):
+    for r, c, y in _blocks(reference, candidate, exact):
         keep = y.abs() < _MASKED
         finite = finite and bool((keep | (y <= -_MASKED)).all())
         own.add((r.double() - y)[keep])
@@ -121,23 +121,50 @@ def compare_logits(
         size.add(y[keep])
         difference.add(torch.where(r == c, 0.0, r.double() - c.double()))
         tokens += len(r)
-        if not are_logits:
-            continue
-        divergence.add(_kl(r, c))
-        agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
+        if are_logits:
+            divergence.add(_kl(r, c))
+            agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
     dtype = torch.bfloat16 if quantised else torch.promote_types(reference[0].dtype, candidate[0].dtype)
     max_step, rms_step = ulp(torch.tensor([size.max, size.rms], dtype=torch.float64), dtype).tolist()
-    reasons = {
-        "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights": not finite,
-        "there is nothing to compare: every output is that of a hidden word": not size.count,
-        f"the reference itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32": own.max == math.inf,
-        "the candidate gives NaN or infinity where the reference does not": other.max == math.inf,
-    }
-    reason = next((text for text, holds in reasons.items() if holds), "")
-    name = str(dtype).removeprefix("torch.")
-    floor = NoiseFloor(name, own.max, own.rms, other.max, other.rms, max_step, rms_step / math.sqrt(12), reason)
-    between = (difference.max, difference.mean, divergence.mean, divergence.max, agree / tokens)
-    return LogitDifference(tokens, reference[0].shape[-1] if are_logits else 0, *between), floor
+    floor = NoiseFloor(
+        dtype=str(dtype).removeprefix("torch."),
+        reference_max=own.max,
+        reference_rms=own.rms,
+        candidate_max=other.max,
+        candidate_rms=other.rms,
+        max_slack=max_step,
+        rms_slack=rms_step / math.sqrt(12),
+        reason=_why_incomparable(own, other, size, finite, dtype),
+    )
+    between = LogitDifference(
+        tokens=tokens,
+        vocabulary=reference[0].shape[-1] if are_logits else 0,
+        max_abs=difference.max,
+        mean_abs=difference.mean,
+        kl_mean=divergence.mean,
+        kl_max=divergence.max,
+        top1_agreement=agree / tokens,
+    )
+    return between, floor
+
+
+def _blocks(*outputs: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """A few rows at a time of tensors that belong together."""
+    for tensors in zip(*outputs, strict=True):
+        if tensors[0].numel():
+            yield from zip(*(t.split(_ROWS) for t in tensors), strict=True)
+
+
+def _why_incomparable(own: Sizes, other: Sizes, size: Sizes, finite: bool, dtype: torch.dtype) -> str:
+    if not finite:
+        return "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
+    if not size.count:
+        return "there is nothing to compare: every output is that of a hidden word"
+    if own.max == math.inf:
+        return f"the reference itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32"
+    if other.max == math.inf:
+        return "the candidate gives NaN or infinity where the reference does not"
+    return ""
 
 
 def _kl(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,8 @@ def affine(hat, y, tensors: dict[str, torch.Tensor], tolerance: float) -> tuple[
         if (weight is None and offset) or (bias is not None and bias == weight):
             continue
         scale = 1.0 if weight is None else tensors[weight].double() + offset
-        if close(hat * scale + (0.0 if bias is None else tensors[bias].double()), y, tolerance):
+        shift = 0.0 if bias is None else tensors[bias].double()
+        if close(hat * scale + shift, y, tolerance):
             return weight, bias, offset
     return None
 
@@ -43,19 +44,16 @@ def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
         return False
     if spec.group_size is not None:
         y, expected, x, weight, bias = in_groups(spec.group_size, y, expected, x, weight, bias)
-    x_dtype, x, error = x.dtype, x.double(), (y.double() - expected.double()).abs().nan_to_num()
-    terms = expected.double().abs() + (0.0 if bias is None else bias.double().abs())
+    hat_dtype = spec.hat_dtype(x.dtype, None if weight is None else weight.dtype)
+    x = x.double()
+    error = (y.double() - expected.double()).abs().nan_to_num()
+    terms = expected.double().abs()
+    if bias is not None:
+        terms = terms + bias.double().abs()
     if spec.weight_offset and weight is not None and spec.gate is None:
-        # hat * weight + hat is the sum of two terms, which may cancel.
-        hat = x - x.mean(-1, keepdim=True) if spec.centered else x
-        hat = hat * (hat.pow(2).mean(-1, keepdim=True) + spec.eps).rsqrt()
-        terms = terms.maximum((hat * (weight.double().abs() + spec.weight_offset)).abs())
-    noise = torch.zeros(())
-    if spec.centered:  # a mean summed in another order is off by roundings of its summands
-        rstd = (x.var(-1, keepdim=True, unbiased=False) + spec.eps).rsqrt()
-        scale = 1.0 if weight is None else (weight.double() + spec.weight_offset).abs()
-        noise = EPS32 * x.abs().mean(-1, keepdim=True) * rstd * scale
-    rounded_to = {y.dtype, spec.hat_dtype(x_dtype, None if weight is None else weight.dtype)} & set(HALF_DTYPES)
+        terms = terms.maximum(_terms_of_offset(x, weight, spec))
+    noise = _noise_of_mean(x, weight, spec) if spec.centered else torch.zeros(())
+    rounded_to = {y.dtype, hat_dtype} & set(HALF_DTYPES)
     if not rounded_to:
         return bool((error <= MAX_ULPS * (EPS32 * terms + noise).nan_to_num()).all())
     half = rounded_to.pop()
@@ -64,12 +62,27 @@ def nearly(y, expected, x, weight, bias, spec: NormSpec) -> bool:
     return bool(within.all()) and (error > 0).sum().item() <= max(2, MAX_DIFFERING[half] * error.numel())
 
 
+def _terms_of_offset(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec) -> torch.Tensor:
+    """The size of the two terms of hat * weight + hat, which may cancel."""
+    hat = x - x.mean(-1, keepdim=True) if spec.centered else x
+    hat = hat * (hat.pow(2).mean(-1, keepdim=True) + spec.eps).rsqrt()
+    return (hat * (weight.double().abs() + spec.weight_offset)).abs()
+
+
+def _noise_of_mean(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec) -> torch.Tensor:
+    """By how much a result is off where the mean was summed in another order: by roundings of its summands."""
+    rstd = (x.var(-1, keepdim=True, unbiased=False) + spec.eps).rsqrt()
+    scale = 1.0 if weight is None else (weight.double() + spec.weight_offset).abs()
+    return EPS32 * x.abs().mean(-1, keepdim=True) * rstd * scale
+
+
 def describe(x: torch.Tensor, y: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str | None:
     """What gives y (..., hidden_size) for rows x so large that eps is nothing, if it is a well-known look-alike."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.shape == x.shape[-1:]}
     x = x.double()
     centred = x - x.mean(-1, keepdim=True)
-    square, variance = x.pow(2).mean(-1, keepdim=True), centred.pow(2).mean(-1, keepdim=True)
+    square = x.pow(2).mean(-1, keepdim=True)
+    variance = centred.pow(2).mean(-1, keepdim=True)
     unbiased = variance * x.shape[-1] / max(x.shape[-1] - 1, 1)
     variants = {
         "a LayerNorm with the unbiased variance, dividing by n - 1": centred * unbiased.rsqrt(),
@@ -83,5 +96,7 @@ def describe(x: torch.Tensor, y: torch.Tensor, tensors: dict[str, torch.Tensor])
         "a division by the mean magnitude": x / x.abs().mean(-1, keepdim=True),
         "an affine map": x,
     }
-    found = (name for name, hat in variants.items() if affine(hat, y.double(), tensors, 1e-5))
-    return next((f"it computes {name}" for name in found), None)
+    for name, hat in variants.items():
+        if affine(hat, y.double(), tensors, 1e-5):
+            return f"it computes {name}"
+    return None
