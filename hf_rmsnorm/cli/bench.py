@@ -82,9 +82,9 @@ def _generate(model, tokenizer, batch, args, data: dict) -> None:
     from ..patching.converted import conversion_of
     from ..verification.context import max_positions, prompt_length
 
-    given = batch[:1] if args.prompt is None else models.tokens(model, tokenizer, args.prompt, None)
-    most = PROMPT if args.prompt is None else given.shape[1]
-    prompt = given[:, : prompt_length(model.config, most, args.new_tokens)]
+    ids = batch[:1] if args.prompt is None else models.tokens(model, tokenizer, args.prompt, None)
+    most = PROMPT if args.prompt is None else ids.shape[1]
+    prompt = ids[:, : prompt_length(model.config, most, args.new_tokens)]
     new = min(args.new_tokens, max_positions(model.config) - prompt.shape[1])
     tokens, seconds, _ = _in_turn(model, lambda: greedy(model, prompt, new), bar(args, range(ROUNDS + 1), "generating"))
     rates = [[new / s for s in side] for side in seconds]
@@ -95,7 +95,7 @@ def _generate(model, tokenizer, batch, args, data: dict) -> None:
     unjudged = "whether the results differ by rounding alone: "
     if data["backend"] != "triton":
         data["not_measured"].append(unjudged + "both sides ran the same code; hf-rmsnorm verify runs the kernels")
-    elif (found := conversion_of(model)) and found.trained:
+    elif (conversion := conversion_of(model)) and conversion.trained:
         data["not_measured"].append(unjudged + "it was trained as RMSNorm, and computes LayerNorm without the patch")
     else:
         try:
@@ -107,13 +107,15 @@ def _generate(model, tokenizer, batch, args, data: dict) -> None:
 
 
 def _train(model, batch, args, data: dict) -> None:
-    given = {"input_ids": batch} | ({"decoder_input_ids": batch} if model.config.is_encoder_decoder else {})
+    inputs = {"input_ids": batch}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = batch
     if model.can_generate():
-        given |= {"labels": batch, "use_cache": False}
+        inputs |= {"labels": batch, "use_cache": False}
 
     def step() -> float:
-        out = model(**given)
-        loss = out.loss if "labels" in given else out[0].float().square().mean()
+        out = model(**inputs)
+        loss = out.loss if "labels" in inputs else out[0].float().square().mean()
         loss.backward()
         model.zero_grad(set_to_none=True)
         return loss.item()

@@ -88,8 +88,8 @@ def steps(args, total: int):
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2")
-    told = "run the model code that the checkpoint brings"
-    parser.add_argument("--trust-remote-code", action="store_true", help=told)
+    text = "run the model code that the checkpoint brings"
+    parser.add_argument("--trust-remote-code", action="store_true", help=text)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

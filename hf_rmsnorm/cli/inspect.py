@@ -68,20 +68,32 @@ def _inspect(name: str, args, text: str, step):
 
 
 def _blocks(args, before, after) -> list[str | Table]:
-    rows = [("norm", "kind", "median", "largest") + (("after:   median", "largest") if after else ())]
-    for norm, later in zip(before.norms, after.norms if after else before.norms, strict=True):
-        row = norm.path, "LayerNorm" if norm.centered else "RMSNorm", f"{norm.median:.2e}", f"{norm.largest:.1e}"
-        rows.append(row + ((f"{later.median:.2e}", f"{later.largest:.1e}") if after else ()))
-    form = f"{{:<{max(len(row[0]) for row in rows)}}}  {{:<9}}  {{:>8}}  {{:>7}}" + "  {:>15}  {:>7}" * bool(after)
-    blocks = [f"{args.model}: {before.tokens} tokens, |mean| / RMS of each norm's input"]
-    blocks.append(Table(rows, "\n".join(form.format(*row) for row in rows)))
-    for name, found in (("the model", before), (args.after, after)):
-        if found is not None and found.perplexity is not None:
-            blocks.append(f"perplexity of {name}: {found.perplexity:.6g}")
-    if (naive := before.naive) is not None:
+    blocks = [f"{args.model}: {before.tokens} tokens, |mean| / RMS of each norm's input", _table(before, after)]
+    for name, inspection in (("the model", before), (args.after, after)):
+        if inspection is not None and inspection.perplexity is not None:
+            blocks.append(f"perplexity of {name}: {inspection.perplexity:.6g}")
+    naive = before.naive
+    if naive is not None:
         cost = f"KL {naive.kl:.3g} nats a token, likeliest word kept for {naive.top1:.2%}"
         blocks.append(fitted(f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, {cost}"))
     return blocks
+
+
+def _table(before, after) -> Table:
+    """A row for each norm: how large its input's mean is, before a conversion and after it."""
+    rows = [["norm", "kind", "median", "largest"]]
+    for norm in before.norms:
+        kind = "LayerNorm" if norm.centered else "RMSNorm"
+        rows.append([norm.path, kind, f"{norm.median:.2e}", f"{norm.largest:.1e}"])
+    width = max(len(path) for path, *_ in rows)
+    form = f"{{:<{width}}}  {{:<9}}  {{:>8}}  {{:>7}}"
+    if after:
+        form += "  {:>15}  {:>7}"
+        columns = [["after:   median", "largest"]]
+        columns += [[f"{norm.median:.2e}", f"{norm.largest:.1e}"] for norm in after.norms]
+        rows = [row + more for row, more in zip(rows, columns, strict=True)]
+    rows = [tuple(row) for row in rows]
+    return Table(rows, "\n".join(form.format(*row) for row in rows))
 
 
 def _draw(plt, file: Path, name: str, before, after) -> None:

@@ -70,8 +70,8 @@ def build_parser() -> Parser:
 def add_command(commands, name: str, module) -> None:
     """Add a subcommand whose help is the module's docstring; its `run` finds the name in ``args.command``."""
     summary = module.__doc__.splitlines()[0]
-    told = {"help": summary[0].lower() + summary[1:].rstrip("."), "description": module.__doc__}
-    sub = commands.add_parser(name, **told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    texts = {"help": summary[0].lower() + summary[1:].rstrip("."), "description": module.__doc__}
+    sub = commands.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     sub.add_argument("--traceback", action="store_true", help="show where an error comes from")

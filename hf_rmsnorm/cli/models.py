@@ -77,15 +77,15 @@ def other_inputs(model, file: Path | None) -> dict | None:
     from ..verification.context import default_inputs, in_dtype_of
 
     if file is not None:
-        given = read_tensors(file)
+        inputs = read_tensors(file)
     else:
         try:
-            given = default_inputs(model)
+            inputs = default_inputs(model)
         except ValueError as error:
             raise CliError(str(error).replace("pass", "pass its") + " with --inputs") from error
-        if not set(given) - {"input_ids", "decoder_input_ids", "use_cache"}:
+        if not set(inputs) - {"input_ids", "decoder_input_ids", "use_cache"}:
             return None
-    return in_dtype_of(model, given)
+    return in_dtype_of(model, inputs)
 
 
 def read_tensors(file: Path) -> dict:
@@ -93,13 +93,13 @@ def read_tensors(file: Path) -> dict:
     from safetensors.torch import load_file
 
     try:
-        given = load_file(file)
+        inputs = load_file(file)
     except Exception as error:  # of safetensors or of the system
-        told = f"{one_line(error, 200)}; pass a .safetensors file of the arguments of the model's forward, by name"
-        raise CliError(f"cannot read {file}: {told}") from error
-    if not given:
+        words = f"{one_line(error, 200)}; pass a .safetensors file of the arguments of the model's forward, by name"
+        raise CliError(f"cannot read {file}: {words}") from error
+    if not inputs:
         raise CliError(f"{file} holds no tensors: pass the arguments of the model's forward, by name")
-    return given
+    return inputs
 
 
 def quieten():

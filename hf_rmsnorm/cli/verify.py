@@ -25,15 +25,15 @@ _SAID = {
 def add_arguments(parser) -> None:
     add_model(parser)
     parser.add_argument("--prompt", help="the text to compare on (default: Python's own help texts)")
-    told = "a .safetensors file with the arguments of the model's forward (default: the prompt, images or audio)"
-    parser.add_argument("--inputs", metavar="FILE", type=Path, help=told)
-    told = "the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)"
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], help=told)
+    text = "a .safetensors file with the arguments of the model's forward (default: the prompt, images or audio)"
+    parser.add_argument("--inputs", metavar="FILE", type=Path, help=text)
+    text = "the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)"
+    parser.add_argument("--dtype", choices=[*DTYPES, "all"], help=text)
     add_count(parser, "--max-tokens", 64, "use the first N tokens of the prompt")
     add_count(parser, "--max-new-tokens", 32, "compare N greedily generated tokens, 0 for none", least=0)
     parser.add_argument("--no-backward", action="store_true", help="leave out the gradients of the fused norms")
-    told = "round as vllm, sglang or torch does, and compare each norm with that order (default: model)"
-    parser.add_argument("--numerics", metavar="NAME", default="model", help=told)
+    text = "round as vllm, sglang or torch does, and compare each norm with that order (default: model)"
+    parser.add_argument("--numerics", metavar="NAME", default="model", help=text)
     add_device(parser)
 
 

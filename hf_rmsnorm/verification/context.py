@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from transformers import PretrainedConfig
@@ -32,8 +31,8 @@ def evaluating(model):
 def max_positions(config) -> int:
     """The most tokens that a model of this config takes; `sys.maxsize` where that is not said."""
     text = config.get_text_config()
-    found = [getattr(text, key, None) for key in _POSITIONS]
-    return min((value for value in found if isinstance(value, int) and value > 0), default=sys.maxsize)
+    values = [getattr(text, key, None) for key in _POSITIONS]
+    return min((value for value in values if isinstance(value, int) and value > 0), default=sys.maxsize)
 
 
 def prompt_length(config, tokens: int, new_tokens: int) -> int:
@@ -68,39 +67,68 @@ def default_inputs(model, tokens: tuple[int, int] = TOKENS, new_tokens: int = 0)
 
     `tokens` are rows and their length, which leaves room for `new_tokens`.
     """
-    if (main := getattr(model, "main_input_name", None)) not in (*RANDOM, "input_ids"):
+    main = getattr(model, "main_input_name", None)
+    if main not in (*RANDOM, "input_ids"):
         raise ValueError(f"{type(model).__name__}: nothing is known of the input {main!r}: pass inputs")
-    generator = torch.Generator().manual_seed(0)
-    config, names = model.config, inspect.signature(model.forward).parameters
-    tokens = tokens[0], prompt_length(config, tokens[1], new_tokens)
-
-    def number(*keys: str, default: int) -> int:
-        parts = (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig)))
-        values = (getattr(part, key, None) for part in parts for key in keys)
-        values = (v[0] if isinstance(v, (list, tuple)) and v else v for v in values)
-        return next((v for v in values if isinstance(v, int) and v), default)
-
-    def ids():
-        special = {v for k, v in vars(config).items() if k.endswith("_id") and isinstance(v, int)}
-        vocabulary = number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
-        free = torch.tensor([i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary)))
-        return free[torch.randint(len(free), tokens, generator=generator)]
-
-    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
-    bins = number("num_mel_bins", "input_feat_per_channel", default=80)
-    frames = number("max_source_positions", default=50)
-    images = number("num_channels", "in_channels", default=3), *2 * [number("image_size", default=64)]
-    shapes = dict(zip(RANDOM, (images, (4000,), (bins, 2 * frames)), strict=True))
-    inputs = {main: normal(tokens[0], *shapes[main]) if main in shapes else ids()}
-    # A model with a tower for texts and one for images compares the two; others hold a text's tokens free for images.
-    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
-    if main == "input_ids" and "pixel_values" in names and towers and not any("image_token" in k for k in vars(config)):
-        inputs["pixel_values"] = normal(tokens[0], *shapes["pixel_values"])
+    config = model.config
+    names = inspect.signature(model.forward).parameters
+    draw = _Draw(config, tokens[0], prompt_length(config, tokens[1], new_tokens))
+    inputs = {main: draw.ids() if main == "input_ids" else draw.floats(main)}
+    if main == "input_ids" and "pixel_values" in names and _compares_text_with_images(config):
+        inputs["pixel_values"] = draw.floats("pixel_values")
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        inputs["decoder_input_ids"] = ids()
+        inputs["decoder_input_ids"] = draw.ids()
     if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
         inputs["use_cache"] = False
     return inputs
+
+
+def _compares_text_with_images(config) -> bool:
+    """Whether the model has a tower for each; others hold a text's tokens free for images."""
+    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
+    return towers and not any("image_token" in key for key in vars(config))
+
+
+class _Draw:
+    """Random inputs of the sizes in a model's config, the same each time."""
+
+    def __init__(self, config, rows: int, length: int):
+        self.config = config
+        self.rows = rows
+        self.length = length
+        self.generator = torch.Generator().manual_seed(0)
+
+    def ids(self) -> torch.Tensor:
+        """Token ids that have no special meaning."""
+        special = {v for k, v in vars(self.config).items() if k.endswith("_id") and isinstance(v, int)}
+        vocabulary = self._number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
+        plain = [i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary))
+        chosen = torch.randint(len(plain), (self.rows, self.length), generator=self.generator)
+        return torch.tensor(plain)[chosen]
+
+    def floats(self, name: str) -> torch.Tensor:
+        """Images or audio, by the name of the argument."""
+        if name == "pixel_values":
+            size = self._number("image_size", default=64)
+            shape = self._number("num_channels", "in_channels", default=3), size, size
+        elif name == "input_features":
+            bins = self._number("num_mel_bins", "input_feat_per_channel", default=80)
+            shape = bins, 2 * self._number("max_source_positions", default=50)
+        else:
+            shape = (4000,)
+        return torch.randn(self.rows, *shape, generator=self.generator, dtype=torch.float64)
+
+    def _number(self, *keys: str, default: int) -> int:
+        """The first whole number that the config, or a part of it, has by one of these names."""
+        parts = [self.config, *(v for v in vars(self.config).values() if isinstance(v, PretrainedConfig))]
+        for part in parts:
+            for key in keys:
+                value = getattr(part, key, None)
+                if isinstance(value, (list, tuple)) and value:
+                    value = value[0]
+                if isinstance(value, int) and value:
+                    return value
+        return default
 
 
 def in_dtype_of(model, inputs: dict) -> dict:

@@ -5,6 +5,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,25 +111,13 @@ class Probe:
 
         ``"all"``: its output is the module's. ``"hat"``: it normalises the input without weight or bias. None: neither.
         """
-        given, calls = x.clone(), []
-
-        class TorchNorms(TorchFunctionMode):
-            """Notes calls of torch's own norms: (input, output, whether no weight was given)."""
-
-            def __torch_function__(self, func, types, args=(), kwargs=None):
-                kwargs = kwargs or {}
-                y = func(*args, **kwargs)
-                if func in TORCH_NORMS:
-                    alone = sum(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())) == 1
-                    calls.append((args[0] if args else kwargs.get("input"), y, alone))
-                return y
-
-        with TorchNorms():
-            y = self._call(given, gate)
-        made = [call for call in calls if _same_memory(call[0], given)]
-        if any(_same_memory(output, y) for _, output, _ in made):
+        x = x.clone()
+        with _NotedNorms() as noted:
+            y = self._call(x, gate)
+        of_x = [call for call in noted.calls if _same_memory(call.x, x)]
+        if any(_same_memory(call.y, y) for call in of_x):
             return "all"
-        return "hat" if any(alone for _, _, alone in made) else None
+        return "hat" if any(call.alone for call in of_x) else None
 
     def run_as_given(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """The module's own output for an input of the shape and strides that it is given."""
@@ -141,17 +130,20 @@ class Probe:
             raise Unusable(f"its forward fails on one input tensor: {type(error).__name__}: {line}") from error
 
     def _call(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        factor, given = 1.0, x
+        rows, factor = x, 1.0
         if gate is None and self.neutral is not None:
             value, before, factor = self.neutral
-            gate, given = torch.full_like(x, value), x if before == 1.0 else x * before
-        given = self.present(given)
-        y = self.run_as_given(given, None if gate is None else self.present(gate))
+            gate = torch.full_like(x, value)
+            rows = x if before == 1.0 else x * before
+        rows = self.present(rows)
+        y = self.run_as_given(rows, None if gate is None else self.present(gate))
         if not isinstance(y, torch.Tensor):
             raise Unusable(f"it returns {type(y).__name__}, not one tensor")
-        if y.shape != given.shape or not y.is_floating_point():
-            raise Unusable(f"it turns shape {tuple(given.shape)} into {tuple(y.shape)}")
-        y = (y.movedim(1, -1) if self.layout == "channels_first" else y).reshape(x.shape)
+        if y.shape != rows.shape or not y.is_floating_point():
+            raise Unusable(f"it turns shape {tuple(rows.shape)} into {tuple(y.shape)}")
+        if self.layout == "channels_first":
+            y = y.movedim(1, -1)
+        y = y.reshape(x.shape)
         return y if factor == 1.0 else y * factor
 
     def present(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,6 +157,31 @@ class Probe:
             leading = leading if len(leading) > 1 else [math.prod(x.shape[:-1])]
         x = x.reshape(*leading, *row)
         return x.movedim(-1, 1) if self.layout == "channels_first" else x
+
+
+class _NormCall(NamedTuple):
+    """A call of one of torch's own norms; `alone`: without weight and bias."""
+
+    x: object
+    y: torch.Tensor
+    alone: bool
+
+
+class _NotedNorms(TorchFunctionMode):
+    """Notes the calls of torch's own norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[_NormCall] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        if func in TORCH_NORMS:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            x = args[0] if args else kwargs.get("input")
+            self.calls.append(_NormCall(x, y, len(tensors) == 1))
+        return y
 
 
 class _RefuseRandom(TorchDispatchMode):
@@ -198,11 +215,11 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def plain_attributes(module: torch.nn.Module) -> dict[str, object]:
     """Attributes that hold plain values (numbers, strings, flags, tuples of them), the class's own ones included."""
-    found = {}
+    plain = {}
     for cls in reversed(type(module).__mro__):
         if cls not in torch.nn.Module.__mro__:
-            found.update((k, v) for k, v in vars(cls).items() if not k.startswith("__") and is_plain(v))
-    return found | {k: v for k, v in own_attributes(module).items() if is_plain(v)}
+            plain.update((k, v) for k, v in vars(cls).items() if not k.startswith("__") and is_plain(v))
+    return plain | {k: v for k, v in own_attributes(module).items() if is_plain(v)}
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, object]:
