@@ -146,6 +146,5 @@ def planning(folder, layers, rounds):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     measure = {"memory": memory, "time": seconds, "plan": planning}[sys.argv[1]]
     print(json.dumps(measure(Path(sys.argv[2]), *map(int, sys.argv[3:]))))

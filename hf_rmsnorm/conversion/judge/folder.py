@@ -13,13 +13,13 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCardData
-from safetensors import safe_open
 
 from ... import __version__
 from ...record import RECORD_KEY, is_centred, shorten, trained_as_rms
 from ...verification.recorded import as_recorded
 from ...verification.tolerance import FACTOR
-from ..folders import read_json
+from ..checkpoint.source import open_checkpoint
+from ..folders import ADAPTER_CONFIG, read_json
 from ..plan import Centre, CentringPlan, ConversionError, rms_norms
 from ..tensors import one_thread
 from ..twin.run import and_more
@@ -139,14 +139,14 @@ def _judge(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, Cen
 
 def not_centred(folder: Path, plan: CentringPlan) -> str:
     """Which tensors the files of a folder do not hold as the plan says, or ""; one is in memory at a time."""
-    wanted: dict[str, Centre] = {c.key: c for c in plan.centre}
-    wrong = set(wanted)
-    for shard in sorted(folder.glob("*.safetensors")):
-        with one_thread(), safe_open(shard, "pt") as file:
-            for key in wanted.keys() & file.keys():
-                tensor, how = file.get_tensor(key), wanted[key]
-                if is_centred(tensor, how.axis, how.block, how.blocks):
-                    wrong.discard(key)
+    made = open_checkpoint(folder, adapter=(folder / ADAPTER_CONFIG).is_file())
+    wanted: dict[str, Centre] = {centre.key: centre for centre in plan.centre}
+    with one_thread():
+        wrong = [
+            key
+            for key, how in wanted.items()
+            if key not in made.tensors or not is_centred(made.read(key), how.axis, how.block, how.blocks)
+        ]
     return f"not centred as the plan says: {and_more(sorted(wrong))}" if wrong else ""
 
 
