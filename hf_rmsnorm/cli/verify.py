@@ -127,7 +127,7 @@ def _state(conversion) -> str | None:
         return None
     if conversion.trained:
         return "trained"
-    return "doubted" if conversion.doubt else "centred"
+    return "doubted" if conversion.why_not else "centred"
 
 
 def _blocks(name: str, report, conversion) -> list:
@@ -135,11 +135,11 @@ def _blocks(name: str, report, conversion) -> list:
     head = fitted(f"{name} in {report.dtype}: {report.headline}", 4)
     blocks = [head, Table(report.rows(), report.table)]
     if conversion:
-        text = _SAID[_state(conversion)].format(count=len(conversion.norms), doubt=conversion.doubt)
+        text = _SAID[_state(conversion)].format(count=len(conversion.norms), doubt=conversion.why_not)
         blocks.append(fitted("  " + text))
     return [*blocks, ""]
 
 
 def _data(report, conversion) -> dict:
-    doubt = conversion.doubt if conversion else ""
+    doubt = conversion.why_not if conversion else ""
     return {**report.to_dict(), "conversion": _state(conversion), "conversion_doubt": doubt}

@@ -18,7 +18,7 @@ TRAINED = (
 
 
 class Recentre:
-    """Takes off a converted model's writers what an optimizer's step gave them of a mean along the residual stream.
+    """Subtracts the mean that an optimizer's step gave a converted model's residual weights.
 
     A LayerNorm removes that mean, so its logits stay what they are; and as long as there is none, RMSNorm computes the
     same (Jiang et al. 2023). Call it after each step, on every process:
@@ -28,45 +28,35 @@ class Recentre:
         >>> recentre()                                                             # doctest: +SKIP
 
     Means are taken in float64 and parameters changed in place, in their own dtype. The B of LoRA adapters is centred
-    where it is added to a writer. Parameters that need no gradient stay as they are. Under `fully_shard` the shards of
-    a parameter are gathered where the stream lies across them, one at a time. A model that has moved already is
-    centred at once.
+    where it is added to a residual weight. Parameters that need no gradient stay as they are. Under `fully_shard` the
+    shards of a parameter are gathered where the stream lies across them, one at a time. A model that has moved already
+    is centred at once.
 
     Args:
         model: a converted model, or one that holds it: under PEFT, DDP, `torch.compile`, `fully_shard`.
 
     Raises:
         TypeError: this is no module.
-        ValueError: no conversion is recorded, or the model was trained as RMSNorm, or something else than the writers
-            may give the stream a mean; or the parameters are managed by FSDP1 or ZeRO-3, which keep them elsewhere.
+        ValueError: no conversion is recorded, or the model was trained as RMSNorm, or something else than the residual
+            weights may give the stream a mean; or the parameters are managed by FSDP1 or ZeRO-3, which keep them
+            elsewhere.
     """
 
     def __init__(self, model: torch.nn.Module):
         found = _recorded(model, "Recentre")
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
-            cure = "use FSDP2 (fully_shard), or train as RMSNorm (train_as_rms)"
-            raise ValueError(f"FSDP1 keeps parameters as pieces of a flat one, without rows to centre: {cure}")
-        if found.followed:
-            why = "its weights may have any mean, and taking it off would change what the model computes"
-            raise ValueError(f"this model's config says that it was trained as RMSNorm: {why}")
+        _check_serves(model, found)
         tensors = Weights(found.model, found.head)
-        if doubt := outside_of(model, found.model) or tensors.hooked(found.record):
-            raise ValueError(f"this model cannot be kept centred: {doubt}")
-        own = own_names(tensors)
-        given = {new: old for old, new in own.items()}
-        steps = [(given[name], how) for name, how in constraints(found.record, given).items()]
-        residual_weights = ResidualWeights(found.record, given)
-        added = ((name, residual_weights.changed_by(name)) for name in tensors if name not in own)
-        steps += [(name, change[1]) for name, change in added if change]
-        self._steps = [(name, *tensors.data[name], how) for name, how in steps]
+        if why_not := outside_of(model, found.model) or tensors.hooked(found.record):
+            raise ValueError(f"this model cannot be kept centred: {why_not}")
+        self._steps = [(name, *tensors.data[name], how) for name, how in _to_centre(tensors, found.record)]
         self._shapes = {name: module._parameters[key].shape for name, module, key, _ in self._steps}
         self._model = model
-        if not any(is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
-            if moved(tensors, found.record):
-                self._run(frozen=True)
-            if doubt := moved(tensors, found.record):
-                raise ValueError(f"this model cannot be kept centred: {doubt}")
+        if any(is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
+            return
+        if moved(tensors, found.record):
+            self._run(frozen=True)
+        if why_not := moved(tensors, found.record):
+            raise ValueError(f"this model cannot be kept centred: {why_not}")
 
     def __call__(self) -> None:
         """Centre the parameters that are trained; raises ValueError where one is no longer here whole."""
@@ -104,6 +94,30 @@ class Recentre:
                 parameter.to_local().copy_(shards.to_local())
 
 
+def _check_serves(model: torch.nn.Module, found: Recorded) -> None:
+    """Raise ValueError for a model under FSDP1, or one that was trained as RMSNorm."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        cure = "use FSDP2 (fully_shard), or train as RMSNorm (train_as_rms)"
+        raise ValueError(f"FSDP1 keeps parameters as pieces of a flat one, without rows to centre: {cure}")
+    if found.followed:
+        why = "its weights may have any mean, and taking it off would change what the model computes"
+        raise ValueError(f"this model's config says that it was trained as RMSNorm: {why}")
+
+
+def _to_centre(tensors: Weights, record: dict) -> list[tuple[str, dict]]:
+    """(parameter, axis, block and blocks to centre it along) of residual weights, and of what adapters add to them."""
+    own = own_names(tensors)
+    names = {new: old for old, new in own.items()}
+    steps = [(names[name], how) for name, how in constraints(record, names).items()]
+    residual_weights = ResidualWeights(record, names)
+    for name in tensors:
+        change = None if name in own else residual_weights.changed_by(name)
+        if change is not None:
+            steps.append((name, change[1]))
+    return steps
+
+
 def train_as_rms(model: torch.nn.Module) -> None:
     """Mark a converted model as one that is trained as RMSNorm: `patch_model` then runs its norms so, come what may.
 
@@ -127,8 +141,8 @@ def train_as_rms(model: torch.nn.Module) -> None:
 def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
     """`train_as_rms`, without the warning; `trained`: the weights are known to be trained as RMSNorm already."""
     found = _recorded(model, "train_as_rms")
-    if doubt := "" if trained or found.followed else conversion_of(model).doubt.removeprefix(STAYS):
-        raise ValueError(f"as RMSNorm this model would compute something else than it does now: {doubt}")
+    if why_not := "" if trained or found.followed else conversion_of(model).why_not.removeprefix(STAYS):
+        raise ValueError(f"as RMSNorm this model would compute something else than it does now: {why_not}")
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, RECORD_KEY, None) == found.record:

@@ -28,7 +28,7 @@ class HfRmsNormCallback(TrainerCallback):
 
     The model is patched when the Trainer has been made, so before it is wrapped or compiled and also where it only
     evaluates or predicts; and one that `model_init` makes, for `train` or for a trial of `hyperparameter_search`, when
-    its training begins. Of a converted model it is asked again after a checkpoint was resumed whether its writers are
+    its training begins. Of a converted model it is asked again after a checkpoint was resumed whether its weights are
     centred. A model is never patched twice, and what the Trainer saves has the bytes and names of the unpatched model.
     Norms that ``use_liger_kernel`` replaces when training begins are left to Liger, and a warning says so.
 
@@ -98,7 +98,7 @@ class HfRmsNormCallback(TrainerCallback):
         if as_rms and not (self._recentre_wanted or conversion.trained):
             what = "this converted model trains as RMSNorm, and what is saved loads as LayerNorm"
             cure = "give HfRmsNormCallback recentre=True or train_as_rms=True"
-            logger.warning(f"{what}: another function where its writers were trained; {cure}")
+            logger.warning(f"{what}: another function where its residual weights were trained; {cure}")
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         if self._recentre is not None:
@@ -133,8 +133,8 @@ class HfRmsNormCallback(TrainerCallback):
             self._logged = str(self.report)
             logger.info(self._logged)
             conversion = conversion_of(model)
-            if conversion is not None and conversion.doubt:
-                logger.warning(f"each norm that the conversion recorded {conversion.doubt}")
+            if conversion is not None and conversion.why_not:
+                logger.warning(f"each norm that the conversion recorded {conversion.why_not}")
 
     def _say(self, args, state) -> None:
         line = swapped_line(self.report, args.device)

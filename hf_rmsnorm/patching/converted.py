@@ -34,8 +34,8 @@ class ConvertedNorms:
     """What a model's record says of its norms."""
 
     norms: dict[str, float]  # module path -> eps, of each LayerNorm that is recorded as an RMSNorm
-    doubt: str = ""  # that the record cannot be followed, and why
-    trained: bool = False  # training has made the model one of RMSNorms, by the record: its writers may have any mean
+    why_not: str = ""  # that the record cannot be followed, and why
+    trained: bool = False  # training has made the model one of RMSNorms, by the record: its weights may have any mean
 
     @property
     def note(self) -> str:
@@ -47,8 +47,8 @@ class ConvertedNorms:
         eps = next((self.norms[path] for path in paths if path in self.norms), None)
         if eps is None or not recipe.spec.centered:
             return recipe, ""
-        if self.doubt:
-            return recipe, self.doubt
+        if self.why_not:
+            return recipe, self.why_not
         if eps != recipe.spec.eps:
             return recipe, f"{STAYS}its eps is {recipe.spec.eps:g}, the record says {eps:g}"
         return replace(recipe, spec=replace(recipe.spec, centered=False), as_rms=True), self.note
@@ -69,7 +69,7 @@ class Recorded:
         """Whether the norms are RMSNorms whatever the weights are."""
         return self.record.get("computes") == TRAINED_AS_RMS
 
-    def here(self, path: str) -> str:
+    def full_path(self, path: str) -> str:
         """What the record calls so, by its path in the model that was searched."""
         own = path[len(self.head) :]
         return f"{self.path}.{own}" if self.path else own
@@ -92,11 +92,11 @@ def conversion_of(model: torch.nn.Module) -> ConvertedNorms | None:
     """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
     if (found := recorded_model(model)) is None:
         return None
-    norms = {found.here(path): how["eps"] for path, how in found.norms.items()}
+    norms = {found.full_path(path): how["eps"] for path, how in found.norms.items()}
     if found.followed:
         return ConvertedNorms(norms, trained=trained_as_rms(found.record))
-    doubt = _doubt(found) or outside_of(model, found.model)
-    return ConvertedNorms(norms, doubt if doubt in ("", WITHOUT_WEIGHTS) else STAYS + doubt)
+    why_not = _why_not_followed(found) or outside_of(model, found.model)
+    return ConvertedNorms(norms, why_not if why_not in ("", WITHOUT_WEIGHTS) else STAYS + why_not)
 
 
 def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
@@ -112,7 +112,7 @@ def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
     return "" if name is None else told
 
 
-def _doubt(found: Recorded) -> str:
+def _why_not_followed(found: Recorded) -> str:
     """Why the record of a model cannot be followed, by the model itself."""
     tensors = Weights(found.model, found.head)
     if hidden := tensors.hidden():

@@ -44,7 +44,7 @@ def check(model, expected):
         torch.testing.assert_close(whole[name], wanted, rtol=1e-3, atol=1e-5, msg=name)
     result = type(expected)(expected.config)
     result.load_state_dict(whole)
-    assert not conversion_of(result).doubt, conversion_of(result).doubt
+    assert not conversion_of(result).why_not, conversion_of(result).why_not
 
 
 def work(rank, store, folders):

@@ -1,7 +1,7 @@
 """Which LayerNorm architecture computes the same as which RMSNorm one: the one file that names architectures.
 
-All targets use the names of LLaMA; once the writers are centred, the norms' biases fold into the linears that read
-them.
+All targets use the names of LLaMA; once the residual weights are centred, the norms' biases fold into the linears that
+read them.
 """
 
 from collections.abc import Callable, Iterator

@@ -118,9 +118,9 @@ def test_layer_norm_does_not_see_it_and_what_has_moved_is_mended(small):
     model = load(small)
     train(model, 10, lr=1e-2)
     expected = logits(model.double())
-    assert "no longer has zero mean" in conversion_of(model).doubt
+    assert "no longer has zero mean" in conversion_of(model).why_not
     Recentre(model)
-    assert not conversion_of(model).doubt
+    assert not conversion_of(model).why_not
     torch.testing.assert_close(logits(model), expected, rtol=1e-9, atol=1e-9)
     patch_model(model)
     torch.testing.assert_close(logits(model), expected, rtol=1e-9, atol=1e-9)
@@ -155,7 +155,7 @@ def test_parameters_in_bfloat16_are_centred_in_bfloat16(small):
     model = load(small, dtype=torch.bfloat16)
     recentre = Recentre(model)
     optimizer = train(model, 5, after=recentre, lr=1e-2)
-    assert model.dtype == torch.bfloat16 and not conversion_of(model).doubt
+    assert model.dtype == torch.bfloat16 and not conversion_of(model).why_not
     assert set(map(id, optimizer.state)) == set(map(id, model.parameters()))
 
 
@@ -165,7 +165,7 @@ def test_adapters_on_writers_are_kept_centred(small, targets, tmp_path):
     for keep in (False, True):
         model = peft.get_peft_model(load(small), config)
         train(model, 5, after=Recentre(model) if keep else None, lr=1e-1)
-        assert bool(conversion_of(model).doubt) == (not keep)
+        assert bool(conversion_of(model).why_not) == (not keep)
         if keep:
             expected = logits(model.double())
             assert all(record.converted for record in patch_model(model.float()).swapped)
