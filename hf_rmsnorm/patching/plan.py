@@ -84,22 +84,9 @@ def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = No
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     cache: dict[tuple, Verdict] = {}
-<<<<<<< HEAD
     entries = [_entry(module, names, cache) for module, names in paths.items()]
     entries = [entry for entry in entries if entry is not None]
     _follow_conversion(model, entries)
-=======
-    entries = [e for module, names in paths.items() if (e := _entry(module, names, cache)) is not None]
-    conversion = conversion_of(model)
-    if conversion is not None and conversion.trained:
-        _check_all_recognised(entries, conversion.norms)
-    for entry in entries if conversion is not None else ():
-        if entry.recipe is not None and not entry.already:
-            entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
-        elif entry.recipe is not None and entry.recipe.as_rms:
-            why_not = conversion.why_not.removeprefix(STAYS)
-            entry.note = f"runs as RMSNorm, but {why_not}; unpatch and patch again" if why_not else conversion.note
->>>>>>> 0c003c0 (Call residual weights and reasons by the field's words)
     include, exclude = _globs("include", include), _globs("exclude", exclude)
     norm_paths = [path for entry in entries for path in entry.paths]
     for word, globs in (("include", include), ("exclude", exclude)):
@@ -123,7 +110,7 @@ def _follow_conversion(model: torch.nn.Module, entries: list[Entry]) -> None:
         if not entry.already:
             entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
         elif entry.recipe.as_rms:
-            doubt = conversion.doubt.removeprefix(STAYS)
+            doubt = conversion.why_not.removeprefix(STAYS)
             entry.note = f"runs as RMSNorm, but {doubt}; unpatch and patch again" if doubt else conversion.note
 
 

@@ -70,67 +70,99 @@ class PlannedAdapter(PlannedSteps):
 
 def plan_adapter(src, base, converted, twin: Twin, *, allow_pickle: bool = False) -> PlannedAdapter:
     """What is done to an adapter that goes with its base, whose twin is given; the rest is as in `convert_adapter`."""
-    own = open_checkpoint(src, allow_pickle=allow_pickle, adapter=True)
+    adapter = open_checkpoint(src, allow_pickle=allow_pickle, adapter=True)
+    if more := [name for name in adapter.others if os.path.basename(name) == ADAPTER_CONFIG]:
+        raise ConversionError(f"{adapter.folder}: holds another adapter too, {more[0]}: give each a folder of its own")
     model = open_checkpoint(base, allow_pickle=allow_pickle)
-    centring, factors = _plan(own, model, converted, twin)
+    planner = _Planner(adapter, model, Path(converted), twin)
+    centring, factors = planner.plan()
     made = {**provenance(src), "base": provenance(base)["source"]}
     return PlannedAdapter(made, centring, Path(base), Path(converted), factors)
 
 
-def _plan(own: Checkpoint, model: Checkpoint, converted, twin: Twin) -> tuple[CentringPlan, dict[str, torch.Tensor]]:
-    """What is done to the adapter's tensors, and the layer scales of the base that they take in."""
-    src = own.folder
-    if more := [name for name in own.others if os.path.basename(name) == ADAPTER_CONFIG]:
-        raise ConversionError(f"{src}: holds another adapter too, {more[0]}: give each a folder of its own")
-    done = _plan_of_base(model, Path(converted))
-    planned_tensors(done, model, model.folder)  # whether it is of this base
-    tied = {key: copy.source for copy in done.copy for key in (copy.key, copy.source)}
-    stored = model.tensors.keys() | tied.keys()
-    prefix, who = f"{twin.model.base_model_prefix}.", f"{src} ({own.config.get('peft_type')})"
-    rename, writers = _writers(done, twin, prefix)
-    names = {rename(name): name for name in twin.shapes}
-    shapes = {name: twin.shapes[parameter] for name, parameter in names.items()}
-    keys = KeyMap(twin.model)
-    centre: list[Centre] = []
-    factors: dict[str, torch.Tensor] = {}
-    for name in own.tensors:
-        path = rename(name.removeprefix(PREFIX))
-        home = writers.home(path)
-        if not home or not _fits(own, name, home, shapes):
-            what = f"fits no tensor of {twin.name} in {model.folder}"
-            raise ConversionRefused(f"{who}: {name} {what}: pass the base, and the model_class, that it was trained on")
+class _Planner:
+    """Says of each tensor of an adapter what is done to it; refuses what is not exact."""
+
+    def __init__(self, adapter: Checkpoint, model: Checkpoint, converted: Path, twin: Twin):
+        self.adapter, self.model, self.converted, self.twin = adapter, model, converted, twin
+        self.done = _plan_of_base(model, converted)
+        planned_tensors(self.done, model, model.folder)  # whether it is of this base
+        self.who = f"{adapter.folder} ({adapter.config.get('peft_type')})"
+        self.tied = {key: copy.source for copy in self.done.copy for key in (copy.key, copy.source)}
+        self.prefix = f"{twin.model.base_model_prefix}."
+        self.rename, self.residual_weights = _named_as_recorded(self.done, twin, self.prefix)
+        self.parameters = {self.rename(name): name for name in twin.shapes}
+        self.shapes = {name: twin.shapes[parameter] for name, parameter in self.parameters.items()}
+        self.keys = KeyMap(twin.model)
+
+    def plan(self) -> tuple[CentringPlan, dict[str, torch.Tensor]]:
+        """What is done to the adapter's tensors, and the layer scales of the base that they take in."""
+        centre: list[Centre] = []
+        factors: dict[str, torch.Tensor] = {}
+        for name in self.adapter.tensors:
+            home, change = self._change(name)
+            key = self._key_of(home)
+            if home in self.shapes:
+                self._check_whole(name, key)
+            if change is None:
+                continue
+            self._check_dtype(name, key)
+            blocks = change["blocks"]
+            centre.append(Centre(name, change["axis"], change["block"], None if blocks is None else tuple(blocks)))
+            for scale in self.done.scale:
+                if scale.key == key:
+                    factors[name] = Stored(scale.by).wide(self.model)
+        _check_config(self.who, self.adapter.config, bool(centre), bool(self.tied))
+        return CentringPlan(tuple(centre), config=self._settings()), factors
+
+    def _change(self, name: str) -> tuple[str, dict | None]:
+        """(what a tensor is added to or stands in for, axis, block and blocks to centre it along, if it is to be)."""
+        path = self.rename(name.removeprefix(PREFIX))
+        home = self.residual_weights.home(path)
+        if not home or not _fits(self.adapter, name, home, self.shapes):
+            what = f"fits no tensor of {self.twin.name} in {self.model.folder}"
+            cure = "pass the base, and the model_class, that it was trained on"
+            raise ConversionRefused(f"{self.who}: {name} {what}: {cure}")
         try:
-            change = writers.changed_by(path)
+            change = self.residual_weights.changed_by(path)
         except ValueError as error:
             why = ", as DoRA scales by the norm of the weight" if "lora_magnitude" in name else ""
-            raise ConversionRefused(f"{who}: {error}{why}: {MERGE}") from error
-        whole = home in shapes
-        parameter = names.get(home if whole else f"{home}.weight")
-        saved = [k for key in keys.of(parameter) for k in (key, key.removeprefix(prefix), prefix + key)]
-        key = next((k for k in saved if k in stored), None)
-        if whole and key in {scale.by for scale in done.scale}:
-            raise ConversionRefused(f"{who}: {name} is a layer scale, which the converted base has folded away")
-        copies = own.config.get("modules_to_save") or ()  # which leave what is tied to the modules as it was
-        copied = ".base_layer." not in name and any(f".{module}." in f".{name}" for module in copies)
+            raise ConversionRefused(f"{self.who}: {error}{why}: {MERGE}") from error
+        return home, None if change is None else change[1]
+
+    def _key_of(self, home: str) -> str | None:
+        """The tensor of the base that holds a parameter, or the weight of a module."""
+        parameter = self.parameters.get(home if home in self.shapes else f"{home}.weight")
+        stored = self.model.tensors.keys() | self.tied.keys()
+        for key in self.keys.of(parameter):
+            for name in (key, key.removeprefix(self.prefix), self.prefix + key):
+                if name in stored:
+                    return name
+        return None
+
+    def _check_whole(self, name: str, key: str | None) -> None:
+        """Refuse a full tensor that replaces a folded layer scale, or one half of what was tied."""
+        if key in {scale.by for scale in self.done.scale}:
+            raise ConversionRefused(f"{self.who}: {name} is a layer scale, which the converted base has folded away")
+        modules = self.adapter.config.get("modules_to_save") or ()  # which leave what is tied to them as it was
+        copied = ".base_layer." not in name and any(f".{module}." in f".{name}" for module in modules)
+        if copied or key not in self.tied:
+            return
         # Tied embeddings that the adapter only repeats are the head's too; others would be the embeddings' alone.
-        shared = whole and key in tied and not copied
-        if shared and not torch.equal(Stored(name).wide(own), Stored(tied[key]).wide(model)):
+        if not torch.equal(Stored(name).wide(self.adapter), Stored(self.tied[key]).wide(self.model)):
             untied = "changes tied embeddings, which the converted base has untied"
-            raise ConversionRefused(f"{who}: {name} {untied}: {MERGE}")
-        if change is None:
-            continue
-        if key in model.tensors and _eps(own, name) > _eps(model, key):
+            raise ConversionRefused(f"{self.who}: {name} {untied}: {MERGE}")
+
+    def _check_dtype(self, name: str, key: str | None) -> None:
+        if key in self.model.tensors and _eps(self.adapter, name) > _eps(self.model, key):
             finer = f"is stored in a narrower dtype than {key}, so that its rounding leaves more of a mean"
-            raise ConversionRefused(f"{who}: {name} {finer}: save the adapter in the dtype of the base")
-        how = change[1]
-        blocks = how["blocks"]
-        centre.append(Centre(name, how["axis"], how["block"], None if blocks is None else tuple(blocks)))
-        factors.update((name, Stored(s.by).wide(model)) for s in done.scale if s.key == key)
-    _check_config(who, own.config, bool(centre), bool(tied))
-    hub = SNAPSHOT.search(Path(os.path.realpath(converted)).as_posix())
-    name = hub["id"].replace("--", "/") if hub else os.fspath(converted)
-    settings = {"base_model_name_or_path": name, "revision": hub and hub["commit"]}
-    return CentringPlan(tuple(centre), config=settings), factors
+            raise ConversionRefused(f"{self.who}: {name} {finer}: save the adapter in the dtype of the base")
+
+    def _settings(self) -> dict:
+        """Of adapter_config.json: which base it goes with."""
+        hub = SNAPSHOT.search(Path(os.path.realpath(self.converted)).as_posix())
+        name = hub["id"].replace("--", "/") if hub else os.fspath(self.converted)
+        return {"base_model_name_or_path": name, "revision": hub and hub["commit"]}
 
 
 def _plan_of_base(model: Checkpoint, converted: Path) -> CentringPlan:
@@ -147,13 +179,13 @@ def _plan_of_base(model: Checkpoint, converted: Path) -> CentringPlan:
     raise ConversionError(f"{converted}: no conversion of {model.folder} that takes its adapters: {cure}")
 
 
-def _writers(done: CentringPlan, twin: Twin, prefix: str) -> tuple[Callable[[str], str], ResidualWeights]:
-    """What names of the twin's class are called in the record, and the record's writers."""
+def _named_as_recorded(done: CentringPlan, twin: Twin, prefix: str) -> tuple[Callable[[str], str], ResidualWeights]:
+    """What names of the twin's class are called in the record, and the record's residual weights."""
     # A checkpoint saved with a head may be used without, or the reverse: then a prefix is missing or too much.
     for rename in (str, lambda name: prefix + name, lambda name: name.removeprefix(prefix)):
-        writers = ResidualWeights(done.config[RECORD_KEY], map(rename, twin.shapes))
-        if writers.how:
-            return rename, writers
+        residual_weights = ResidualWeights(done.config[RECORD_KEY], map(rename, twin.shapes))
+        if residual_weights.how:
+            return rename, residual_weights
     raise ConversionRefused(f"{twin.name} has none of the tensors that write to the stream of the converted base")
 
 
@@ -168,7 +200,7 @@ def _fits(own: Checkpoint, name: str, home: str, shapes: dict) -> bool:
     if other not in own.tensors:
         return False
     a = own.tensors[other].shape
-    # Which axis of the weight is its output is known of a writer; a square one may be stored either way.
+    # Which axis of the weight is its output is known of a residual weight; a square one may be stored either way.
     sizes = [(weight[axis], prod(weight) // weight[axis]) for axis in (0, 1)[: len(weight)]]
     return (shape[0], prod(a[1:])) in sizes and prod(shape[1:]) == a[0]
 
