@@ -123,7 +123,8 @@ def _convert(cls, config, arguments: dict | None) -> dict:
     result = _planned(cls, config, lambda model: arguments)
     if any(words in result["reason"] for words in UNREACHED):
         with_towers = _planned(cls, config, None)
-        result = with_towers if with_towers["verdict"] != "refused" else result
+        reached = not any(words in with_towers["reason"] for words in (*UNREACHED, "could not be made here"))
+        result = with_towers if reached else result
     return result
 
 

@@ -30,7 +30,7 @@ class TwinNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x."""
-        return reference_norm(x, self.weight, self.bias, self.spec)
+        return reference_norm(x, self.weight, self.bias, self.spec).contiguous()  # as torch returns it
 
     @property
     def as_rms(self) -> TwinNorm:
