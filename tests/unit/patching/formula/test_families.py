@@ -35,8 +35,6 @@ FAMILIES = {
         "groups of 24, silu(gate) before",
         True,
     ),
-    "silu_before": (live("bamba", "BambaRMSNormGated"), (96, 96), (2, 5, 96), "silu(gate) before", True),
-    "its_gate_left_out": (live("zamba2", "Zamba2RMSNormGated"), (96, 24), (2, 5, 96), "groups of 24", False),
     "silu_after": (live("qwen3_next", "Qwen3NextRMSNormGated"), (96,), (40, 96), "silu(gate) after", True),
     "sigmoid_after": (live("kimi_linear", "KimiLinearRMSNormGated"), (96,), (2, 5, 3, 96), "sigmoid(gate) after", True),
     "a_flag_for_before": (
@@ -59,13 +57,6 @@ FAMILIES = {
         ((3, 32),),
         (2, 5, 3, 32),
         "LayerNorm(eps=1e-05, one rounding)",
-        False,
-    ),
-    "and_a_bias": (
-        live("chameleon", "ChameleonLayerNorm"),
-        ((3, 32),),
-        (10, 3, 32),
-        "rounds before weight, bias",
         False,
     ),
     "three_dimensional_channels_first": (
@@ -168,18 +159,11 @@ class Textbook(nn.Module):
         return self.weight * h.to(x.dtype) + self.bias
 
 
-class TextbookByLength(Textbook):
-    def forward(self, x):
-        return self.weight * (x / (x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5 + self.eps)) + self.bias
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("cls", [Textbook, TextbookByLength])
-def test_the_textbook_norm_is_served(cls, fused_calls):
+def test_the_textbook_norm_is_served():
     torch.manual_seed(0)
-    module, x = cls(96).to(DEVICE), 0.01 * torch.randn(4, 96).to(DEVICE)
+    module, x = Textbook(96).to(DEVICE), 0.01 * torch.randn(4, 96).to(DEVICE)
     eager = run(module, [x])
-    half = module(x.bfloat16())
     (record,) = patch_model(module).swapped
     assert "eps=0.001 outside the root" in str(record.formula)
     with use_backend("triton"):
@@ -187,15 +171,10 @@ def test_the_textbook_norm_is_served(cls, fused_calls):
     exact = in_float64(module, [x])
     for what, ours, theirs, truth in zip(("y", "dx", "dweight", "dbias"), fused, eager, exact, strict=True):
         assert_as_accurate(ours, theirs, truth, what)
-    calls = len(fused_calls)
-    with use_backend("reference"):
-        assert torch.equal(module(x.bfloat16()), half)
-    assert len(fused_calls) - calls == (cls is Textbook), "in half precision the other rounds in an order of its own"
 
 
-@pytest.mark.parametrize("name", ["silu_before", "silu_after", "sigmoid_after"])
-def test_other_calls_of_a_gated_norm_run_its_own_forward(name, fused_calls):
-    module, (x, gate), _ = make(name)
+def test_other_calls_of_a_gated_norm_run_its_own_forward(fused_calls):
+    module, (x, gate), _ = make("silu_after")
     parameter = list(inspect.signature(module.forward).parameters)[1]
     by_name, broadcast = module(x, **{parameter: gate}), module(x, gate[..., :1])
     patch_model(module)
@@ -204,21 +183,12 @@ def test_other_calls_of_a_gated_norm_run_its_own_forward(name, fused_calls):
         assert len(fused_calls) == 1
         assert torch.equal(module(x, gate[..., :1]), broadcast), "a gate of another shape is broadcast"
         assert len(fused_calls) == 1
-        with pytest.raises(TypeError):
-            module(x, gate, gate)
-        if name != "silu_before":
-            with pytest.raises((TypeError, AttributeError)):
-                module(x)
+        with pytest.raises((TypeError, AttributeError)):
+            module(x)
 
 
 @pytest.mark.parametrize(
-    ("name", "attribute", "other"),
-    [
-        ("silu_before_in_groups", "group_size", 48),
-        ("silu_after", "activation", "sigmoid"),
-        ("a_flag_for_after", "norm_before_gate", False),
-        ("a_flag_for_after", "n_groups", 2),
-    ],
+    ("name", "attribute", "other"), [("silu_after", "activation", "sigmoid"), ("a_flag_for_after", "n_groups", 2)]
 )
 def test_a_setting_changed_after_the_patch_is_obeyed(name, attribute, other, fused_calls):
     module, tensors, _ = make(name)
@@ -231,11 +201,10 @@ def test_a_setting_changed_after_the_patch_is_obeyed(name, attribute, other, fus
     assert torch.equal(module(*tensors), y)
 
 
-@pytest.mark.parametrize("model", ["convnext", "dinov3_convnext"])
 @pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
-def test_layer_norms_of_images(model, data_format, fused_calls):
+def test_layer_norms_of_images(data_format, fused_calls):
     torch.manual_seed(0)
-    cls = live(model, {"convnext": "ConvNextLayerNorm"}.get(model, "DINOv3ConvNextLayerNorm"))
+    cls = live("convnext", "ConvNextLayerNorm")
     module = cls(24, data_format=data_format)
     nn.init.normal_(module.weight, 0.8, 0.3)
     shape = (2, 24, 3, 5) if data_format == "channels_first" else (2, 3, 5, 24)

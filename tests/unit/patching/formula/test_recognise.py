@@ -1,10 +1,8 @@
 """Norms are recognised by what they compute: every formula of the family, in every state a module can be in."""
 
-import random
-
 import pytest
 import torch
-from reports import calls_of, formula_of, report_on
+from reports import formula_of, report_on
 from torch import nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -18,8 +16,7 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from hf_rmsnorm import NormSpec, unpatch_model, use_backend
-from tests.unit.patching.formula.test_lookalikes import l2, lookalike, random_forward
+from hf_rmsnorm import NormSpec, use_backend
 
 FAMILY = [
     (lambda d: LlamaRMSNorm(d, eps=1e-5), NormSpec(False, 1e-5, rounding="before_weight")),
@@ -40,7 +37,7 @@ FAMILY = [
 ]
 
 
-@pytest.mark.parametrize("hidden_size", [2, 64, 100, 4096])
+@pytest.mark.parametrize("hidden_size", [2, 100, 4096])
 @pytest.mark.parametrize(("build", "spec"), FAMILY)
 def test_formula(build, spec, hidden_size):
     assert formula_of(build(hidden_size)) == spec
@@ -52,7 +49,7 @@ def test_formula_does_not_depend_on_dtype_or_device(build, spec, kind):
     assert formula_of(build(32).to(kind)) == spec
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-8, 1e-6, 1e-5, 3.7e-4, 1e-3, 0.1])
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 3.7e-4, 0.1])
 @pytest.mark.parametrize("build", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.RMSNorm, CohereLayerNorm])
 def test_eps_is_exact(build, eps):
     assert formula_of(build(48, eps=eps)).eps == eps
@@ -86,19 +83,6 @@ def test_odd_names_and_primitives_are_recognised():
         torch.testing.assert_close(module(x), Wobble.forward(module, x), rtol=1e-6, atol=1e-6)
 
 
-def test_hard_coded_eps_is_found():
-    class Fixed(nn.Module):
-        def __init__(self, size):
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(size))
-
-        def forward(self, x):
-            h = x.float()
-            return self.scale * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 2.5e-6)).to(x.dtype)
-
-    assert formula_of(Fixed(24)).eps == 2.5e-6
-
-
 @pytest.mark.parametrize("stored", ["parameter", "buffer", "attribute"])
 def test_weight_is_found_wherever_it_is_stored(stored):
     class Odd(nn.Module):
@@ -129,44 +113,16 @@ def test_modules_of_other_kinds_are_neither_swapped_nor_mentioned():
     others = nn.ModuleList(
         [
             nn.Linear(8, 8),
-            nn.Embedding(8, 8),
-            nn.Conv1d(4, 4, 1),
-            nn.GELU(),
-            nn.SiLU(),
-            nn.Dropout(),
-            nn.Identity(),
-            nn.PReLU(8),
             nn.Softmax(-1),
             nn.BatchNorm1d(8),
             nn.GroupNorm(2, 8),
-            nn.InstanceNorm1d(8),
             nn.MultiheadAttention(8, 2),
-            nn.CrossEntropyLoss(),
             LlamaRotaryEmbedding(config),
+            ACT2FN["gelu_new"],
         ]
     )
-    others.extend(ACT2FN[name] for name in ("gelu_new", "quick_gelu", "relu2", "laplace", "mish"))
     report = report_on(others)
     assert not report.swapped and not report.skipped, report
-
-
-def test_recognising_leaves_the_model_and_the_generators_alone():
-    model = nn.Sequential(
-        LlamaRMSNorm(16), nn.LayerNorm(16), lookalike(random_forward, "OddRMSNorm"), lookalike(l2, "OddRMSNorm")
-    )
-    model[0].weight.data.normal_()
-    tensors = [(t, t._version, t.clone()) for t in model.state_dict(keep_vars=True).values()]
-    torch.manual_seed(1)
-    random.seed(1)
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    report_on(model)
-    unpatch_model(model)
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert random.getstate() == python_state
-    for (tensor, version, value), now in zip(tensors, model.state_dict(keep_vars=True).values(), strict=True):
-        assert now is tensor
-        assert tensor._version == version
-        assert torch.equal(tensor, value)
 
 
 @pytest.mark.parametrize(
@@ -184,28 +140,6 @@ def test_recognition_works_in_any_context(context):
         # sizes of its own, so that no earlier verdict is reused
         assert formula_of(LlamaRMSNorm(52)) == NormSpec(False, 1e-6, rounding="before_weight")
         assert formula_of(nn.LayerNorm(52)) == NormSpec(True, 1e-5, has_bias=True, functional=True)
-
-
-def test_recognition_works_under_another_default_dtype():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert formula_of(LlamaRMSNorm(56)) == NormSpec(False, 1e-6, rounding="before_weight")
-    finally:
-        torch.set_default_dtype(before)
-
-
-def test_modules_of_one_kind_are_examined_once():
-    class Spied(LlamaRMSNorm):
-        def forward(self, hidden_states):
-            return super().forward(hidden_states)
-
-    with calls_of(Spied.forward) as calls:
-        report_on(nn.Sequential(Spied(20)))
-        once = len(calls)
-        report = report_on(nn.Sequential(*(Spied(20) for _ in range(30))))
-    assert len(report.swapped) == 30
-    assert len(calls) == once > 0
 
 
 def test_other_attributes_are_examined_apart():

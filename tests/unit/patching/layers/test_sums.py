@@ -83,14 +83,6 @@ class NormBehindTheIf(NormInTheIf):
         return residual + self.b(h)
 
 
-class InAWith(Block):
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            h = x + self.a(self.n1(x))
-            y = self.n2(h)
-        return h + self.b(y)
-
-
 class Multiplied(Block):
     """As Granite writes it."""
 
@@ -100,9 +92,15 @@ class Multiplied(Block):
 
 
 FUSED = {  # class -> its norms that are computed with a sum
-    Plain: "+ n2", WithAnAlias: "+ n2", Nested: "+ n2", InTheCall: "+ n2", SumInASum: "+ n1, + n2", NormInTheIf: "+ n2",
-    NormBehindTheIf: "+ n2", InAWith: "+ n2", Multiplied: "+ n2",
-}  # fmt: skip
+    Plain: "+ n2",
+    WithAnAlias: "+ n2",
+    Nested: "+ n2",
+    InTheCall: "+ n2",
+    SumInASum: "+ n1, + n2",
+    NormInTheIf: "+ n2",
+    NormBehindTheIf: "+ n2",
+    Multiplied: "+ n2",
+}
 
 
 class InAConditionalExpression(Block):
@@ -123,13 +121,6 @@ class InALambda(Block):
         h = x + self.a(self.n1(x))
         later = lambda: self.n2(h)  # noqa: E731
         return h + later()
-
-
-class InAComprehension(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        y = [self.n2(h) for _ in range(2)]
-        return h + y[1]
 
 
 class ReadBetween(Block):
@@ -153,35 +144,10 @@ class WrittenInTheStatement(Block):
         return self.b(y)
 
 
-class WrittenInTheArguments(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        y = torch.add(h.mul_(2), self.n2(h))
-        return self.b(y)
-
-
 class AddsInPlace(Block):
     def forward(self, x):
         h = self.a(self.n1(x))
         h += x
-        return self.b(self.n2(h))
-
-
-class OnTwoBranches(Block):
-    def forward(self, x):
-        if self.training:
-            h = x + self.a(self.n1(x))
-        else:
-            y = self.a(self.n1(x))
-            h = x - y
-        return self.b(self.n2(h))
-
-
-class AsksTheSum(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        if h.abs().max() > 1e9:
-            h = h.clamp(-1, 1)
         return self.b(self.n2(h))
 
 
@@ -207,13 +173,6 @@ class WithMoreArguments(Block):
         return self.b(self.n2(h, 2.0))
 
 
-class OfAnotherName(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        norm = self.n2
-        return h + self.b(norm(h))
-
-
 class InATry(Block):
     def forward(self, x):
         try:
@@ -225,10 +184,17 @@ class InATry(Block):
 
 
 REFUSED = [
-    InAConditionalExpression, BehindAnd, InALambda, InAComprehension, ReadBetween, WrittenBetween,
-    WrittenInTheStatement, WrittenInTheArguments, AddsInPlace, OnTwoBranches, AsksTheSum, LeavesBetween,
-    WithMoreArguments, OfAnotherName, InATry,
-]  # fmt: skip
+    InAConditionalExpression,
+    BehindAnd,
+    InALambda,
+    ReadBetween,
+    WrittenBetween,
+    WrittenInTheStatement,
+    AddsInPlace,
+    LeavesBetween,
+    WithMoreArguments,
+    InATry,
+]
 
 
 def outcome(model, grad):
@@ -275,12 +241,6 @@ class Returned(Block):
         return (h + self.b(self.n2(h)), h)[0]
 
 
-class GivenToAModule(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        return self.n2(h) + self.b(h)
-
-
 class CapturedByAFunction(Block):
     def forward(self, x):
         def show():
@@ -288,14 +248,6 @@ class CapturedByAFunction(Block):
 
         h = x + self.a(self.n1(x))
         return self.n2(h) + show()
-
-
-class InALoop(Block):
-    def forward(self, x):
-        for _ in range(2):
-            h = x + self.a(self.n1(x))
-            x = h + self.b(self.n2(h))
-        return x
 
 
 class WrittenAfter(Block):
@@ -306,7 +258,7 @@ class WrittenAfter(Block):
         return h + self.b(y)
 
 
-@pytest.mark.parametrize("cls", [Returned, GivenToAModule, CapturedByAFunction, InALoop])
+@pytest.mark.parametrize("cls", [Returned, CapturedByAFunction])
 def test_a_sum_that_something_else_gets_hold_of_is_fused_in_inference_alone(cls, fused_sums):
     """A hook on it would see the part of its gradient that does not come by the norm."""
     model = row(cls(), cls())
@@ -339,31 +291,3 @@ def test_an_error_names_the_line_of_the_forward():
             model(X)
         lines.append([f.lineno for f in error.traceback if f.name == "forward" and f.path.name == "test_sums.py"])
     assert lines[0] == lines[1]
-
-
-def halve(h):
-    if h.requires_grad:
-        h.register_hook(lambda grad: 0.5 * grad)
-
-
-class HangsAHook(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        y = self.n2(h)
-        halve(h)
-        return h + self.b(y)
-
-
-def test_a_hook_on_a_sum_sees_the_whole_gradient():
-    model, gradients = row(HangsAHook(), HangsAHook()), []
-    for fuse_residual in (False, True):
-        patch_model(model, fuse_residual=fuse_residual)
-        gradients.append(outcome(model, True))
-    assert alike(*gradients)
-
-
-def test_a_layer_that_cannot_be_examined_has_its_norms_swapped(monkeypatch):
-    monkeypatch.setattr("hf_rmsnorm.patching.layers.sums.forward_source", lambda cls: 1 / 0)
-    report = patch_model(row(Plain(), Plain()))
-    assert len(report.swapped) == 5
-    assert fused(report) == ["it could not be examined: ZeroDivisionError: division by zero"] * 2
