@@ -1,8 +1,6 @@
 """Models that cannot be patched, wholly or in part: one clear line, and the model as it was."""
 
-import threading
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -11,7 +9,6 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend
-from hf_rmsnorm.patching import api
 
 
 def types(model):
@@ -33,12 +30,6 @@ def test_not_a_module(model, function):
         function(model)
 
 
-def test_a_pipeline_is_told_to_pass_its_model():
-    pipe = SimpleNamespace(model=nn.LayerNorm(4))
-    with pytest.raises(TypeError, match="needs a torch.nn.Module, got SimpleNamespace: pass its .model"):
-        patch_model(pipe)
-
-
 def test_no_norms():
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     with pytest.warns(UserWarning, match="changed no norm of this Sequential: there is none"):
@@ -51,19 +42,13 @@ def test_no_norms():
 
 
 @pytest.mark.parametrize("word", ["include", "exclude"])
-@pytest.mark.parametrize("globs", ["model.norms", ["*norm", "model.norms"], "lm_head", ""])
-def test_a_glob_that_matches_nothing(word, globs):
+def test_a_glob_that_matches_nothing(word):
     model = tiny_models.build("llama")
-    glob = globs if isinstance(globs, str) else globs[1]
-    assert_refused(model, ValueError, rf"{word}='{glob}' matches the path of no norm", **{word: globs})
+    expected = rf"{word}='model.norms' matches the path of no norm"
+    assert_refused(model, ValueError, expected, **{word: ["*norm", "model.norms"]})
 
 
-@pytest.mark.parametrize("globs", [3, [3], [None]])
-def test_a_glob_that_is_none(globs):
-    assert_refused(LlamaRMSNorm(8), TypeError, "include is .*: pass a glob", include=globs)
-
-
-@pytest.mark.parametrize("eps", [-1.0, -1e-6, float("nan"), float("inf")])
+@pytest.mark.parametrize("eps", [-1e-6, float("nan")])
 @pytest.mark.parametrize("build", [LlamaRMSNorm, nn.LayerNorm])
 def test_an_eps_that_is_none(build, eps):
     model = nn.Sequential(build(8, eps=eps))
@@ -71,16 +56,6 @@ def test_an_eps_that_is_none(build, eps):
         report = patch_model(model)
     assert str(eps) in report.skipped[0].reason
     assert_refused(model, ValueError, "'0'", strict=True)
-
-
-def test_a_norm_on_meta_is_recognised_and_runs_its_own_forward():
-    model = nn.Sequential(LlamaRMSNorm(8)).to("meta")
-    assert len(patch_model(model).swapped) == 1
-    assert model(torch.ones(2, 8, device="meta")).shape == (2, 8)
-    model.to_empty(device="cpu")
-    nn.init.ones_(model[0].weight)
-    with use_backend("reference"):
-        assert torch.equal(model(torch.ones(2, 8)), LlamaRMSNorm.forward(model[0], torch.ones(2, 8)))
 
 
 class Broadcast(LlamaRMSNorm):
@@ -126,39 +101,6 @@ def test_a_hidden_size_above_the_limit(affine):
     assert report.skipped[0].reason == "its hidden size 16385 is above 16384"
 
 
-def test_scripted_and_traced_modules():
-    model = nn.ModuleDict(
-        {
-            "scripted": torch.jit.script(nn.LayerNorm(8)),
-            "traced": torch.jit.trace(LlamaRMSNorm(8), torch.ones(2, 8)),
-            "linear": torch.jit.script(nn.Linear(8, 8)),
-            "norm": LlamaRMSNorm(8),
-        }
-    )
-    report = patch_model(model)
-    assert [record.path for record in report.swapped] == ["norm"]
-    assert [(r.path, r.class_name) for r in report.skipped] == [("scripted", "LayerNorm"), ("traced", "LlamaRMSNorm")]
-    assert all("scripted or traced" in record.reason for record in report.skipped)
-
-
-def test_an_error_halfway_leaves_the_model_as_it_was(monkeypatch):
-    model = tiny_models.build("llama")
-    before = types(model)
-    real, count = api.swap, []
-
-    def failing(module, recipe):
-        count.append(1)
-        if len(count) == 3:
-            raise MemoryError
-        real(module, recipe)
-
-    monkeypatch.setattr(api, "swap", failing)
-    with pytest.raises(MemoryError):
-        patch_model(model)
-    assert len(count) == 3
-    assert types(model) == before
-
-
 def test_a_class_that_refuses_to_be_subclassed():
     class Final(LlamaRMSNorm):
         def __init_subclass__(cls):
@@ -172,25 +114,6 @@ def test_a_class_that_refuses_to_be_subclassed():
     unpatch_model(model)
     assert types(model) == before
     assert_refused(model, ValueError, "Final is final", strict=True)
-
-
-def test_attributes_that_cannot_be_copied():
-    class Locked(LlamaRMSNorm):
-        def __init__(self):
-            super().__init__(8)
-            self.lock = threading.Lock()
-            self.others = [nn.Linear(2, 2)]
-
-    class UsesLockRMSNorm(Locked):
-        def forward(self, hidden_states):
-            with self.lock:
-                return super().forward(hidden_states)
-
-    model = nn.Sequential(Locked(), UsesLockRMSNorm())
-    report = patch_model(model)
-    assert [record.path for record in report.swapped] == ["0"]
-    assert "uses with" in report.skipped[0].reason
-    assert not model[1].lock.locked()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-import hf_rmsnorm
 from hf_rmsnorm import count_launches, layer_norm, rms_norm, use_backend
 
 X, WEIGHT = torch.ones(2, 8), torch.ones(8)
@@ -63,11 +62,6 @@ def test_a_last_stride_other_than_one_is_served_by_a_copy():
         fused = rms_norm(x, WEIGHT)
     with use_backend("reference"):
         torch.testing.assert_close(fused, rms_norm(x, WEIGHT))
-
-
-def test_unknown_names_of_the_package():
-    with pytest.raises(AttributeError, match="no attribute 'rms'"):
-        _ = hf_rmsnorm.rms
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import tiny_models
 import torch
-from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
 from tolerance import assert_as_accurate
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,20 +114,3 @@ def test_a_model_loaded_under_a_device_map_with_disk_offload(load, tmp_path, fir
     report = patch_model(model, strict=True)
     assert len(report.swapped) == 9 and len(offloaded(model)) == 9
     assert_fused_and_hooked(model, fired, plain(ids).logits.detach().cpu(), exact)
-
-
-@pytest.mark.parametrize("limit", [60_000, 120_000, 200_000, 260_000, 10**9])
-@pytest.mark.parametrize("whole", ["_no_split_modules", "nothing"])
-def test_infer_auto_device_map_splits_the_patched_model_where_it_split_the_model(limit, whole):
-    maps = []
-    for patch in (False, True):
-        model = build()
-        if patch:
-            patch_model(model, strict=True)
-            assert model._no_split_modules == build()._no_split_modules
-        names = list(model._no_split_modules) if whole == "_no_split_modules" else None
-        # Only the sizes matter: "disk" and "cpu" stand for any two devices, and the first has room for a part.
-        budget = {"cpu": limit, "disk": 10**9}
-        maps.append(infer_auto_device_map(model, max_memory=budget, no_split_module_classes=names))
-    assert maps[1] == maps[0]
-    assert limit == 10**9 or "disk" in maps[0].values()

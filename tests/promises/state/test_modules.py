@@ -60,20 +60,6 @@ def test_one_norm_at_several_paths_of_a_model(fused_calls):
     assert unpatch_model(model) == 5 and torch.equal(model(ids).logits, expected)
 
 
-def test_norms_of_their_own_that_share_one_weight():
-    plain, model = build(), build()
-    for m in (plain, model):
-        for layer in m.model.layers:
-            layer.post_attention_layernorm.weight = layer.input_layernorm.weight = m.model.norm.weight
-    patch_model(model, strict=True)
-    weights = {id(norm.weight) for path, norm in tiny_models.norms(model) if "self_attn" not in path}
-    assert weights == {id(model.model.norm.weight)}
-    for m in (plain, model):
-        with use_backend("reference"):
-            m(ids, labels=ids).loss.backward()
-    torch.testing.assert_close(model.model.norm.weight.grad, plain.model.norm.weight.grad, rtol=1e-4, atol=1e-6)
-
-
 # Hooks and parametrizations
 
 
@@ -116,20 +102,6 @@ def test_every_kind_of_hook_fires_as_often_and_sees_the_same(when, fused_calls):
     torch.testing.assert_close(dx, expected[1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_hook_on_the_norm_still_feeds_output_capturing_of_the_model():
-    plain, model = build(), build()
-    patch_model(model)
-    captured = []
-    for m in (plain, model):
-        outputs = []
-        m.model.norm.register_forward_hook(lambda module, args, y, outputs=outputs: outputs.append(y))
-        with use_backend("reference"):
-            result = m(ids, output_hidden_states=True)
-        captured.append([*outputs, *result.hidden_states])
-    assert len(captured[0]) == len(captured[1]) == 4
-    assert all(torch.equal(a, b) for a, b in zip(*captured, strict=True))
-
-
 class Halved(nn.Module):
     def forward(self, weight):
         return weight / 2
@@ -168,27 +140,6 @@ def test_a_pruned_norm(order, fused_calls):
 
 
 # torch.compile
-
-
-@pytest.mark.parametrize("how", ["norm.compile()", "torch.compile(norm)"])
-def test_a_norm_already_compiled(how):
-    norm = LlamaRMSNorm(16).to(DEVICE)
-    x = torch.randn(3, 16, device=DEVICE)
-    if how == "norm.compile()":
-        norm.compile(backend=COMPILER, fullgraph=True)
-        called = norm
-    else:
-        called = torch.compile(norm, backend=COMPILER, fullgraph=True)
-    model = nn.Sequential(called)
-    expected = model(x)
-    report = patch_model(model, strict=True)
-    assert [r.path for r in report.swapped] == ["0" if how == "norm.compile()" else "0._orig_mod"]
-    y, launches = counted(model, x)
-    assert launches == 1 and near(y, expected)
-    assert torch.equal(counted(model, x, backend="reference")[0], expected)
-    assert unpatch_model(model) == 1 and type(norm) is LlamaRMSNorm
-    y, launches = counted(model, x)
-    assert launches == 0 and torch.equal(y, expected)
 
 
 @pytest.mark.full
@@ -263,23 +214,3 @@ def test_scripted_and_traced_modules_are_named_and_left_alone(make, fused_calls)
         assert all(torch.equal(m(x), y) for m, y in zip(model.values(), expected, strict=True))
     assert len(fused_calls) == 1
     assert unpatch_model(model) == 1 and [type(module) for module in model.modules()] == types
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_patched_module_can_be_traced_afterwards():
-    model, x = Block(), torch.randn(2, 16)
-    expected = model(x)
-    patch_model(model)
-    with use_backend("reference"):
-        traced = torch.jit.trace(model, x)
-    torch.testing.assert_close(traced(x), expected)
-    assert not patch_model(model, strict=True).skipped
-
-
-def test_a_graph_module_keeps_its_norms_as_modules(fused_calls):
-    graph, x = torch.fx.symbolic_trace(Block()), torch.randn(2, 16)
-    expected = graph(x)
-    assert [r.path for r in patch_model(graph, strict=True).swapped] == ["norm"]
-    with use_backend("reference"):
-        assert torch.equal(graph(x), expected)
-    assert len(fused_calls) == 1

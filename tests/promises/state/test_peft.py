@@ -154,44 +154,6 @@ def test_merging_and_unloading_gives_the_merged_plain_model_patched(adapter, ord
     assert torch.equal(logits(model), expected)
 
 
-@orders
-@adapters
-def test_unloading_without_merging(adapter, order, fused_calls):
-    plain, model = adapted(adapter).unload(), adapted(adapter, order).unload()
-    assert torch.equal(logits(model), logits(plain))
-    assert len(fused_calls) == len(fused_modules(model)) == 5
-
-
-@orders
-@adapters
-def test_unpatching_beneath_an_adapter_keeps_the_adapter(adapter, order, fused_calls):
-    plain, model = adapted(adapter), adapted(adapter, order)
-    parameters = dict(model.named_parameters())
-    assert unpatch_model(model) == 5 + TRAINED_NORMS[adapter]
-    assert not fused_modules(model)
-    assert torch.equal(logits(model), logits(plain))
-    assert not fused_calls
-    assert all(p is parameters[name] for name, p in model.named_parameters())
-
-
-@adapters
-def test_a_second_adapter_added_to_a_patched_model(adapter):
-    models = [adapted(adapter), adapted(adapter, "adapter first")]
-    outputs = []
-    for model in models:
-        first = logits(model)
-        with seeded(3):
-            model.add_adapter("second", ADAPTERS[adapter]())
-        model.set_adapter("second")
-        train(model, seed=4)
-        second = logits(model)
-        model.set_adapter("default")
-        assert torch.equal(logits(model), first) and not torch.equal(first, second)
-        model.delete_adapter("second")
-        outputs += [first, second, logits(model)]
-    assert all(torch.equal(a, b) for a, b in zip(outputs[:3], outputs[3:], strict=True))
-
-
 def test_a_copy_that_is_being_trained_is_its_own_module_at_its_own_path():
     model = adapted("LoRA and one norm", "patch first")
     wrapper = model.base_model.model.model.norm

@@ -15,11 +15,10 @@ pytestmark = pytest.mark.full
 HALF = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
 CONFIGS = {
     "nf4": HALF | {"bnb_4bit_quant_type": "nf4"},
-    "fp4": HALF | {"bnb_4bit_quant_type": "fp4"},
     "nf4 twice": HALF | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "8-bit": {"load_in_8bit": True},
 }
-LINEARS = {"nf4": "Linear4bit", "fp4": "Linear4bit", "nf4 twice": "Linear4bit", "8-bit": "Linear8bitLt"}
+LINEARS = {"nf4": "Linear4bit", "nf4 twice": "Linear4bit", "8-bit": "Linear8bitLt"}
 kinds = pytest.mark.parametrize("kind", CONFIGS)
 ids = torch.tensor([list(b"The import statement")])
 
