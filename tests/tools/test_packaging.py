@@ -73,15 +73,8 @@ def test_type_checkers_know_the_public_names_and_their_arguments(tmp_path):
     script.write_text(
         "from torch import nn\nfrom hf_rmsnorm import convert_checkpoint, patch_model\n" + "\n".join(lines) + "\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--follow-imports=silent",
-        "--ignore-missing-imports",
-        "--cache-dir",
-        tmp_path,
-    ]
+    options = ["--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", tmp_path]
+    command = [sys.executable, "-m", "mypy", *options]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     done = subprocess.run([*map(str, command), script], cwd=tmp_path, capture_output=True, text=True, env=environment)
     found = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error: " in line}
@@ -175,20 +168,10 @@ def test_bootstrap_starts_anew_after_an_interrupted_run(bootstrap, monkeypatch, 
     assert bootstrap.log[0] == "venv" and not (bootstrap.VENV / "half-installed").exists()
 
 
-@pytest.mark.parametrize("change", ["constraints", "place", "interpreter"])
-def test_bootstrap_starts_anew_when_what_it_made_no_longer_holds(bootstrap, monkeypatch, change):
+def test_bootstrap_starts_anew_when_the_pinned_versions_change(bootstrap):
     bootstrap.ensure()
     bootstrap.log.clear()
-    if change == "constraints":
-        (bootstrap.ROOT / "constraints.txt").write_text("torch==2.12.0\n")
-    elif change == "place":
-        moved = bootstrap.ROOT.rename(bootstrap.ROOT.with_name("moved"))
-        monkeypatch.setattr(bootstrap, "ROOT", moved)
-        monkeypatch.setattr(bootstrap, "VENV", moved / ".venv")
-        monkeypatch.setattr(bootstrap, "STAMP", moved / ".venv" / bootstrap.STAMP.name)
-    else:
-        bootstrap.python().unlink()
-        bootstrap.python().symlink_to(bootstrap.ROOT / "removed")
+    (bootstrap.ROOT / "constraints.txt").write_text("torch==2.12.0\n")
     bootstrap.ensure()
     assert bootstrap.log[0] == "venv"
 
@@ -199,23 +182,6 @@ def test_bootstrap_leaves_a_foreign_environment_alone(bootstrap):
     with pytest.raises(SystemExit, match="move it away"):
         bootstrap.ensure()
     assert (bootstrap.VENV / "pyvenv.cfg").read_text() == "mine" and bootstrap.log == []
-
-
-def test_bootstrap_brings_triton_only_to_a_torch_without(bootstrap, monkeypatch):
-    bootstrap.ensure()
-    assert ("--no-deps", *bootstrap.TRITON) not in bootstrap.log
-    bootstrap.STAMP.write_text("{}")
-    bootstrap.log.clear()
-    monkeypatch.setattr(bootstrap, "_lacks_triton", lambda: True)
-    bootstrap.ensure()
-    assert ("--no-deps", *bootstrap.TRITON) in bootstrap.log
-
-
-def test_bootstrap_failure_is_one_line(bootstrap, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(bootstrap, "python", lambda: Path(sys.executable))
-    with pytest.raises(SystemExit, match="pip could not install"):
-        bootstrap._pip("--no-index", "hf-rmsnorm-does-not-exist")
 
 
 def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
@@ -234,19 +200,11 @@ def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
     assert pinned["torch"] == "2.13.0" and "triton" not in pinned
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("script, part", [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments")])
-def test_scripts_answer_help_at_once(tmp_path, script, part, flag):
+def test_scripts_answer_help_at_once(tmp_path, script, part):
     """Run from a copy of scripts/ alone: there is nothing to install, and nothing may be made."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__", "results"))
-    command = [sys.executable, "-B", tmp_path / "scripts" / f"{script}.py", flag]
+    command = [sys.executable, "-B", tmp_path / "scripts" / f"{script}.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and part in done.stdout
     assert not (tmp_path / ".venv").exists()
-
-
-def test_quickstart_names_every_option_of_the_example():
-    example = (ROOT / "examples/generate.py").read_text(encoding="utf-8")
-    options = re.findall(r'add_argument\("(--[\w-]+)"', example)
-    usage = (ROOT / "scripts/quickstart.py").read_text(encoding="utf-8")
-    assert options and all(f"    {option} " in usage for option in options)

@@ -4,10 +4,10 @@ import json
 import re
 
 import pages
-from places import EXAMPLES, ROOT
+from places import ROOT
 
 from scripts import trainers
-from scripts.trainers import MARK, PAGE, RESULTS, ROWS, STEPS, TRAINERS, table
+from scripts.trainers import PAGE, RESULTS, ROWS, STEPS, TRAINERS, table
 from scripts.versions import PLACE
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -32,16 +32,6 @@ def test_every_trainer_has_a_row_and_its_command_on_the_page():
         (file,) = re.findall(r"examples/trainers/\w+\.yaml", trainer.patched)
         assert file in trainer.unpatched
         assert (ROOT / file).read_text(encoding="utf-8").startswith(f"# {trainer.patched}\n")
-
-
-def test_what_a_yaml_needs_is_what_the_page_says():
-    for path in EXAMPLES.glob("trainers/*.yaml"):
-        _, mark, lines = path.read_text(encoding="utf-8").partition(MARK)
-        # Where a YAML has no such lines, the command is another.
-        (how,) = [each for each in TRAINERS.values() if path.name in each.patched]
-        assert bool(mark) == (how.patched == how.unpatched)
-        assert not mark or lines in BLOCKS["yaml"]
-    assert (EXAMPLES / "trainers/swift_plugin.py").read_text(encoding="utf-8") in BLOCKS["py"]
 
 
 def test_a_trainer_that_is_not_known_is_one_line(monkeypatch, capsys):
