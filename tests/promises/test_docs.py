@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import inspect
 import io
 import linecache
 import os
@@ -23,7 +22,6 @@ from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.real_configs import build_parser as real_configs_parser
 from scripts.trainers import ROWS, TRAINERS
 
-MOST = 8192  # bytes of a landing page
 # Words of snippets that take more than a quick test's time.
 COSTLY = ("convert_checkpoint", "verify_equivalence", "Trainer(", "generate(", "range(3)", "backward()")
 
@@ -61,17 +59,6 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, m
     if block.output:
         shown = re.escape(block.output).replace(re.escape("..."), ".*")
         assert re.fullmatch(shown, printed.getvalue()), printed.getvalue()
-
-
-def test_there_are_snippets_on_every_page_that_needs_them():
-    with_snippets = {block.page for block in pages.blocks("python")}
-    tasks = ("index", "patching", "fusion", "training", "conversion", "proof", "formulas", "limits")
-    assert {"README.md", *(f"docs/{name}.md" for name in tasks)} <= with_snippets
-
-
-def test_the_landing_page_is_short():
-    assert (ROOT / "README.md").stat().st_size <= MOST
-    assert pages.PAGES["README.md"].index("pip install") < 600, "what it needs comes first"
 
 
 SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
@@ -130,20 +117,6 @@ def test_a_command_within_a_sentence_exists(where, line):
         assert set(words[1:]) <= SUBCOMMANDS
     elif line != "python -m hf_rmsnorm":
         test_a_command_exists(where, line)
-
-
-def test_every_subcommand_is_shown():
-    lines = [line for where, line in pages.commands() if where.startswith("docs/cli.md")]
-    shown = {line.split()[1] for line in lines if line.startswith("hf-rmsnorm ")}
-    assert shown == SUBCOMMANDS
-
-
-def test_every_option_is_listed_under_its_command():
-    (subcommands,) = [action for action in build_parser()._actions if action.choices]
-    for name, parser in subcommands.choices.items():
-        options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
-        for_all = {"--help", "--json", "--traceback", "--trust-remote-code"}
-        assert set(re.findall(r"`(--[\w-]+)", pages.section("docs/cli.md", name))) == options - for_all, name
 
 
 @pytest.mark.parametrize("name", ["report", "env"])
@@ -237,13 +210,3 @@ def test_a_tutorial_runs_and_prints_what_its_page_shows(name, tmp_path):
 
     assert words(done.stdout) == words(shown)
     assert f'--8<-- "tutorials/{name}.py"' in pages.PAGES[f"docs/tutorials/{name}.md"]
-
-
-def test_the_function_takes_what_the_command_takes():
-    (subcommands,) = [action for action in build_parser()._actions if action.choices]
-    options = {o for action in subcommands.choices["convert"]._actions for o in action.option_strings}
-    rows = re.findall(r"^\| `(--[\w-]+)[^|]*\| `(\w+)=", pages.section("docs/conversion.md", "How to"), re.MULTILINE)
-    arguments = set(inspect.signature(hf_rmsnorm.convert_checkpoint).parameters) - {"src", "dst", "planned"}
-    for_itself = {"-h", "--help", "--json", "--traceback", "--plan", "--base"}  # a function each, or of the terminal
-    assert {option for option, _ in rows} == options - for_itself
-    assert {argument for _, argument in rows} == arguments - {"model_class", "progress"}

@@ -87,22 +87,3 @@ def test_a_static_cache_decodes_the_same_tokens_compiled(family):
     model.forward = torch.compile(model.forward, fullgraph=True, backend=graphs)
     assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **how), expected)
     assert len(graphs) == 2, "one for the prompt, one for every token"
-
-
-@pytest.mark.nightly
-def test_reduce_overhead_decodes_the_same_tokens():
-    """On a CPU Inductor compiles all of it but captures no CUDA graph."""
-    model = tiny_models.build("llama")
-    ids = tiny_models.token_ids(1, 6)
-    how = {"max_new_tokens": 5, "do_sample": False}
-    expected = model.generate(ids, **how)
-    patch_model(model)
-    model.forward = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
-    assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **how), expected)
-
-
-@pytest.mark.parametrize("name, value, words", [("while_compiling", "x", "choose one of"), ("other", 1, "no such")])
-def test_a_setting_that_does_not_exist_is_refused(name, value, words):
-    with pytest.raises(ValueError, match=words):
-        setattr(settings, name, value)
-    assert settings.while_compiling == "operator"

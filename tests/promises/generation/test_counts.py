@@ -50,18 +50,6 @@ def test_a_patched_model_launches_once_for_each_norm_call(family):
     assert removed >= per_norm * norm_calls - norm_calls, before.counts - after.counts
 
 
-@pytest.mark.parametrize("hidden_size", [64, 128, 896])
-def test_saved_bytes_of_rms_norm(hidden_size):
-    rows = 6
-    x = torch.randn(rows, hidden_size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    module = LlamaRMSNorm(hidden_size).to(DEVICE, torch.bfloat16)
-    with use_backend("triton"):
-        fused = saved_bytes(lambda: rms_norm(x, module.weight), [module.weight])
-    eager = saved_bytes(lambda: module(x), [module.weight])
-    assert fused <= rows * (2 * hidden_size + 4)
-    assert eager == rows * (6 * hidden_size + 4), "eager keeps x in float32, xhat in bfloat16, and rstd"
-
-
 def saved_by_a_layer(family, memory_efficient, tokens, **config):
     """Bytes saved for backward by one more layer."""
 
@@ -112,26 +100,9 @@ def test_launches_are_counted_across_threads_and_contexts():
     assert outer == {"norm_forward": 4}
 
 
-OTHERS = {  # what their configurations need besides the common sizes
-    "gemma4_text": {
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0,
-        "layer_types": ["full_attention"] * 3,
-    },
-    "glm4_moe": {
-        "use_qk_norm": True, "moe_intermediate_size": 32, "n_routed_experts": 2, "num_experts_per_tok": 1,
-        "first_k_dense_replace": 9,
-    },
-    "cohere": {"use_qk_norm": True}, "exaone4": {}, "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "bert": {"is_decoder": True},
-}  # fmt: skip
-
-
 def decode_step(family, layers, patch):
     """Operators, allocations left out, plus launches of one decoded token."""
-    config = dict(OTHERS.get(family, {}))
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:layers]
-    model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers, **config).to(DEVICE)
+    model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers).to(DEVICE)
     if patch:
         patch_model(model)
     ids = tiny_models.token_ids(1, 2).to(DEVICE)  # each token of the prompt is interpreted, and none is counted
@@ -142,20 +113,21 @@ def decode_step(family, layers, patch):
     return operators.computing + launches.total()
 
 
-@pytest.mark.parametrize(
-    ("family", "before", "after"),
-    [
-        ("llama", 40, 25), ("mistral", 40, 25), ("qwen2", 40, 25), ("qwen3", 56, 16),
-        ("phi3", 40, 25), ("gemma", 44, 25), ("gemma2", 75, 38), ("gemma3_text", 84, 18),
-        ("olmo2", 58, 17), ("mixtral", 59, 44), ("gpt2", 20, 19),
-        pytest.param("gemma4_text", 100, 27, marks=pytest.mark.full),
-        ("glm4_moe", 58, 16), ("cohere", 64, 16), ("exaone4", 56, 17), ("opt", 15, 15),
-        ("bert", 14, 12),
-    ],
-)  # fmt: skip
-def test_operators_and_launches_of_a_layer(family, before, after):
+LAYERS = {  # operators and launches of a decoded layer: of Hugging Face's, and patched
+    "llama": (40, 25),
+    "mistral": (40, 25),
+    "qwen2": (40, 25),
+    "qwen3": (56, 16),
+    "gemma3_text": (84, 18),
+    "olmo2": (58, 17),
+    "gpt2": (20, 19),
+}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_operators_and_launches_of_a_layer(family):
     counts = [decode_step(family, 3, patch) - decode_step(family, 2, patch) for patch in (False, True)]
-    assert counts == [before, after]
+    assert tuple(counts) == LAYERS[family]
     shown = pages.row("docs/fusion.md", "", "operators and launches per layer, views and allocations aside")
     column = {"llama": "LLaMA", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family)
     if column:

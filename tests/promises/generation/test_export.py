@@ -39,14 +39,6 @@ def test_an_exported_graph_has_the_modules_own_operators(strict):
     assert torch.equal(program.module()(X), expected)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_traced_graph_has_them_too():
-    model, expected = norms()
-    traced = torch.jit.trace(model, X)
-    assert "aten::layer_norm" in str(traced.inlined_graph) and "hf_rmsnorm" not in str(traced.inlined_graph)
-    assert torch.equal(traced(X), expected)
-
-
 def test_after_an_export_the_model_runs_the_kernels_again():
     model, _ = norms()
     torch.export.export(model, (X,))
