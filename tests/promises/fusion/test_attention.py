@@ -117,11 +117,6 @@ def hook_on_a_norm(model):
     return 1
 
 
-def hook_before_a_norm(model):
-    model.model.layers[0].self_attn.k_norm.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-    return 1
-
-
 def other_eps(model):
     model.model.layers[0].self_attn.k_norm.variance_epsilon = 0.1
     return 1
@@ -144,18 +139,9 @@ def replaced_forward(model):
     return 2
 
 
-def parametrized(model):
-    class Twice(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    nn.utils.parametrize.register_parametrization(model.model.layers[0].self_attn.q_norm, "weight", Twice())
-    return None
-
-
 @pytest.mark.parametrize(
     "change",
-    [hook_on_a_norm, hook_before_a_norm, other_eps, no_norm, weight_of_another_dtype, replaced_forward, parametrized],
+    [hook_on_a_norm, other_eps, no_norm, weight_of_another_dtype, replaced_forward],
 )
 def test_whatever_is_done_to_a_patched_model_the_result_is_the_unpatched_models(change):
     model, plain = tiny_models.build("qwen3"), tiny_models.build("qwen3")
@@ -165,7 +151,7 @@ def test_whatever_is_done_to_a_patched_model_the_result_is_the_unpatched_models(
     change(plain)
     logits, launches = launched(model)
     assert torch.equal(logits, launched(plain)[0])
-    assert launches == count if count is not None else launches in (1, 2)
+    assert launches == count
 
 
 def test_another_rotary_embedding_put_in_the_place_of_the_proven_one(monkeypatch):

@@ -1,9 +1,7 @@
 """Residual sums computed with the norms that read them, in unmodified models: the same bits, and undone exactly."""
 
 import copy
-import gc
 import pickle
-import weakref
 
 import pytest
 import tiny_models
@@ -78,18 +76,6 @@ def test_patched_without_fusion_gives_the_fusion_back():
     assert all(layer_part(type(layer)) for layer in layers_of(model))
 
 
-def test_nothing_is_kept_alive_beyond_the_step():
-    model = build("llama")
-    patch_model(model)
-    seen = []
-    for module in (model.model.norm, *(layer.mlp for layer in layers_of(model))):
-        module.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
-    with torch.no_grad(), use_backend("triton"):
-        model(IDS)
-    gc.collect()
-    assert [reference() for reference in seen] == [None] * 4
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_compute_the_same(how, fused_sums):
     model = build("llama")
@@ -104,29 +90,9 @@ def test_copies_compute_the_same(how, fused_sums):
         assert torch.equal(again(IDS).logits, expected)
 
 
-def test_inference_mode_fuses_too(fused_sums):
-    model = build("llama")
-    patch_model(model, fuse_residual=False)
-    with torch.inference_mode(), use_backend("triton"):
-        expected = model(IDS).logits
-        patch_model(model, fuse_residual=True)
-        assert torch.equal(model(IDS).logits, expected) and len(fused_sums) == 3
-
-
-@pytest.mark.full
-def test_compiled_without_a_graph_break():
-    model = build("llama")
-    with torch.no_grad():
-        expected = model(IDS, use_cache=False).logits
-        patch_model(model)
-        torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected)
-
-
-def test_one_launch_less_per_sum():
+def test_one_token_adds_and_normalises_in_one_launch(fused_sums):
     model = build("llama")
     patch_model(model)
-    with torch.no_grad(), use_backend("triton"), count_launches() as launches:
-        model(IDS)
-    assert launches.total() == 7
+    with torch.inference_mode(), use_backend("triton"), count_launches() as launches:
+        model(IDS[:1, :1])
+    assert len(fused_sums) == 3 and launches["norm_forward"] == 7

@@ -1,12 +1,12 @@
-"""Whoever gets hold of a sum of a fused model finds the values and the gradient of the unpatched one."""
+"""Code that reads a sum of a fused model gets the values and the gradient of the unpatched one."""
 
 import pytest
 import torch
-from fusion_models import IDS, Block, build, fused, layers_of, row
+from fusion_models import IDS, Block, fused, row
 from torch import nn
 from transformers import MptConfig, MptForCausalLM
 
-from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+from hf_rmsnorm import patch_model, unpatch_model, use_backend
 
 X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
 
@@ -27,15 +27,6 @@ class GivesTheSum(Block):
         return self.b(self.n2(h), h)
 
 
-class ReturnsTheSum(Block):
-    kept: list
-
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        self.__class__.kept.append(h)
-        return h + self.b(self.n2(h))
-
-
 class HasAHookPoint(Block):
     """As TransformerLens marks the places that its users hook."""
 
@@ -48,15 +39,7 @@ class HasAHookPoint(Block):
         return h + self.b(self.n2(h))
 
 
-class ShowsItOnABranch(Block):
-    def forward(self, x, show=None):
-        h = x + self.a(self.n1(x))
-        if show is not None:
-            show(h)
-        return h + self.b(self.n2(h))
-
-
-LAST = KEPT = None
+LAST = None
 
 
 class LeavesItInAGlobal(Block):
@@ -66,62 +49,30 @@ class LeavesItInAGlobal(Block):
         return LAST + self.b(self.n2(LAST))
 
 
-class AddsItToAList(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        kept = KEPT
-        kept += [h]
-        return h + self.b(self.n2(h))
-
-
-@pytest.mark.parametrize("layer", [LeavesItInAGlobal, AddsItToAList])
-def test_the_gradient_of_a_sum_that_is_left_somewhere(layer, monkeypatch):
-    model, found = row(layer(), layer()), []
+def test_the_gradient_of_a_sum_that_is_left_in_a_global():
+    model = row(LeavesItInAGlobal(), LeavesItInAGlobal())
+    gradients = []
     for fuse_residual in (False, True):
-        monkeypatch.setitem(globals(), "KEPT", [])
         patch_model(model, fuse_residual=fuse_residual)
-        monkeypatch.setitem(globals(), "KEPT", [])
         with use_backend("triton"):
             loss = model(X).square().sum()
-            found.append(torch.autograd.grad(loss, LAST if layer is LeavesItInAGlobal else KEPT[-1])[0])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+        gradients.append(torch.autograd.grad(loss, LAST)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
 
 
 def by_forward_hook(model, kept):
     model[1].b.register_forward_hook(lambda module, args, output: kept.append(args[1]))
 
 
-def by_attribute(model, kept):
-    type(model[1]).kept = kept
-
-
 def by_hook_point(model, kept):
     model[1].mid.register_forward_hook(lambda module, args, output: kept.append(output))
 
 
-def by_branch(model, kept):
-    model[1].register_forward_pre_hook(lambda m, args, kwargs: (args, {"show": kept.append}), with_kwargs=True)
-
-
-WAYS = [(GivesTheSum, by_forward_hook), (ReturnsTheSum, by_attribute), (HasAHookPoint, by_hook_point),
-        (ShowsItOnABranch, by_branch)]  # fmt: skip
+WAYS = [(GivesTheSum, by_forward_hook), (HasAHookPoint, by_hook_point)]
 
 
 def asked_for(total, loss):
     return torch.autograd.grad(loss, total)[0]
-
-
-def retained(total, loss):
-    total.retain_grad()
-    loss.backward()
-    return total.grad
-
-
-def hooked(total, loss):
-    seen = []
-    total.register_hook(seen.append)
-    loss.backward()
-    return seen[0]
 
 
 def changed_by_a_hook(total, loss):
@@ -130,7 +81,7 @@ def changed_by_a_hook(total, loss):
     return torch.zeros_like(total)
 
 
-@pytest.mark.parametrize("look", [asked_for, retained, hooked, changed_by_a_hook])
+@pytest.mark.parametrize("look", [asked_for, changed_by_a_hook])
 @pytest.mark.parametrize(("layer", "get"), WAYS, ids=lambda each: each.__name__)
 def test_the_gradient_of_a_sum_is_the_unpatched_models(layer, get, look):
     gradients = []
@@ -142,7 +93,7 @@ def test_the_gradient_of_a_sum_is_the_unpatched_models(layer, get, look):
             assert len(fused(report)) == 2
         with use_backend("triton") if patch else torch.enable_grad():
             loss = model(X).square().sum()
-            found = look(kept[0] if layer is not ReturnsTheSum else kept[1], loss)
+            found = look(kept[0], loss)
         gradients.append([found, *(p.grad for p in model.parameters() if p.grad is not None)])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -163,30 +114,11 @@ def test_a_hook_on_a_live_models_mlp_finds_the_gradient_of_the_residual():
     assert (gradient() - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_where_nobody_can_look_a_sum_and_its_norm_stay_one_launch_each_way():
-    model = build("llama")
-    patch_model(model)
-    with use_backend("triton"), count_launches() as forward:
-        loss = model(IDS, labels=IDS).loss
-    with use_backend("triton"), count_launches() as backward:
-        loss.backward()
-    norms = 2 * len(layers_of(model)) + 1
-    assert sum(forward.values()) == norms and backward["norm_backward"] == norms
-
-
 class SteersInPlace(Block):
     def forward(self, x, steer=None):
         h = x + self.a(self.n1(x))
         if steer is not None:
             h += steer
-        return h + self.b(self.n2(h))
-
-
-class SteersByAFunction(Block):
-    def forward(self, x, steer=None):
-        h = x + self.a(self.n1(x))
-        if steer is not None:
-            torch.add(h, steer, out=h)
         return h + self.b(self.n2(h))
 
 
@@ -198,30 +130,6 @@ class SteersAView(Block):
         return h + self.b(self.n2(h))
 
 
-class SteersByTheOperatorsMethod(Block):
-    def forward(self, x, steer=None):
-        h = x + self.a(self.n1(x))
-        if steer is not None:
-            h.__iadd__(steer)
-        return h + self.b(self.n2(h))
-
-
-class SteersByTheIndexsMethod(Block):
-    def forward(self, x, steer=None):
-        h = x + self.a(self.n1(x))
-        if steer is not None:
-            h.__setitem__(..., h + steer)
-        return h + self.b(self.n2(h))
-
-
-class GivesItOtherData(Block):
-    def forward(self, x, steer=None):
-        h = x + self.a(self.n1(x))
-        if steer is not None:
-            h.data = h.data + steer
-        return h + self.b(self.n2(h))
-
-
 class SteersItsData(Block):
     def forward(self, x, steer=None):
         h = x + self.a(self.n1(x))
@@ -230,19 +138,7 @@ class SteersItsData(Block):
         return h + self.b(self.n2(h))
 
 
-class SteersWhatItReturns(Block):
-    def forward(self, x, steer=None):
-        h = x + self.a(self.n1(x))
-        h = h + self.b(self.n2(h))
-        if steer is not None:
-            h.data.add_(steer)
-        return h
-
-
-STEERED = [
-    SteersInPlace, SteersByAFunction, SteersAView, SteersByTheOperatorsMethod, SteersByTheIndexsMethod,
-    GivesItOtherData, SteersItsData, SteersWhatItReturns,
-]  # fmt: skip
+STEERED = [SteersInPlace, SteersAView, SteersItsData]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -259,28 +155,3 @@ def test_a_sum_that_is_written_to_on_an_untried_branch_is_normalised_as_it_is_th
         got = model(X)
     unpatch_model(model)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
-
-
-def through_data(hidden):
-    hidden.data.add_(torch.arange(hidden.shape[-1]) / 16.0)
-
-
-def through_numpy(hidden):
-    hidden.detach().numpy()[...] += 0.5
-
-
-@pytest.mark.parametrize("kind", ["forward", "always called"])
-@pytest.mark.parametrize("write", [through_data, through_numpy])
-def test_a_hook_on_a_layer_that_writes_past_the_version_is_seen(write, kind):
-    model = build("llama")
-
-    def steer(module, args, output):
-        write(output[0] if isinstance(output, tuple) else output)
-
-    layers_of(model)[0].register_forward_hook(steer, always_call=kind != "forward")
-    with torch.no_grad():
-        expected = model(IDS).logits
-        patch_model(model)
-        with use_backend("triton"):
-            got = model(IDS).logits
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
