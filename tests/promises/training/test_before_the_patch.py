@@ -120,32 +120,3 @@ def test_trainer_trains_a_patched_model_as_it_trains_the_model(when, checkpointi
     assert len(fused_calls) == STEPS * (9 if checkpointing == "off" else 17)  # those of the two layers run twice
     assert got == pytest.approx(expected, rel=1e-4)
     assert len(patch_model(model).swapped) == 9
-
-
-@pytest.mark.parametrize("checkpointing", list(CHECKPOINTING)[1:])
-def test_as_many_checkpoint_calls_and_recomputed_norms_as_there_are_layers(checkpointing, monkeypatch):
-    """A forward bound to a decoder layer would switch checkpointing off without a word."""
-    model = tiny_models.build("qwen3").train()
-    model.gradient_checkpointing_enable(CHECKPOINTING[checkpointing])
-    ids, calls = tiny_models.token_ids(), []
-    for layer in model.model.layers:
-        real = layer._gradient_checkpointing_func
-        monkeypatch.setattr(
-            layer, "_gradient_checkpointing_func", lambda *a, real=real, **k: calls.append(1) or real(*a, **k)
-        )
-    expected = model(ids, labels=ids).loss
-    assert len(calls) == 2
-    patch_model(model, strict=True)
-    model.enable_input_require_grads()
-    with use_backend("reference"):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-    assert torch.equal(loss, expected) and len(calls) == 4
-    if torch.cuda.is_available():
-        model, ids = model.cuda(), ids.cuda()
-    with count_launches() as launches, use_backend("triton"):
-        model(ids, labels=ids).loss.backward()
-    assert len(calls) == 6
-    # four norms in each of two layers run twice, the last norm of the model once
-    counts = {way: launches[f"norm_{way}"] + 2 * launches[f"qk_norm_{way}"] for way in ("forward", "backward")}
-    assert counts == {"forward": 17, "backward": 9}

@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import NormSpec, patch_model, use_backend
 from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm
 from hf_rmsnorm.ops.modulated import modulated_norm
-from hf_rmsnorm.ops.unrounded import norm_of_summands
 
 ROWS, SIZE, HEADS, LENGTH = 6, 64, 2, 3
 LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
@@ -45,14 +44,6 @@ def layer_norm():
     return norm(nn.LayerNorm(SIZE))
 
 
-def from_output():
-    return norm(nn.LayerNorm(SIZE), memory_efficient=True)
-
-
-def frozen_norm():
-    return norm(LlamaRMSNorm(SIZE).requires_grad_(False))
-
-
 def gate():
     x, gate, weight = tensors((ROWS, SIZE), (ROWS, SIZE), (SIZE,))
     return {"x": x, "gate": gate, "weight": weight}, fused_norm(x, weight, None, GATED, gate=gate)
@@ -72,13 +63,6 @@ def queries_and_keys():
     return dict(zip(QK, (q, k, q_weight, k_weight, None, None, cos, sin), strict=True)), yq + yk
 
 
-def weights_of_heads():
-    heads = 1, HEADS, LENGTH, SIZE
-    q, k, *parameters = tensors(heads, heads, *[(HEADS, SIZE)] * 4)
-    yq, yk = fused_qk_norm(q, k, *parameters[:2], LAYER, None, None, *parameters[2:])
-    return dict(zip(QK, (q, k, *parameters), strict=False)), yq + yk
-
-
 def modulation():
     of_rows, of_all = (ROWS, SIZE), (SIZE,)
     x, residual, factor, weight, bias, scale, shift = tensors(*[of_rows] * 2, *[of_all] * 5)
@@ -87,23 +71,10 @@ def modulation():
     return dict(zip(("x", "residual", "factor", "weight", "bias", "scale", "shift"), operands, strict=True)), h + y
 
 
-def unrounded():
-    left, right, weight = tensors((ROWS, SIZE), (ROWS, SIZE), (SIZE,), dtype=torch.bfloat16)
-    total = left + right
-    return {"total": total, "weight": weight}, norm_of_summands(total, left, right, weight, None, LLAMA)
-
-
 def compiled():
     x, weight = tensors((ROWS, SIZE), (SIZE,))
     function = torch.compile(lambda x, w: fused_norm(x, w, None, LLAMA), backend="aot_eager", fullgraph=True)
     return {"x": x, "weight": weight}, function(x, weight)
-
-
-def compiled_queries():
-    heads = 1, HEADS, LENGTH, SIZE
-    q, k, weight = tensors(heads, heads, (SIZE,))
-    function = torch.compile(lambda q, k, w: fused_qk_norm(q, k, w, w, LLAMA), backend="aot_eager", fullgraph=True)
-    return {"q": q, "k": k, "q_weight": weight}, sum(function(q, k, weight))
 
 
 def empty(t):
@@ -128,31 +99,30 @@ def turned(t):
     return t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def step(kind, name="", change=None, create_graph=False):
+def step(kind, name="", change=None):
     """The gradients of all operands, where one is replaced between forward and backward."""
     with use_backend("triton"):
         operands, y = kind()
         leaves = [t for t in operands.values() if t is not None and t.requires_grad]
         if change is not None:
             operands[name].data = change(operands[name].detach())
-        return torch.autograd.grad(y.float().square().sum(), leaves, create_graph=create_graph)
+        return torch.autograd.grad(y.float().square().sum(), leaves)
 
 
 CHANGED = [
-    (norm, "x", short), (norm, "x", empty), (norm, "x", narrow), (norm, "weight", empty), (norm, "weight", narrow),
-    (frozen_norm, "weight", empty),
-    (layer_norm, "x", short), (layer_norm, "weight", short), (layer_norm, "bias", empty),
-    (from_output, "weight", empty), (from_output, "bias", narrow),
-    (gate, "x", short), (gate, "gate", short), (gate, "gate", narrow), (gate, "weight", empty),
-    (residual_sum, "weight", empty), (residual_sum, "weight", narrow),
-    (queries_and_keys, "q", short), (queries_and_keys, "k", empty), (queries_and_keys, "q_weight", empty),
-    (queries_and_keys, "k_weight", narrow), (queries_and_keys, "cos", short), (queries_and_keys, "sin", narrow),
-    (weights_of_heads, "q_weight", short), (weights_of_heads, "k_bias", empty),
-    (modulation, "x", short), (modulation, "factor", empty), (modulation, "weight", short), (modulation, "bias", empty),
-    (unrounded, "total", short), (unrounded, "weight", empty),
-    (compiled, "x", short), (compiled, "weight", empty), (compiled_queries, "q", short),
-]  # fmt: skip
-WORDS = {f"{x}_{what}": f"the {what} of {x}" for x in "qk" for what in ("weight", "bias")} | {"total": "residual \\+ x"}
+    (norm, "x", short),
+    (norm, "x", empty),
+    (norm, "weight", narrow),
+    (layer_norm, "bias", empty),
+    (gate, "gate", short),
+    (residual_sum, "weight", empty),
+    (queries_and_keys, "q", short),
+    (queries_and_keys, "k_weight", narrow),
+    (queries_and_keys, "cos", short),
+    (modulation, "factor", empty),
+    (compiled, "weight", empty),
+]
+WORDS = {f"{x}_{what}": f"the {what} of {x}" for x in "qk" for what in ("weight", "bias")}
 
 
 def named(case):
@@ -168,24 +138,6 @@ def test_an_operand_of_another_shape_or_dtype_is_named(kind, name, change):
     step(kind)  # nor is the call after it any other
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "change"),
-    [
-        (norm, "x", short), (gate, "gate", short), (queries_and_keys, "q", short), (queries_and_keys, "cos", short),
-        (modulation, "weight", short), (modulation, "scale", short),
-    ],
-    ids=named,
-)  # fmt: skip
-def test_a_gradient_that_is_differentiated_asks_the_same(kind, name, change):
-    with pytest.raises(RuntimeError, match=f"^{name} changed between forward and backward"):
-        step(kind, name, change, create_graph=True)
-
-
-def test_a_scale_of_other_values_is_differentiated_by_no_more():
-    with pytest.raises(RuntimeError, match="a scale that was written to"):
-        step(modulation, "scale", torch.zeros_like, create_graph=True)
-
-
 def test_the_error_says_what_was_expected_and_what_is_there():
     with pytest.raises(RuntimeError) as error:
         step(norm, "x", short)
@@ -195,27 +147,24 @@ def test_the_error_says_what_was_expected_and_what_is_there():
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "change"),
-    [
-        (norm, "x", turned), (norm, "weight", apart), (layer_norm, "bias", apart), (gate, "gate", turned),
-        (queries_and_keys, "q", turned), (queries_and_keys, "q_weight", apart), (queries_and_keys, "cos", turned),
-        (weights_of_heads, "k_weight", turned), (modulation, "weight", apart), (modulation, "factor", apart),
-        (unrounded, "weight", apart), (compiled, "x", turned), (compiled, "weight", apart),
-    ],
-    ids=named,
-)  # fmt: skip
+OTHER_STRIDES = [
+    (norm, "x", turned),
+    (norm, "weight", apart),
+    (gate, "gate", turned),
+    (queries_and_keys, "cos", turned),
+    (modulation, "factor", apart),
+    (compiled, "x", turned),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "change"), OTHER_STRIDES, ids=named)
 def test_the_same_values_with_other_strides_give_the_same_gradients(kind, name, change):
     for _ in range(2):
         for ours, usual in zip(step(kind, name, change), step(kind), strict=True):
             torch.testing.assert_close(ours, usual)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(residual_sum, "residual"), (residual_sum, "x"), (modulation, "residual"), (modulation, "shift")],
-    ids=named,
-)
+@pytest.mark.parametrize(("kind", "name"), [(residual_sum, "residual"), (modulation, "shift")], ids=named)
 def test_what_no_backward_reads_may_go(kind, name):
     for ours, usual in zip(step(kind, name, empty), step(kind), strict=True):
         assert torch.equal(ours, usual)

@@ -13,22 +13,18 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from places import ROOT
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from benchmarks.counting import no_launch_kept
 from hf_rmsnorm.demo import demo_path
-from hf_rmsnorm.ops import backend
 
 CONFIGS = ROOT / "examples" / "accelerate"
 sys.path.insert(0, str(ROOT / "examples"))
 
 import finetune  # noqa: E402
-import launched  # noqa: E402
 import refusals  # noqa: E402
 
 # reference: bit for bit the model's own forward, as "auto" runs on a CPU outside of Triton's interpreter
@@ -139,35 +135,6 @@ def test_gradient_checkpointing_changes_nothing_and_adapters_leave_the_model_alo
     assert any("lora_B" in name and tensor.any() for name, tensor in trained.items())
 
 
-@pytest.mark.full
-def test_dropout_draws_the_same_after_a_resume(train, tmp_path):
-    folder = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(demo_path("gpt2"), resid_pdrop=0.3, embd_pdrop=0.3).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((demo_path("gpt2") / name).read_bytes())
-    whole = train("whole", "--model", folder, "--max-steps", 4, "--save-every", 2)
-    assert losses(whole) != losses(train("without", "--model", demo_path("gpt2"), "--max-steps", 4))
-    again = train("again", "--model", folder, "--max-steps", 4, "--resume", whole / "checkpoint-2")
-    assert_same_run(again, whole)
-
-
-def test_an_order_starts_as_a_shorter_one_does():
-    long = finetune.order(10, 37, seed=3)
-    assert len(long) == 37 and finetune.order(10, 12, seed=3) == long[:12] != finetune.order(10, 12, seed=4)
-    assert sorted(long[:10]) == sorted(long[10:20]) == list(range(10)) and long[:10] != long[10:20]
-
-
-def test_resume_without_a_checkpoint_starts_anew(train):
-    assert len(losses(train("new", "--max-steps", 1, "--resume"))) == 1
-
-
-def test_without_matplotlib_one_line_says_what_is_missing(train, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    folder = train("here", "--max-steps", 1)
-    assert "No losses.png: pip install matplotlib" in capsys.readouterr().out
-    assert len(losses(folder)) == 1 and not (folder / "losses.png").exists()
-
-
 def test_without_an_output_folder_each_run_has_a_fresh_one_and_resume_goes_on_in_the_last(bare, tmp_path, capsys):
     for name in ("finetuned", "finetuned-2"):
         bare("--max-steps", 1, "--save-every", 1)
@@ -179,18 +146,6 @@ def test_without_an_output_folder_each_run_has_a_fresh_one_and_resume_goes_on_in
     bare("--max-steps", 2, "--save-every", 0, "--resume", "finetuned/checkpoint-1")
     assert "all is in finetuned\n" in capsys.readouterr().out and weights(tmp_path / "finetuned") != first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["finetuned", "finetuned-2"]
-
-
-@pytest.mark.parametrize("wrong", ["--output-dir=old", "--text=none.txt", "--steps=3"])
-def test_arguments_are_looked_at_before_torch_is_imported(wrong, tmp_path):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "model.safetensors").touch()
-    (tmp_path / "torch.py").write_text("print('torch is imported')")
-    command = [sys.executable, str(ROOT / "examples" / "finetune.py"), wrong]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("finetune.py: ") and done.stderr.count("\n") == 1
 
 
 # What is refused
@@ -208,23 +163,15 @@ def refusal(capsys, run):
 
 BAD = {
     "--max-steps 0": "argument --max-steps: invalid number, at least 1: value: '0'",
-    "--batch-size many": "argument --batch-size: invalid number, at least 1: value: 'many'",
     "--learning-rate nan": "argument --learning-rate: invalid number",
-    "--learning-rate inf": "argument --learning-rate: invalid number",
-    "--seed -1": "argument --seed: invalid number, at least 0, less than 2147483648: value: '-1'",
-    "--gradient-accumulation -1": "argument --gradient-accumulation",
-    "--backend cuda": "invalid choice: 'cuda'",
     "--patches": "unrecognized arguments: --patches",
     "--text nowhere.txt": "cannot read --text nowhere.txt: ",
-    "--text tests": "cannot read --text tests: ",
-    "--text binary": "invalid start byte; it has to be a file of UTF-8 text",
     "--text short": "has 2 tokens, fewer than one block of 32 (--block-size)",
+    "--block-size 1024": "--block-size 1024 is more than the 512 positions of ",
     "--model nowhere/model": "cannot load --model nowhere/model: ",
-    "--model demo:bert": "argument --model: unknown demo model 'bert': choose one of llama, qwen3, gpt2",
     "--model cut": "cannot load --model cut: Error while deserializing header",
-    "--model few": "cannot train --model few: it embeds 50 tokens, its tokenizer has given the text 125",
     "--resume nowhere": "--resume nowhere: no checkpoint of finetune.py",
-    "--output-dir short": "cannot write to --output-dir short: ",
+    "--output-dir short": "short is a file: give another --output-dir",
     "--fsdp2": "no process group was started: use `accelerate launch --config_file",
 }
 
@@ -232,57 +179,27 @@ BAD = {
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_arguments_are_one_line_and_exit_code_2(flags, train, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("tests").mkdir()
-    Path("binary").write_bytes(b"\xff\xfe\x00")
     Path("short").write_text("ab")
-    if flags.startswith(("--model cut", "--model few")):
-        shutil.copytree(demo_path("llama"), flags.split()[1])
-        if flags == "--model cut":
-            os.truncate("cut/model.safetensors", 2000)
-        else:
-            config = AutoConfig.from_pretrained("few", vocab_size=50, pad_token_id=None)
-            AutoModelForCausalLM.from_config(config).save_pretrained("few")
+    if flags == "--model cut":
+        shutil.copytree(demo_path("llama"), "cut")
+        os.truncate("cut/model.safetensors", 2000)
     assert BAD[flags] in refusal(capsys, lambda: train("out", *flags.split()))
     assert not Path("out").exists()
 
 
-def test_adapters_without_peft_are_refused(train, monkeypatch, capsys):
-    pytest.importorskip("peft", reason="is to be hidden")
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert "--lora needs peft: pip install peft" in refusal(capsys, lambda: train("out", "--lora"))
-
-
-def test_blocks_that_the_model_has_no_positions_for_are_refused(train, capsys):
-    said = refusal(capsys, lambda: train("out", "--block-size", 1024))
-    assert "--block-size 1024 is more than the 512 positions of " in said
-
-
-def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, tmp_path, capsys):
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, capsys):
     folder = train("run", "--max-steps", 2, "--save-every", 1)
-    text = tmp_path / "other.txt"
-    text.write_text("Another text. " * 100)
-    for flags, said in {
+    differences = {
         "--batch-size 3": "it was made with batch_size 2, this run has 3",
-        "--block-size 16": "it was made with block_size 32, this run has 16",
         "--lora": "it was made with lora False, this run has True",
-        "--bf16": "it was made with precision no, this run has bf16",
-        "--seed 1": "it was made with seed 0, this run has 1",
-        f"--text {text}": "it was made with tokens ",
         f"--model {demo_path('qwen3')}": "it was made with model llama, this run has qwen3",
         "--max-steps 1": "it has 2 steps already, --max-steps is 1",
-    }.items():
+    }
+    for flags, said in differences.items():
         assert said in refusal(capsys, lambda flags=flags: train("run", "--max-steps", 2, "--resume", *flags.split()))
     assert "checkpoints of an earlier run: --resume" in refusal(capsys, lambda: train("run", "--max-steps", 2))
-    for content in ("{", "[]", "{}", '{"settings": {}, "losses": 3}'):
-        (folder / "checkpoint-2" / "run.json").write_text(content)
-        assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("flags", [[], ["--lora"]])
-def test_the_loss_falls_with_the_defaults(flags, train):
-    found = losses(train("run", *flags, "--batch-size", 4, "--block-size", 128))
-    assert len(found) == 20 and found[-1] < found[0] and sum(found[-5:]) < sum(found[:5])
+    (folder / "checkpoint-2" / "run.json").write_text("{")
+    assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
 
 
 def test_the_model_of_an_earlier_run_is_not_written_over_or_mixed_with_another(train, capsys):
@@ -295,23 +212,16 @@ def test_the_model_of_an_earlier_run_is_not_written_over_or_mixed_with_another(t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("adapter", [False, True])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(adapter, train, capsys):
-    flags = ["--lora"] if adapter else []
-    whole = train("whole", "--max-steps", 2, "--save-every", 1, *flags)
-    result = (losses(whole), weights(whole))
-    names = ["adapter_model.safetensors", "adapter_config.json"] if adapter else ["model.safetensors", "config.json"]
-    for name in [*names, "optimizer.pt"]:
-        path = whole / "checkpoint-2" / name
-        content = path.read_bytes()
-        for damage in (content[: len(content) // 2], b"", b"not so", None):
-            path.unlink() if damage is None else path.write_bytes(damage)
-            said = refusal(capsys, lambda: train("whole", "--max-steps", 2, "--resume", *flags))
-            assert f"--resume {whole / 'checkpoint-2'}: it is damaged: " in said
-            assert "; --resume another checkpoint" in said
-            path.write_bytes(content)
-        path.write_bytes(b"")
-    train("whole", "--max-steps", 2, "--save-every", 1, "--resume", whole / "checkpoint-1", *flags)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "optimizer.pt"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(name, train, capsys):
+    whole = train("whole", "--max-steps", 2, "--save-every", 1)
+    result = losses(whole), weights(whole)
+    path = whole / "checkpoint-2" / name
+    path.write_bytes(path.read_bytes()[:100])
+    said = refusal(capsys, lambda: train("whole", "--max-steps", 2, "--resume"))
+    assert f"--resume {whole / 'checkpoint-2'}: it is damaged: " in said
+    assert "; --resume another checkpoint" in said
+    train("whole", "--max-steps", 2, "--save-every", 1, "--resume", whole / "checkpoint-1")
     assert (losses(whole), weights(whole)) == result
 
 
@@ -333,31 +243,21 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_saved(train, tmp_path, caps
     assert losses(folder) == losses(train("whole", "--max-steps", 3))
 
 
-def test_an_output_folder_is_tried_before_training_and_has_one_run_at_a_time(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("trained"))
-    monkeypatch.setitem(sys.modules, "fcntl", None)  # which not every system has
+def test_a_second_run_into_the_same_folder_is_refused(train, tmp_path, capsys):
     with refusals.output_folder(tmp_path / "run", alone=True):
         said = refusal(capsys, lambda: train("run", "--max-steps", 1))
     assert f"--output-dir {tmp_path / 'run'}: another run is writing there now; give another one" in said
-    assert not (tmp_path / "run").exists()  # since nothing was written
-    if Path("/sys/kernel").is_dir():  # may be listed, and not written to, by root either
-        said = refusal(capsys, lambda: finetune.main([*SHORT, "--output-dir", "/sys/kernel"]))
-        assert "cannot write to --output-dir /sys/kernel: " in said
 
 
-def test_an_interrupted_run_says_how_to_go_on(train, tmp_path, monkeypatch, capsys):
-    real = finetune.save_checkpoint
-
-    def interrupted(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(finetune, "save_checkpoint", interrupted)
-    with pytest.raises(SystemExit) as exit:
-        train("run", "--max-steps", 2, "--save-every", 1)
-    assert exit.value.code == 130
-    assert "finetune.py: interrupted; --resume goes on from the last checkpoint\n" in capsys.readouterr().err
-    assert (tmp_path / "run" / "checkpoint-1" / "run.json").exists()
+def test_a_folder_with_a_model_is_refused_before_torch_is_imported(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.safetensors").touch()
+    (tmp_path / "torch.py").write_text("print('torch is imported')")
+    command = [sys.executable, str(ROOT / "examples" / "finetune.py"), "--output-dir=old"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("finetune.py: ") and done.stderr.count("\n") == 1
 
 
 def test_an_adapter_in_the_place_of_a_model_is_refused(train, capsys):
@@ -366,30 +266,6 @@ def test_an_adapter_in_the_place_of_a_model_is_refused(train, capsys):
     for flags in ([], ["--lora"]):  # which would train nothing, and lose the adapter
         said = refusal(capsys, lambda flags=flags: train("out", "--max-steps", 1, "--model", folder, *flags))
         assert f"--model {folder} is an adapter: merge_and_unload it into its base" in said
-
-
-def test_kernels_that_the_device_has_not_are_refused(train, monkeypatch, capsys):
-    monkeypatch.setattr(backend, "device_refusal", lambda *device: "Triton has no backend for cpu tensors")
-    with no_launch_kept():
-        said = refusal(capsys, lambda: train("out", "--max-steps", 1, "--backend", "triton"))
-    assert "--backend triton: use_backend('triton'): Triton has no backend for cpu tensors; without it" in said
-
-
-def test_a_model_is_the_same_by_whatever_path(train, monkeypatch):
-    whole = train("run", "--max-steps", 2, "--save-every", 1)
-    monkeypatch.chdir(demo_path("llama"))
-    again = train("again", "--model", ".", "--max-steps", 2, "--resume", whole / "checkpoint-1")
-    assert_same_run(again, whole)
-
-
-def test_adapters_that_do_not_fit_are_refused(train, monkeypatch, capsys):
-    peft = pytest.importorskip("peft", reason="is to refuse a model")
-
-    def refuse(model, config):
-        raise ValueError("Target modules not found")
-
-    monkeypatch.setattr(peft, "get_peft_model", refuse)
-    assert "--lora does not fit --model " in refusal(capsys, lambda: train("out", "--lora"))
 
 
 # What was launched
@@ -408,13 +284,9 @@ def launch(monkeypatch, command, **environment):
 
 
 CPU = "/venv/bin/python /venv/bin/accelerate launch --cpu"
-MODULE = "python -m accelerate.commands.launch"
 WRONG = {
     f"{CPU} --num_processes 2 finetune.py": "2 processes were asked for, 1 started: `accelerate launch",
-    f"{CPU} --config_file ddp.yaml finetune.py": "2 processes were asked for, 1 started",
-    f"{CPU} --num_processes 1 --config_file fsdp2.yaml finetune.py": "FSDP2 was asked for, but no process group",
-    f"{CPU} --num_processes=1 --config_file fsdp1.yaml finetune.py": "FSDP1 was asked for, which accelerate serves on",
-    f"{MODULE} --use_deepspeed --zero_stage 3 --num_processes 1 f.py": "DeepSpeed ZeRO-3 was asked for",
+    f"{CPU} --num_processes=1 --config_file fsdp2.yaml finetune.py": "FSDP2 was asked for, but no process group",
     "accelerate-launch --config_file zero3.yaml --num_processes 1 f.py": "DeepSpeed ZeRO-3 was asked for",
 }
 
@@ -423,63 +295,29 @@ WRONG = {
 def test_another_launch_than_was_asked_for_is_refused(command, train, tmp_path, monkeypatch, capsys):
     for path in CONFIGS.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    fsdp1 = (CONFIGS / "fsdp2.yaml").read_text().replace("fsdp_version: 2", "fsdp_version: 1")
-    (tmp_path / "fsdp1.yaml").write_text(fsdp1)
     monkeypatch.chdir(tmp_path)
     launch(monkeypatch, command)
     assert WRONG[command] in refusal(capsys, lambda: train("out"))
 
 
-def test_a_process_group_that_did_not_form_is_refused(train, monkeypatch, capsys):
-    """As an Accelerator() without cpu=True leaves it: every process alone, and nothing said."""
-    launch(monkeypatch, "torchrun --nproc_per_node 2 finetune.py")
-    real = finetune.Accelerator
-
-    def alone(cpu, **options):
-        monkeypatch.delenv("WORLD_SIZE")
-        return real(cpu=cpu, **options)
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(finetune, "Accelerator", alone)
-    said = refusal(capsys, lambda: train("out", "--max-steps", 1))
-    assert "2 processes and no wrapper were asked for, and 1 with none train together" in said
-
-
-@pytest.mark.parametrize("command", [f"{CPU} --num_processes 1 f.py", "python f.py", "bash -c accelerate", MODULE])
+@pytest.mark.parametrize("command", [f"{CPU} --num_processes 1", "python"])
 def test_a_launch_as_it_was_asked_for_trains(command, train, monkeypatch):
     launch(monkeypatch, f"{command} f.py")
     assert len(losses(train("out", "--max-steps", 1))) == 1
 
 
-def test_another_users_launcher_is_not_ours_to_ask(monkeypatch):
-    def parents(self):
-        raise psutil.AccessDenied(1)
-
-    monkeypatch.setattr(psutil.Process, "parents", parents)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert launched.requested() == launched.Launch(3, None)
-
-
-KINDS = {
-    "one_process": (DistributedType.NO, 1, {}),
-    "ddp": (DistributedType.MULTI_GPU, 2, {"multi_gpu": True}),
-    "fsdp2": (DistributedType.FSDP, 2, {"use_fsdp": True, "fsdp_version": 2, "fsdp_reshard_after_forward": True}),
-    "zero3": (DistributedType.DEEPSPEED, 2, {"use_deepspeed": True, "zero_stage": 3, "zero3_init_flag": True}),
+CONFIGURED = {
+    "one_process": (DistributedType.NO, 1),
+    "ddp": (DistributedType.MULTI_GPU, 2),
+    "fsdp2": (DistributedType.FSDP, 2),
+    "zero3": (DistributedType.DEEPSPEED, 2),
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", CONFIGURED)
 def test_accelerate_reads_the_config_files(name):
-    kind, processes, arguments = KINDS[name]
-    assert {path.stem for path in CONFIGS.iterdir()} == set(KINDS)
     config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
-    assert config.distributed_type == kind and config.num_processes == processes
-    arguments = {**arguments, "num_processes": processes, "mixed_precision": "no"}
-    command = ["--config_file", str(CONFIGS / f"{name}.yaml"), "finetune.py"]
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
-    assert {key: getattr(args, key) for key in arguments} == arguments
-    (told,) = re.findall(r"accelerate launch (.*)", (CONFIGS / f"{name}.yaml").read_text())
-    assert told == f"--config_file examples/accelerate/{name}.yaml examples/finetune.py"
+    assert (config.distributed_type, config.num_processes) == CONFIGURED[name]
 
 
 assert os.environ.get("HF_HUB_OFFLINE"), "a model that is not there must not be looked for on the network"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pages
 import pytest
 import torch
-from places import HELPERS, ROOT
+from places import ROOT
 
 from hf_rmsnorm.demo import demo_path
 
@@ -66,12 +66,6 @@ def trained(tmp_path_factory):
     return done
 
 
-def test_there_is_one_command_for_each_way():
-    assert list(COMMANDS) == list(KINDS)
-    for name, command in COMMANDS.items():
-        assert command[:3] == ["accelerate", "launch", "--config_file"] and command[4] == "examples/finetune.py", name
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_each_command_trains_with_the_processes_and_the_wrapper_it_asks_for(name, trained):
     folder, text = trained[name]
@@ -100,35 +94,9 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-@pytest.mark.nightly
-def test_sharded_by_accelerate_as_on_a_gpu_it_goes_on_from_that_checkpoint(trained, tmp_path):
-    whole, _ = trained["FSDP2"]
-    script = "tests/helpers/finetune_by_accelerate.py"
-    command = [script if word == "examples/finetune.py" else word for word in COMMANDS["FSDP2"]]
-    text = output(start(command, "--cpu", *SHORT, "--resume", whole / "checkpoint-2", "--output-dir", tmp_path))
-    assert KINDS["FSDP2"] in text and "11 x LlamaRMSNorm: RMSNorm(" in text and "Going on from" in text
-    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-6)
-
-
 def test_ddp_and_fsdp2_are_the_same_training_on_two_batches(trained):
     assert losses(trained["FSDP2"][0]) == pytest.approx(losses(trained["DDP"][0]), rel=1e-6)
     assert losses(trained["DDP"][0])[0] != losses(trained["one process"][0])[0]
-
-
-@pytest.mark.nightly
-def test_one_process_in_the_place_of_two_is_refused(tmp_path):
-    command = "accelerate launch --cpu --num_processes 2 examples/finetune.py"
-    process = start(command.split(), *SHORT, "--output-dir", tmp_path / "out")
-    text, _ = process.communicate()
-    assert "finetune.py: 2 processes were asked for, 1 started" in text and "exit status 2" in text
-    assert process.returncode != 0 and not (tmp_path / "out").exists()
-
-
-@pytest.mark.nightly
-def test_killed_runs_go_on_to_the_same_losses_and_weights(tmp_path):
-    script = HELPERS / "finetune_crash.py"
-    report = json.loads(output(start([sys.executable, "-W", "ignore", script], tmp_path)).splitlines()[-1])
-    assert report["wrong"] == [] and len(report["killed"]) == 10
 
 
 @pytest.mark.gpu

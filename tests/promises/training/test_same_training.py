@@ -117,8 +117,6 @@ def test_fifty_steps_of_the_kernels(family, way, unpatched, tmp_path):
     assert (tmp_path / "config.json").read_bytes() == (folder / "end" / "config.json").read_bytes()
     states = [torch.load(path / "optimizer.pt") for path in (tmp_path, folder / "end")]
     assert states[0]["param_groups"] == states[1]["param_groups"]
-    for index, state in states[1]["state"].items():
-        assert {k: v.shape for k, v in states[0]["state"][index].items()} == {k: v.shape for k, v in state.items()}
 
 
 def test_the_kernels_go_on_from_an_unpatched_checkpoint_and_back(unpatched, tmp_path):
@@ -131,14 +129,3 @@ def test_the_kernels_go_on_from_an_unpatched_checkpoint_and_back(unpatched, tmp_
     with count_launches() as launches:
         assert_close(train(model, optimizer, STEPS * 3 // 4, STEPS), expected[STEPS * 3 // 4 :], same_weights=False)
     assert not launches
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "gpt2"])
-def test_hundreds_of_steps_of_the_plain_formulas(family, tmp_path):
-    runs = []
-    for patch in (None, {}):
-        model = build(family, patch, "cpu")  # where sums have one order
-        with use_backend("reference"):
-            runs.append(train(model, optimizer_of(model, tmp_path)[0], 0, 150))
-    assert runs[1] == runs[0] and runs[0][-1][0] < 0.5 * runs[0][0][0]

@@ -38,30 +38,6 @@ class WritesToAView(Base):
         return x
 
 
-class WritesAnIndex(Base):
-    def forward(self, x):
-        y = self.linear(self.norm(x))
-        x[:, 1:] = y[:, 1:]
-        return x
-
-
-class Out(Base):
-    def forward(self, x):
-        y = self.linear(self.norm(x)).detach()
-        with torch.no_grad():
-            torch.add(x, y, out=x)
-        return x * 1
-
-
-class OnABranch(Base):
-    def forward(self, x):
-        y = self.linear(self.norm(x))
-        if self.training:
-            x += y
-            return x
-        return x + y
-
-
 class ParentWrites(nn.Module):
     """The module that holds the norm does not write; the one that calls it does."""
 
@@ -75,27 +51,6 @@ class ParentWrites(nn.Module):
 
     def forward(self, x):
         x += self.block(hidden=x)
-        return x
-
-
-class ParentOfASequence(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(LlamaRMSNorm(64), nn.Linear(64, 64))
-
-    def forward(self, x):
-        x += self.block(x)
-        return x
-
-
-class InALoop(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(ParentWrites.Block() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x += block(x)
         return x
 
 
@@ -117,8 +72,7 @@ class WritesBefore(Base):
         return x + self.linear(self.norm(x))
 
 
-WRITERS = [AddsInPlace, CallsAMethod, WritesToAView, WritesAnIndex, Out, OnABranch, SumInPlace]
-ELSEWHERE = [ParentWrites, ParentOfASequence, InALoop]
+WRITERS = [AddsInPlace, CallsAMethod, WritesToAView, SumInPlace]
 
 
 def train(model, dtype):
@@ -149,13 +103,12 @@ def test_half_precision_trains_as_unpatched(layer, dtype, fuse_residual):
         assert ours is None or torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("layer", ELSEWHERE)
-def test_a_write_in_another_module_than_the_norms_is_an_error(layer):
-    model, x = train(layer(), torch.bfloat16)
+def test_a_write_in_another_module_than_the_norms_is_an_error():
+    model, x = train(ParentWrites(), torch.bfloat16)
     patch_model(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(model, x)
-    patch_model(model, exclude="*norm*" if layer is not ParentOfASequence else "block.0")
+    patch_model(model, exclude="*norm*")
     gradients(model, x)
 
 
