@@ -64,19 +64,54 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, m
 SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
 
 
-def parses(words: list[str]) -> bool:
-    """Whether a command line is one of ours; where its parser does not take it, the test ends there."""
-    if words[0] == "hf-rmsnorm":
-        return callable(build_parser().parse_args(words[1:]).run)
-    if words[:3] == ["python", "-m", "benchmarks"]:
-        commands = (parser := Parser()).add_subparsers()
-        for name, module in BENCHMARKS.items():
-            add_command(commands, name, module)
-        return parser.parse_args(words[3:]) is not None
-    if words[:3] == ["python", "-m", "scripts.coverage"]:
-        return coverage_parser().parse_args(words[3:]) is not None
-    if words[:3] == ["python", "-m", "scripts.real_configs"]:
-        return real_configs_parser().parse_args(words[3:]) is not None
+PATCHED = {trainer.patched for trainer in TRAINERS.values()}  # scripts/trainers.py runs them
+
+
+def benchmarks_parser():
+    parser = Parser()
+    commands = parser.add_subparsers()
+    for name, module in BENCHMARKS.items():
+        add_command(commands, name, module)
+    return parser
+
+
+def is_file(word):
+    return (ROOT / word).is_file()
+
+
+def tests_exist(words):
+    return all((ROOT / word.partition("::")[0]).exists() for word in words if word.startswith("tests/"))
+
+
+def are_packages(words):
+    return words == ["."] or all(re.fullmatch(r"[\w.\[\]-]+", word) for word in words)
+
+
+# The first words of a command, and whether the others are right; a parser exits where they are not.
+KINDS = {
+    "hf-rmsnorm": lambda words: callable(build_parser().parse_args(words).run),
+    "python -m benchmarks": lambda words: benchmarks_parser().parse_args(words),
+    "python -m scripts.coverage": lambda words: coverage_parser().parse_args(words),
+    "python -m scripts.real_configs": lambda words: real_configs_parser().parse_args(words),
+    "python3 -m scripts.trainers": lambda words: words[0] in ROWS,
+    "python -m pytest": tests_exist,
+    "pytest": tests_exist,
+    "pip install": are_packages,
+    "accelerate launch --config_file": lambda words: is_file(words[0]) and is_file(words[1]),
+    "mkdocs": lambda words: words == ["build", "--strict"],
+    "eval": lambda words: words == ["$(register-python-argcomplete hf-rmsnorm)"],
+    "git": bool,
+    "cd": bool,
+    "python": lambda words: words[0].endswith(".py") and is_file(words[0]),
+    "python3": lambda words: words[0].endswith(".py") and is_file(words[0]),
+}
+
+
+def is_right(words):
+    for start, check in KINDS.items():
+        length = len(start.split())
+        if words[:length] == start.split():
+            return check(words[length:])
     return False
 
 
@@ -88,26 +123,10 @@ def test_a_command_exists(where, line):
     if "=" in words[0]:  # a variable of the environment
         words = words[1:]
     words[0] = words[0].removeprefix(".venv/bin/")
-    if words[:2] == ["pip", "install"]:
-        assert words[2] == "." or all(re.fullmatch(r"[\w.\[\]-]+", word) for word in words[2:])
-    elif line in {trainer.patched for trainer in TRAINERS.values()}:  # scripts/trainers.py runs them
-        assert (ROOT / words[-1]).is_file()
-    elif words[:3] == ["python3", "-m", "scripts.trainers"]:
-        assert words[3] in ROWS
-    elif words[0] == "accelerate":  # tests/promises/training/test_launched.py runs them
-        assert words[1:3] == ["launch", "--config_file"] and (ROOT / words[3]).is_file() and (ROOT / words[4]).is_file()
-    elif words[0] in ("python", "python3") and words[1].endswith(".py"):
-        assert (ROOT / words[1]).is_file()
-    elif words[:3] == ["python", "-m", "pytest"] or words[0] == "pytest":
-        assert all((ROOT / w.partition("::")[0]).exists() for w in words if w.startswith("tests/"))
-    elif words[0] == "mkdocs":
-        assert words[1:] == ["build", "--strict"]
-    elif words[0] == "eval":  # in the shell: tests/promises/cli/test_cli.py asks for what is completed
-        assert words[1:] == ["$(register-python-argcomplete hf-rmsnorm)"]
-    elif words[0] in ("git", "cd"):
-        pass
+    if line in PATCHED:
+        assert is_file(words[-1])
     else:
-        assert parses(words), f"{where}: {line}"
+        assert is_right(words), f"{where}: {line}"
 
 
 @pytest.mark.parametrize("where, line", sorted(set(pages.inline_commands())))
