@@ -72,7 +72,7 @@ def run(args) -> Result:
 
 
 def _verify(args, source, dtype: str, device, backend: str, step) -> tuple:
-    """(the report on the model in one dtype, what it was found to be as a conversion or None)."""
+    """(the report on the model in one dtype, its conversion or None)."""
     from .. import patch_model, verify_equivalence
     from ..patching.converted import conversion_of
     from ..verification.recorded import as_recorded

@@ -30,7 +30,7 @@ class Options:
     numerics: str | None = None
 
     def recipe(self, recipe: Recipe, module: torch.nn.Module) -> Recipe:
-        """A norm's recipe with what this call names, and for the rest what the module had, or else the defaults."""
+        """A norm's recipe with the options of this call; an option that it does not name stays, or is the default."""
         kept = recipe_of(module) or recipe
         numerics = kept.numerics if self.numerics is None else self.numerics
         fuse_residual = kept.fuse_residual if self.fuse_residual is None else self.fuse_residual
@@ -117,7 +117,7 @@ def is_patched(model: torch.nn.Module) -> bool:
 
 
 def repatch_model(model: torch.nn.Module) -> None:
-    """Unpatch a model and patch the very norms again by what they are now, each with the options that it had."""
+    """Unpatch a model and patch the same norms again as they are now, each with its options."""
     with _changing:
         paths: dict[Options, list[str]] = {}
         for path, module in model.named_modules():

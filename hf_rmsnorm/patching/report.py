@@ -43,7 +43,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A layer whose norms are computed with what surrounds them, or why it is not such a one.
+    """A layer whose norms are fused with the code around them, or the reason why they are not.
 
     Attributes:
         fused: ``"+ post_attention_layernorm, + the norm behind it"``; "" where nothing is.
@@ -84,7 +84,7 @@ class PatchReport:
     def groups(self) -> list[tuple[str, str, str, list[str]]]:
         """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths), modules alike in one group.
 
-        Swapped modules are alike if they compute the same formula, skipped ones if class and reason are the same.
+        Swapped modules share a group if they compute the same formula, skipped ones if class and reason are equal.
         """
         swapped = _alike(self.swapped, lambda record: record.text)
         skipped = _alike(self.skipped, lambda record: (record.class_name, record.reason))
@@ -94,7 +94,7 @@ class PatchReport:
         ] + [("skipped", *key, [r.path for r in records]) for key, records in skipped.items()]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Of each entry what it tells of, which modules, and what was done to them or why not."""
+        """(kind of entry, modules, what was done to them or the reason why not), a row for each entry."""
         norms = "norm" if len(self.swapped) == 1 else "norms"
         rows = [("", f"{len(self.swapped)} {norms} swapped, {len(self.skipped)} left alone", "")]
         cures = {(r.class_name, r.reason): f"\n      what to do: {r.cure}" for r in self.skipped if r.cure}

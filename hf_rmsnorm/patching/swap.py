@@ -87,7 +87,7 @@ def unfused(cls: type) -> type:
 
 
 def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
-    """Change a module's class, and what was hung on the instance with the old class's forward in it."""
+    """Change a module's class, and each forward of the old class that the instance holds."""
     module.__class__ = cls
     for name in _FORWARD_ATTRIBUTES:
         stored = module.__dict__.get(name)

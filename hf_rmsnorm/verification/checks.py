@@ -48,7 +48,7 @@ class NormCheck:
 
 
 def check_norm(path: str, class_name: str, calls: list[NormCall]) -> NormCheck:
-    """Run the candidate's module on what was recorded, and judge all its outputs together."""
+    """Run the candidate's module on the recorded calls, and compare all its outputs at once."""
     compared = []
     for call in calls:
         if call.expected is None or not call.expected.y.numel():
@@ -70,7 +70,7 @@ def _failed(path: str, class_name: str, reason: str, dtype: str = "") -> NormChe
 
 @torch.no_grad()
 def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
-    """Judge outputs, each paired with what is expected of it."""
+    """Compare outputs, each with its expected one."""
     elements = differing = off = 0
     worst = amplified = 0.0
     for y, expected in compared:

@@ -45,7 +45,7 @@ def prompt_length(config, tokens: int, new_tokens: int) -> int:
 def hooked(model, paths, hook):
     """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`, before other hooks.
 
-    What the hook returns, where it is not None, becomes the output.
+    A result of the hook that is not None becomes the output.
     """
     with ExitStack() as stack:
         for path in paths:

@@ -1,4 +1,4 @@
-"""Run both models on the same inputs and judge whether one may stand for the other."""
+"""Run two models on the same inputs and decide whether they compute the same."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -230,7 +230,7 @@ def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
 
 
 def _other_orders(model: nn.Module) -> set[str]:
-    """Whose order of rounding norms of the model have, where that is not their own."""
+    """The servers by whose order of rounding norms of the model compute."""
     return {recipe_of(module).numerics for module in model.modules() if rounds_otherwise(module)}
 
 

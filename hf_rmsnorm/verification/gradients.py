@@ -1,4 +1,4 @@
-"""Gradients of what is patched, each judged against float64 by the error of the same modules as they were."""
+"""Gradients of patched norms and layers, each compared with float64 by the error of the unpatched modules."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ class GradientCheck:
 
 
 def check_norm_gradients(path: str, norm: nn.Module, x: torch.Tensor) -> list[GradientCheck]:
-    """Judge the gradients of a patched norm, called without its hooks, on rows x."""
+    """Check the gradients of a patched norm, called without its hooks, on rows x."""
     cls = type(norm)
     parameters = dict(norm.named_parameters(recurse=False))
     names = ["input", *parameters]
@@ -65,10 +65,10 @@ def check_norm_gradients(path: str, norm: nn.Module, x: torch.Tensor) -> list[Gr
         return [GradientCheck(path, "all", reason=f"raises {one_line(error)}")]
     theirs, right = [], []
     for number in range(CALLS):
-        rows, given = _reordered(cls._hf_rmsnorm_recipe.layout, number, alike(x, number), *cotangents)
-        theirs.append(gradients(eager, rows, parameters.values(), [given]))
+        rows, dy = _reordered(cls._hf_rmsnorm_recipe.layout, number, alike(x, number), *cotangents)
+        theirs.append(gradients(eager, rows, parameters.values(), [dy]))
         with Float64Mode():  # the casts to float32 in the norm's own forward included
-            right.append(gradients(exact, rows.double(), twin.parameters(recurse=False), [given.double()]))
+            right.append(gradients(exact, rows.double(), twin.parameters(recurse=False), [dy.double()]))
     return list(judged(path, names, ours, theirs, right))
 
 
@@ -109,8 +109,8 @@ def gradients(function: Callable, x: torch.Tensor, parameters: Sequence, cotange
     with requiring_gradients(wanted), torch.enable_grad():
         pairs = zip(function(x), cotangents, strict=True)
         pairs = [(y, dy) for y, dy in pairs if y.requires_grad]
-        outputs, given = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+        outputs, cotangents = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class LayerCheck:
 
 @dataclass
 class LayerComparison:
-    """What `comparing_layers` has found: a check for each fused layer that ran, of whichever of its calls is worst."""
+    """The result of `comparing_layers`: for each fused layer that ran, the check of its worst call."""
 
     backward: bool
     checks: dict[str, LayerCheck] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class LayerComparison:
     busy: bool = False
 
     def compare(self, path: str, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Compare a layer on what it was called with, if it is its first call of one row, or of several."""
+        """Compare a layer on its arguments, if this is its first call with one row, or with several."""
         call = None if self.busy else call_of(path, layer, args, kwargs)
         if call is None or (path, call.has_rows) in self.seen:
             return
@@ -123,7 +123,7 @@ class LayerCall:
         return replace(self, args=args, kwargs=kwargs)
 
     def outputs(self, x: torch.Tensor, parameters: dict | None = None) -> list[torch.Tensor]:
-        """The floating tensors that the layer returns for an input x, with these parameters in place of its own."""
+        """The floating tensors that the layer returns for an input x, with other parameters where these are named."""
         args, kwargs = self.args, self.kwargs
         if isinstance(self.place, int):
             args = (*args[: self.place], x, *args[self.place + 1 :])
@@ -157,7 +157,7 @@ def unfused(layer: nn.Module) -> Iterator[None]:
 
 
 def check_outputs(call: LayerCall, grad: bool) -> LayerCheck:
-    """Compare what a layer returns fused and unfused, as in training where `grad` says so."""
+    """Compare a layer's outputs fused and unfused, with gradients where `grad` is set."""
 
     def run() -> list[torch.Tensor]:
         with torch.set_grad_enabled(grad):
@@ -174,27 +174,27 @@ def check_outputs(call: LayerCall, grad: bool) -> LayerCheck:
         return failed(reason=f"raises {one_line(error)}")
     if _kinds(fused) != _kinds(plain):
         return failed(reason=f"returns {', '.join(_kinds(fused))}, unfused {', '.join(_kinds(plain))}")
-    found = LayerCheck(
+    check = LayerCheck(
         call.path,
         class_name,
         dtype=", ".join(dict.fromkeys(str(y.dtype).removeprefix("torch.") for y in plain)),
         elements=sum(y.numel() for y in plain),
         differing=_differing(fused, plain),
     )
-    if not found.differing:
-        return found
+    if not check.differing:
+        return check
     if call.keeps_bits:
         with unfused(call.layer):
             again = run()
         if not _differing(plain, again):
-            counts = f"{found.differing} of {found.elements} elements differ from those of the unfused layer"
-            return replace(found, passed=False, reason=counts)
+            counts = f"{check.differing} of {check.elements} elements differ from those of the unfused layer"
+            return replace(check, passed=False, reason=counts)
     floor = _noise_floor(call, fused, plain)
     if floor.passed:
-        return replace(found, noise_floor=floor)
+        return replace(check, noise_floor=floor)
     errors = f"error {floor.candidate_max:.3g} (RMS {floor.candidate_rms:.3g})"
     theirs = f"unfused {floor.reference_max:.3g} (RMS {floor.reference_rms:.3g})"
-    return replace(found, noise_floor=floor, passed=False, reason=floor.reason or f"{errors}, {theirs}")
+    return replace(check, noise_floor=floor, passed=False, reason=floor.reason or f"{errors}, {theirs}")
 
 
 def _kinds(outputs: list[torch.Tensor]) -> list[str]:
@@ -225,7 +225,7 @@ def _exactly(layer: nn.Module) -> Iterator[None]:
 
 
 def check_gradients(call: LayerCall) -> list[GradientCheck]:
-    """Judge the gradients of a layer's input, and of the parameters of the norms in it."""
+    """Check the gradients of a layer's input, and of the parameters of its norms."""
     parameters = _norm_parameters(call.layer)
     doubles = {name: p.detach().double() for name, p in parameters.items()}
     names = ["input", *parameters]
@@ -249,11 +249,11 @@ def check_gradients(call: LayerCall) -> list[GradientCheck]:
 
 def _norm_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the patched norms in a layer, by name, as far as they are here."""
-    found = {}
+    parameters = {}
     for path, module in layer.named_modules():
         if recipe_of(module) is None:
             continue
         for name, p in module.named_parameters(path, recurse=False):
             if not p.is_meta:
-                found[name] = p
-    return found
+                parameters[name] = p
+    return parameters

@@ -1,4 +1,4 @@
-"""Calls of the modules that a candidate changes, recorded in the reference's run, with what is expected of them."""
+"""Calls of the modules that a candidate changes, recorded in the reference's run, with the expected outputs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -69,7 +69,7 @@ def rows_of(calls: list[NormCall]) -> torch.Tensor | None:
 
 @torch.no_grad()
 def run_reference(calls: Iterable[NormCall]) -> None:
-    """Set what is expected of calls, while the reference's modules are as they are to be taken."""
+    """Set the expected outputs of calls, by the reference's modules."""
     for call in calls:
         if call.place is not None:
             call.expect(call.reference)

@@ -176,14 +176,14 @@ class EquivalenceReport:
 
     @property
     def table(self) -> str:
-        """What was compared, a line each, under what it was compared on."""
+        """A line for each comparison, under a head line with the model and the inputs."""
         (_, *head), *rows = self.rows()
         forms = {2: "  {:4}{}", 3: "  {:4}  {:<26} : {}"}
         lines = (forms[len(row)].format(*row).rstrip(" :") for row in rows)
         return fitted("\n".join([": ".join(head), *lines]), 35)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Of each line of the table: PASS, FAIL or nothing, what was compared, what was seen.
+        """(PASS, FAIL or nothing; the comparison; its result) of each line of the table.
 
         Nothing passes where no kernel ran, or where the outputs cannot be compared.
         """

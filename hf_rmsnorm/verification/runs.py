@@ -1,4 +1,4 @@
-"""What a model returns for the inputs that it is compared on, and the text that it generates."""
+"""The outputs of a model that are compared, and the text that it generates."""
 
 import torch
 from torch import nn

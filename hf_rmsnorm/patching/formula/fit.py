@@ -100,7 +100,7 @@ class Fit(Trial):
         return (h * h.pow(2).mean(-1, keepdim=True).rsqrt()).flatten(-2)
 
     def _fixed_size(self, weight: str | None) -> int | None:
-        if self.group == self.size:  # whether groups keep their number or their size as rows grow, nobody is asked
+        if self.group == self.size:  # whether groups keep their number or their size as rows grow is not known
             if weight is not None:
                 return None
             with contextlib.suppress(Unusable):

@@ -109,7 +109,7 @@ def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
 
 
 def _refusal_of_parent(module: torch.nn.Module) -> tuple[str, str]:
-    # With parameters of its own beside its children it is a norm fused with something; else a block around norms.
+    # A module with parameters and children is a norm fused with something; one with children alone is a block.
     if not module._parameters and next(module.parameters(), None) is not None:
         return "", ""
     in_children = any(p is not None for child in module.children() for p in child.parameters())
@@ -158,7 +158,7 @@ def _reduces(function, cls: type, depth: int = 4) -> bool:
 
 
 def _signature(module: torch.nn.Module) -> tuple[tuple, bool]:
-    """What the verdict may depend on, and whether it means the same once the module is gone."""
+    """(all that the verdict may depend on, whether it means the same once the module is gone)."""
     cls = type(module)
     tensors = tuple(
         (name, None if t is None else (tuple(getattr(t, "ds_shape", t.shape)), t.is_floating_point()))
