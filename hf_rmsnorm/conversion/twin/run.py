@@ -46,12 +46,14 @@ def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=No
 
 @contextmanager
 def quiet():
-    """No progress bars of Transformers: a twin is saved and loaded in no time."""
-    shown = logging.is_progress_bar_enabled()
+    """No progress bars of Transformers, and no reports of what a checkpoint lacks: whoever loads it looks at that."""
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

@@ -185,7 +185,17 @@ def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
         if stored.get("auto_map") and not trust_remote_code:
             cure = "read it, and pass trust_remote_code=True if you trust it"
             raise ConversionRefused(f"{path} brings model code of its own: {cure}") from error
-        raise ConversionRefused(f"{path}: {one_line(error)}") from error
+        raise ConversionRefused(f"{path}: {_why_no_config(stored, error)}") from error
+
+
+def _why_no_config(stored: dict, error: Exception) -> str:
+    """Why Transformers makes no config of a config.json, and what to do."""
+    kind = stored.get("model_type")
+    if kind is None:
+        return "config.json names no model_type: pass the folder of a Transformers checkpoint"
+    if kind not in transformers.CONFIG_MAPPING:
+        return f"Transformers {transformers.__version__} has no model type {kind!r}: install one that has it"
+    return one_line(error)
 
 
 def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
