@@ -36,8 +36,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "postnorm")]
 from convert import exact_post_norm, fit_post_norm  # noqa: E402
 
 from hf_rmsnorm import patch_model  # noqa: E402
-from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms  # noqa: E402
-from hf_rmsnorm.conversion.twin.twin import with_settings  # noqa: E402
+from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms  # noqa: E402
+from hf_rmsnorm.conversion.proxy.model import with_settings  # noqa: E402
 from hf_rmsnorm.record import make_record  # noqa: E402
 
 RESULT = ROOT / "scripts" / "results" / "minilm.json"

@@ -24,17 +24,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from structure import NEURONS, Structure, Sum, as_double, converted, hits_of, look, put_neurons, tie_changes
+from structure import NEURONS, Structure, Sum, as_double, converted, look, put_neurons, residual_weights_of, tie_changes
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_rmsnorm import __version__
 from hf_rmsnorm.conversion.plan import ConversionRefused, NormRecord, rms_norms
-from hf_rmsnorm.conversion.twin.gauge import ZERO_MEAN, input_means
-from hf_rmsnorm.conversion.twin.keys import Hit, saved_tensors
-from hf_rmsnorm.conversion.twin.layer_norms import Norms, find_layer_norms
-from hf_rmsnorm.conversion.twin.prove import BOUND, difference, run_as_rms
-from hf_rmsnorm.conversion.twin.run import run, weight_axis
-from hf_rmsnorm.conversion.twin.twin import with_settings
+from hf_rmsnorm.conversion.proxy.keys import ResidualWeight, saved_tensors
+from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
+from hf_rmsnorm.conversion.proxy.model import with_settings
+from hf_rmsnorm.conversion.proxy.prove import BOUND, difference, run_as_rms
+from hf_rmsnorm.conversion.proxy.run import run, weight_axis
+from hf_rmsnorm.conversion.proxy.shift_invariance import ZERO_MEAN, input_means
 from hf_rmsnorm.record import RECORD_KEY, make_record
 from hf_rmsnorm.verification.context import default_inputs, max_positions
 
@@ -103,19 +103,19 @@ def exact_post_norm(model: PreTrainedModel, inputs: dict | None = None) -> PostN
     found = look(model)
     if not found.ffns:
         why = found.unfit[0] if found.unfit else "no linear, activation, linear is added to its own input before a norm"
-        raise ConversionRefused(f"{found.twin.name} has no FFN that two neurons serve: {why}; {REMAINS}")
+        raise ConversionRefused(f"{found.proxy.name} has no FFN that two neurons serve: {why}; {REMAINS}")
     if found.grown is None:
         what = f"no config key widens {found.ffns[0].first} by {NEURONS} and leaves all else its shape"
-        raise ConversionRefused(f"{found.twin.name}: {what}; {REMAINS}")
+        raise ConversionRefused(f"{found.proxy.name}: {what}; {REMAINS}")
     chosen = found.zero | {f.norm for f in found.ffns}
-    hits = hits_of(found.twin, {path: found.norms[path] for path in chosen})[0]
+    residual_weights = residual_weights_of(found.proxy, {path: found.norms[path] for path in chosen})[0]
     inputs = inputs or default_inputs(model)
-    work = converted(model, found, hits, found.grown)
+    work = converted(model, found, residual_weights, found.grown)
     norms, _ = find_layer_norms(work, inputs)
     means = input_means(work, inputs, norms)
     if missed := sorted(path for path in chosen if means.get(path, math.inf) > ZERO_MEAN):
-        raise ConversionRefused(f"{found.twin.name}: the input of {missed[0]} still has a mean with the two neurons")
-    return _finish(model, found, work, hits, chosen, norms, inputs, found.grown)
+        raise ConversionRefused(f"{found.proxy.name}: the input of {missed[0]} still has a mean with the two neurons")
+    return _finish(model, found, work, residual_weights, chosen, norms, inputs, found.grown)
 
 
 def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormConversion:
@@ -133,8 +133,8 @@ def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormCo
         raise ValueError(f"fit_post_norm needs {HELD_OUT} batches or more")
     found = look(model)
     if not (rest := [s for s in found.sums if s.norm not in found.zero]):
-        raise ConversionRefused(f"{found.twin.name}: no norm reads a sum with another norm's output: nothing to fit")
-    plain_work = converted(model, found, found.hits, {})
+        raise ConversionRefused(f"{found.proxy.name}: no norm reads a sum with another norm's output: nothing to fit")
+    plain_work = converted(model, found, found.residual_weights, {})
     norms, _ = find_layer_norms(plain_work, held_out[0])
     fits = fit_means(plain_work, [b for i, b in enumerate(batches) if i % HELD_OUT != HELD_OUT - 1], rest, norms)
     original = as_double(model)
@@ -142,7 +142,7 @@ def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormCo
     naive = measure(original, held_out, expected, find_layer_norms(original, held_out[0])[0])
     tried = []
     for with_neurons in (False, True) if found.grown else (False,):
-        work = converted(model, found, found.hits, found.grown) if with_neurons else plain_work
+        work = converted(model, found, found.residual_weights, found.grown) if with_neurons else plain_work
         exact = {f.norm for f in found.ffns} if with_neurons else set()
         subtract(work, {s: fits[s.norm] for s in rest if s.norm not in exact})
         chosen = found.zero | exact | fits.keys()
@@ -151,12 +151,20 @@ def fit_post_norm(model: PreTrainedModel, batches: Sequence[dict]) -> PostNormCo
         tried.append((work, chosen, norms, loss, found.grown if with_neurons else {}))
     (work, chosen, norms, loss, grown), *others = sorted(tried, key=lambda each: each[3]["relative_rms"])
     measured = {"fit": loss, "naive": naive} | ({"other": others[0][3]} if others else {})
-    return _finish(model, found, work, found.hits, chosen, norms, held_out[0], grown, measured)
+    return _finish(model, found, work, found.residual_weights, chosen, norms, held_out[0], grown, measured)
 
 
 @torch.no_grad()
 def _finish(
-    model, found: Structure, work, hits: list[Hit], chosen, norms, inputs: dict, grown: dict, measured=None
+    model,
+    found: Structure,
+    work,
+    residual_weights: list[ResidualWeight],
+    chosen,
+    norms,
+    inputs: dict,
+    grown: dict,
+    measured=None,
 ) -> PostNormConversion:
     """Prove `work` in float64, round it, and write down what it is; `measured` is None where it is exact."""
     expected = run(as_double(model), inputs)
@@ -186,7 +194,7 @@ def _finish(
     record |= {"converted_by": f"hf-rmsnorm {__version__}", "post_norm": level, "computes": "rms_norm"}
     if measured is not None:
         record |= {"approximate": True, "measured": measured}
-    config = {**grown, **tie_changes(model, hits, found.undetermined), RECORD_KEY: record}
+    config = {**grown, **tie_changes(model, residual_weights, found.undetermined), RECORD_KEY: record}
     neurons, name = len(found.ffns) if grown else 0, type(model).__name__
     report = PostNormReport(level, name, tuple(records), neurons, stock, rms, rounded, measured or {})
     return PostNormConversion(tensors, config, report)

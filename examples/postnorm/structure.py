@@ -1,4 +1,4 @@
-"""How a post-norm model adds and feeds forward, found by running its twin; and the model with two neurons an FFN.
+"""How a post-norm model adds and feeds forward, found by running its proxy; and the model with two neurons an FFN.
 
 Nothing is known by name. That a norm reads ``writer(h) + x``, where x is what another linear module reads, is told by
 equal values; what lies between two linear modules is told by what it makes of numbers put there. The model is put
@@ -14,12 +14,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.twin.discover import would_tie_a_head
-from hf_rmsnorm.conversion.twin.gauge import ZERO_MEAN, centre, gauge_test, input_means
-from hf_rmsnorm.conversion.twin.keys import Hit, KeyMap
-from hf_rmsnorm.conversion.twin.layer_norms import Norms, find_layer_norms
-from hf_rmsnorm.conversion.twin.run import MISFITS, linear_paths, run, weight_axis
-from hf_rmsnorm.conversion.twin.twin import Twin, make_twin, new_model, plain, shapes_of, with_settings
+from hf_rmsnorm.conversion.proxy.discover import would_tie_a_head
+from hf_rmsnorm.conversion.proxy.keys import KeyMap, ResidualWeight
+from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
+from hf_rmsnorm.conversion.proxy.model import ProxyModel, make_proxy, new_model, plain, shapes_of, with_settings
+from hf_rmsnorm.conversion.proxy.run import MISFITS, linear_paths, run, weight_axis
+from hf_rmsnorm.conversion.proxy.shift_invariance import ZERO_MEAN, centre, input_means, shift_invariance_test
 from hf_rmsnorm.record import centre_
 
 NEURONS = 2
@@ -163,44 +163,44 @@ def grow_config(cls, config: PretrainedConfig, ffns: list[FFN], by: int) -> dict
 
 @dataclass
 class Structure:
-    """What was found on the twin. `hits` and `zero`: all writers, and the norms that centring those serves."""
+    """What the proxy model shows. `zero`: the norms that centring all `residual_weights` serves."""
 
-    twin: Twin
+    proxy: ProxyModel
     norms: Norms
     silent: list[str]
     sums: list[Sum]
     ffns: list[FFN]
     unfit: list[str]
     grown: dict[str, int] | None
-    hits: list[Hit]
+    residual_weights: list[ResidualWeight]
     undetermined: set[str]
     zero: set[str]
 
 
 def look(model: PreTrainedModel) -> Structure:
-    twin = make_twin(model.config, model_class=type(model))
-    norms, silent = find_layer_norms(twin.model, twin.inputs)
+    proxy = make_proxy(model.config, model_class=type(model))
+    norms, silent = find_layer_norms(proxy.model, proxy.inputs)
     if not norms:
-        raise ConversionRefused(f"{twin.name} has no LayerNorm: nothing to convert")
-    sums = find_sums(twin.model, twin.inputs, norms)
-    ffns, unfit = find_ffns(twin.model, twin.inputs, sums)
-    hits, undetermined = hits_of(twin, norms)
-    work = copy.deepcopy(twin.model)
-    centre(work, hits)
-    means = input_means(work, twin.inputs, norms)
+        raise ConversionRefused(f"{proxy.name} has no LayerNorm: nothing to convert")
+    sums = find_sums(proxy.model, proxy.inputs, norms)
+    ffns, unfit = find_ffns(proxy.model, proxy.inputs, sums)
+    residual_weights, undetermined = residual_weights_of(proxy, norms)
+    work = copy.deepcopy(proxy.model)
+    centre(work, residual_weights)
+    means = input_means(work, proxy.inputs, norms)
     zero = {path for path in norms if means[path] <= ZERO_MEAN}
     if len(zero) == len(norms):
         served = f"centring what writes to the stream serves every LayerNorm that was found ({len(norms)})"
-        raise ConversionRefused(f"{twin.name} is no post-norm model: {served}; convert it without post_norm")
+        raise ConversionRefused(f"{proxy.name} is no post-norm model: {served}; convert it without post_norm")
     ffns = [f for f in ffns if f.norm not in zero]
     grown = grow_config(type(model), plain(model.config), ffns, NEURONS) if ffns else None
-    return Structure(twin, norms, silent, sums, ffns, unfit, grown, hits, undetermined, zero)
+    return Structure(proxy, norms, silent, sums, ffns, unfit, grown, residual_weights, undetermined, zero)
 
 
-def hits_of(twin: Twin, norms: Norms) -> tuple[list[Hit], set[str]]:
-    gauge = gauge_test(twin.model, twin.inputs, norms)
-    unsaved = KeyMap(twin.model).unsaved()
-    return [h for h in gauge.hits if h.parameter not in unsaved], set(gauge.undetermined)
+def residual_weights_of(proxy: ProxyModel, norms: Norms) -> tuple[list[ResidualWeight], set[str]]:
+    ratio = shift_invariance_test(proxy.model, proxy.inputs, norms)
+    unsaved = KeyMap(proxy.model).unsaved()
+    return [h for h in ratio.residual_weights if h.parameter not in unsaved], set(ratio.undetermined)
 
 
 def as_double(model: PreTrainedModel) -> PreTrainedModel:
@@ -209,20 +209,22 @@ def as_double(model: PreTrainedModel) -> PreTrainedModel:
     return result
 
 
-def tie_changes(model: PreTrainedModel, hits: list[Hit], undetermined: set[str]) -> dict:
+def tie_changes(model: PreTrainedModel, residual_weights: list[ResidualWeight], undetermined: set[str]) -> dict:
     """Untie where a writer is, or in a class with a head would be, tied to what is not centred in the same way."""
     groups: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), set()).add(name)
-    ways = {h.parameter: (h.axis, h.blocks) for h in hits}
+    ways = {h.parameter: (h.axis, h.blocks) for h in residual_weights}
     unlike = any(len({ways.get(name) for name in names - undetermined}) > 1 for names in groups.values())
-    return {"tie_word_embeddings": False} if unlike or would_tie_a_head(model, model.config, hits) else {}
+    return {"tie_word_embeddings": False} if unlike or would_tie_a_head(model, model.config, residual_weights) else {}
 
 
 @torch.no_grad()
-def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: dict) -> PreTrainedModel:
-    """The model in float64, its writers centred, with the neurons where the config is to grow."""
-    changes = {**grown, **tie_changes(model, hits, found.undetermined)}
+def converted(
+    model: PreTrainedModel, found: Structure, residual_weights: list[ResidualWeight], grown: dict
+) -> PreTrainedModel:
+    """The model in float64, its residual weights centred, with the neurons where the config is to grow."""
+    changes = {**grown, **tie_changes(model, residual_weights, found.undetermined)}
     result = new_model(type(model), with_settings(plain(model.config), changes))
     state, old = result.state_dict(), model.state_dict()
     for key, tensor in state.items():
@@ -231,7 +233,7 @@ def converted(model: PreTrainedModel, found: Structure, hits: list[Hit], grown: 
         tensor.zero_()[tuple(slice(n) for n in old[key].shape)] = old[key].to(tensor.dtype)
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
-    for name, how in found.twin.writers(hits).items():
+    for name, how in found.proxy.entries(residual_weights).items():
         centre_(parameters[name], **how)
     if grown:
         put_neurons(result, found.ffns)

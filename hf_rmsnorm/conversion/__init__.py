@@ -5,9 +5,9 @@ LoRA adapter of PEFT; all of them give a `Conversion` or what it was planned by.
 """
 
 from .api import Conversion, convert_adapter, convert_checkpoint, plan_conversion
-from .judge.folder import VerificationFailed
 from .plan import CentringPlan, ConversionError, ConversionRefused
 from .targets.centred import PlannedConversion
+from .verify.folder import VerificationFailed
 
 __all__ = [
     "CentringPlan", "Conversion", "ConversionError", "ConversionRefused", "PlannedConversion", "VerificationFailed",

@@ -13,15 +13,15 @@ from .checkpoint.layout import Layout
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from .checkpoint.write import write_checkpoint
 from .folders import check_destination, check_source, destination, folder_of, local
-from .judge.folder import Verification, VerificationFailed
-from .judge.pair import Running, look_first
 from .plan import ConversionRefused
+from .proxy.model import make_proxy
 from .targets.adapter import plan_adapter
 from .targets.centred import PlannedCentring, PlannedConversion, plan_centring
 from .targets.fold import with_folds
 from .targets.native import plan_native
 from .tensors import Stored, is_narrower
-from .twin.twin import make_twin
+from .verify.folder import Verification, VerificationFailed
+from .verify.pair import Running, look_first
 
 TARGETS = ("same", "native")
 
@@ -140,9 +140,9 @@ def plan_conversion(
         return plan_native(src, fold_affine=fold_affine, allow_pickle=allow_pickle)
     if source.tensors:
         look_first(src, Running(trust_remote_code, model_class, verify=False))
-    twin = make_twin(src, inputs=inputs, trust_remote_code=trust_remote_code, model_class=model_class)
-    planned = _with_note_on_dtypes(plan_centring(src, twin), source)
-    return with_folds(planned, twin) if fold_affine else planned
+    proxy = make_proxy(src, inputs=inputs, trust_remote_code=trust_remote_code, model_class=model_class)
+    planned = _with_note_on_dtypes(plan_centring(src, proxy), source)
+    return with_folds(planned, proxy) if fold_affine else planned
 
 
 def _with_note_on_dtypes(planned: PlannedCentring, source: Checkpoint) -> PlannedCentring:
@@ -301,8 +301,8 @@ def convert_adapter(
     src = folder_of(src, allow_pickle=allow_pickle)
     source = open_checkpoint(src, allow_pickle=allow_pickle, adapter=True)
     base, converted = folder_of(base, allow_pickle=allow_pickle), folder_of(converted)
-    twin = make_twin(base, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
-    planned = plan_adapter(src, base, converted, twin, allow_pickle=allow_pickle)
+    proxy = make_proxy(base, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
+    planned = plan_adapter(src, base, converted, proxy, allow_pickle=allow_pickle)
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)
     return _carry_out(planned, source, dst, how, None, restart, progress)
 
@@ -315,7 +315,7 @@ def _carry_out(
 
     def check(folder: Path) -> None:
         nonlocal planned, verdict
-        verdict, planned = planned.judge(source.folder, folder, how)
+        verdict, planned = planned.verify(source.folder, folder, how)
         if not verdict.passed:
             raise VerificationFailed(f"{dst}: not published, the result fails verification\n{verdict}", verdict)
         planned.describe(folder, verdict)

@@ -98,7 +98,7 @@ class CentringPlan:
     Args:
         config: keys to set in config.json (``tie_word_embeddings`` and the record of this package).
         undetermined: tensors that no output depends on, so that nothing is known of them; they are copied.
-        margins: how clearly writers were told from the rest: ``{"gauge_max": ..., "nongauge_min": ...}``.
+        margins: how clearly writers were told from the rest: ``{"invariant_max": ..., "dependent_min": ...}``.
         notes: sentences for people: what changes besides the norms, ``hidden states lose their mean`` and the like.
     """
 

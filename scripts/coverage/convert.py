@@ -18,9 +18,9 @@ import transformers
 
 import hf_rmsnorm
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.prove import prove
-from hf_rmsnorm.conversion.twin.twin import make_twin
+from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.conversion.proxy.prove import prove
 
 from .compare import MAPPINGS, chosen
 from .inputs import find_inputs
@@ -130,9 +130,9 @@ def _convert(cls, config, arguments: dict | None) -> dict:
 
 def _planned(cls, config, inputs) -> dict:
     try:
-        twin = make_twin(config, model_class=cls, inputs=inputs)
-        plan = discover(twin)
-        proof = prove(plan, twin)
+        proxy = make_proxy(config, model_class=cls, inputs=inputs)
+        plan = discover(proxy)
+        proof = prove(plan, proxy)
     except ConversionRefused as refusal:
         reason = str(refusal)
         return {"verdict": next((v for v, words in WITHOUT.items() if words in reason), "refused"), "reason": reason}

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from hf_rmsnorm.conversion import CentringPlan, ConversionError, convert_checkpoint
 from hf_rmsnorm.conversion.plan import Centre, Copy, Scale
+from hf_rmsnorm.conversion.proxy.prove import ProofReport
 from hf_rmsnorm.conversion.targets.centred import PlannedCentring
-from hf_rmsnorm.conversion.twin.prove import ProofReport
 
 CONFIG = {"model_type": "gpt2", "tie_word_embeddings": True, "rope": {"theta": 1e-05, "b": 2}, "architectures": ["X"]}
 INDEX = "model.safetensors.index.json"

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_rmsnorm.conversion.twin.twin import give_weights, with_settings
+from hf_rmsnorm.conversion.proxy.model import give_weights, with_settings
 
 _SIZES = {"vocab_size": 128, "max_position_embeddings": 64}
 BERT = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conversion_models import carry_out, causal_lm, config_of
 
-from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.record import RECORD_KEY, explain_violation, make_record, recorded_norms, uncentred
 
 

@@ -13,13 +13,13 @@ import torch
 from ...record import RECORD_KEY, ResidualWeights
 from ..checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from ..folders import ADAPTER_CONFIG
-from ..judge.folder import SNAPSHOT, Verification, add_to_card, not_centred, provenance
-from ..judge.pair import fits_memory, side_by_side
 from ..plan import Centre, CentringPlan, ConversionError, ConversionRefused
 from ..planned import planned_tensors
+from ..proxy.keys import KeyMap
+from ..proxy.model import ProxyModel
 from ..tensors import Centring, Scaling, Stored, constant
-from ..twin.keys import KeyMap
-from ..twin.twin import Twin
+from ..verify.folder import SNAPSHOT, Verification, add_to_card, not_centred, provenance
+from ..verify.pair import fits_memory, side_by_side
 from .centred import CARD_HEADING, PLAN, PlannedSteps
 from .fold import FOLDED
 
@@ -48,7 +48,7 @@ class PlannedAdapter(PlannedSteps):
                 made[step.key] = Stored(step.key, steps=(scaling, Centring(step.axis, step.block, step.blocks)))
         return made
 
-    def judge(self, src, folder, how):
+    def verify(self, src, folder, how):
         if wrong := not_centred(folder, self.centring):
             return Verification(False, wrong), self
         tensors = f"{len(self.centring.centre)} changed tensors checked on disk"
@@ -61,20 +61,20 @@ class PlannedAdapter(PlannedSteps):
         with side_by_side(self.base, self.converted, how) as pair:
             for model, adapter in ((pair.source, src), (pair.result, folder)):
                 PeftModel.from_pretrained(model, adapter).eval()  # which changes the model itself
-            runs = {"as LayerNorm": pair.judge()[0], "as RMSNorm": pair.judge_as_rms()[0]}
+            runs = {"as LayerNorm": pair.compare()[0], "as RMSNorm": pair.compare_as_rms()[0]}
             return Verification.of(runs, f"{tensors}; both pairs run {pair.run_on}"), self
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         add_to_card(folder, CARD_HEADING, str(self), self.made, verdict)
 
 
-def plan_adapter(src, base, converted, twin: Twin, *, allow_pickle: bool = False) -> PlannedAdapter:
-    """What is done to an adapter that goes with its base, whose twin is given; the rest is as in `convert_adapter`."""
+def plan_adapter(src, base, converted, proxy: ProxyModel, *, allow_pickle: bool = False) -> PlannedAdapter:
+    """What is done to an adapter that goes with its base, whose proxy is given; the rest is as in `convert_adapter`."""
     adapter = open_checkpoint(src, allow_pickle=allow_pickle, adapter=True)
     if more := [name for name in adapter.others if os.path.basename(name) == ADAPTER_CONFIG]:
         raise ConversionError(f"{adapter.folder}: holds another adapter too, {more[0]}: give each a folder of its own")
     model = open_checkpoint(base, allow_pickle=allow_pickle)
-    planner = _Planner(adapter, model, Path(converted), twin)
+    planner = _Planner(adapter, model, Path(converted), proxy)
     centring, factors = planner.plan()
     made = {**provenance(src), "base": provenance(base)["source"]}
     return PlannedAdapter(made, centring, Path(base), Path(converted), factors)
@@ -83,17 +83,17 @@ def plan_adapter(src, base, converted, twin: Twin, *, allow_pickle: bool = False
 class _Planner:
     """Says of each tensor of an adapter what is done to it; refuses what is not exact."""
 
-    def __init__(self, adapter: Checkpoint, model: Checkpoint, converted: Path, twin: Twin):
-        self.adapter, self.model, self.converted, self.twin = adapter, model, converted, twin
+    def __init__(self, adapter: Checkpoint, model: Checkpoint, converted: Path, proxy: ProxyModel):
+        self.adapter, self.model, self.converted, self.proxy = adapter, model, converted, proxy
         self.done = _plan_of_base(model, converted)
         planned_tensors(self.done, model, model.folder)  # whether it is of this base
         self.who = f"{adapter.folder} ({adapter.config.get('peft_type')})"
         self.tied = {key: copy.source for copy in self.done.copy for key in (copy.key, copy.source)}
-        self.prefix = f"{twin.model.base_model_prefix}."
-        self.rename, self.residual_weights = _named_as_recorded(self.done, twin, self.prefix)
-        self.parameters = {self.rename(name): name for name in twin.shapes}
-        self.shapes = {name: twin.shapes[parameter] for name, parameter in self.parameters.items()}
-        self.keys = KeyMap(twin.model)
+        self.prefix = f"{proxy.model.base_model_prefix}."
+        self.rename, self.residual_weights = _named_as_recorded(self.done, proxy, self.prefix)
+        self.parameters = {self.rename(name): name for name in proxy.shapes}
+        self.shapes = {name: proxy.shapes[parameter] for name, parameter in self.parameters.items()}
+        self.keys = KeyMap(proxy.model)
 
     def plan(self) -> tuple[CentringPlan, dict[str, torch.Tensor]]:
         """What is done to the adapter's tensors, and the layer scales of the base that they take in."""
@@ -120,7 +120,7 @@ class _Planner:
         path = self.rename(name.removeprefix(PREFIX))
         home = self.residual_weights.home(path)
         if not home or not _fits(self.adapter, name, home, self.shapes):
-            what = f"fits no tensor of {self.twin.name} in {self.model.folder}"
+            what = f"fits no tensor of {self.proxy.name} in {self.model.folder}"
             cure = "pass the base, and the model_class, that it was trained on"
             raise ConversionRefused(f"{self.who}: {name} {what}: {cure}")
         try:
@@ -179,14 +179,16 @@ def _plan_of_base(model: Checkpoint, converted: Path) -> CentringPlan:
     raise ConversionError(f"{converted}: no conversion of {model.folder} that takes its adapters: {cure}")
 
 
-def _named_as_recorded(done: CentringPlan, twin: Twin, prefix: str) -> tuple[Callable[[str], str], ResidualWeights]:
-    """What names of the twin's class are called in the record, and the record's residual weights."""
+def _named_as_recorded(
+    done: CentringPlan, proxy: ProxyModel, prefix: str
+) -> tuple[Callable[[str], str], ResidualWeights]:
+    """What names of the proxy's class are called in the record, and the record's residual weights."""
     # A checkpoint saved with a head may be used without, or the reverse: then a prefix is missing or too much.
     for rename in (str, lambda name: prefix + name, lambda name: name.removeprefix(prefix)):
-        residual_weights = ResidualWeights(done.config[RECORD_KEY], map(rename, twin.shapes))
+        residual_weights = ResidualWeights(done.config[RECORD_KEY], map(rename, proxy.shapes))
         if residual_weights.how:
             return rename, residual_weights
-    raise ConversionRefused(f"{twin.name} has none of the tensors that write to the stream of the converted base")
+    raise ConversionRefused(f"{proxy.name} has none of the tensors that write to the stream of the converted base")
 
 
 def _fits(own: Checkpoint, name: str, home: str, shapes: dict) -> bool:

@@ -15,15 +15,15 @@ from ...paths import compact_paths
 from ...record import RECORD_KEY
 from ..checkpoint.layout import Layout, as_source
 from ..checkpoint.source import Checkpoint
-from ..judge.folder import Verification, add_to_card, provenance, verify_folder
-from ..judge.pair import Running
 from ..plan import CentringPlan, ConversionRefused
 from ..planned import changed_config, planned_tensors
+from ..proxy.discover import discover
+from ..proxy.model import ProxyModel
+from ..proxy.prove import ProofReport, prove
+from ..proxy.run import alike
 from ..tensors import Lazy
-from ..twin.discover import discover
-from ..twin.prove import ProofReport, prove
-from ..twin.run import alike
-from ..twin.twin import Twin
+from ..verify.folder import Verification, add_to_card, provenance, verify_folder
+from ..verify.pair import Running
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
 PLAN = "conversion_plan.json"
@@ -54,7 +54,7 @@ class PlannedConversion(ABC):
         """
 
     @abstractmethod
-    def judge(self, src: str | Path, folder: Path, how: Running) -> tuple[Verification, PlannedConversion]:
+    def verify(self, src: str | Path, folder: Path, how: Running) -> tuple[Verification, PlannedConversion]:
         """The verdict on what was written, and the plan as it was carried out."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class PlannedCentring(PlannedSteps):
             lines += _grouped({"tensors that nothing depends on, copied as they are:": [*plan.undetermined]})
         return "\n".join([*lines, *plan.notes])
 
-    def judge(self, src, folder, how):
+    def verify(self, src, folder, how):
         verdict, plan = verify_folder(src, folder, self.centring, how)
         return verdict, replace(self, centring=plan)
 
@@ -159,20 +159,20 @@ def _few(lines: list[str]) -> list[str]:
     return [*lines[:SHOWN], f"    and {len(lines) - SHOWN} more (--json lists all)"]
 
 
-def plan_centring(src, twin: Twin) -> PlannedCentring:
-    """What centring the checkpoint in a folder would do, proven on its twin; refused where it is not exact."""
-    plan = discover(twin)
-    proof = prove(plan, twin)
+def plan_centring(src, proxy: ProxyModel) -> PlannedCentring:
+    """What centring the checkpoint in a folder would do, proven on its proxy; refused where it is not exact."""
+    plan = discover(proxy)
+    proof = prove(plan, proxy)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted, as its plan is not exact")
     made = provenance(src)
-    record = _as_before({**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}, twin)
+    record = _as_before({**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}, proxy)
     return PlannedCentring(made, replace(plan, config={**plan.config, RECORD_KEY: record}), proof)
 
 
-def _as_before(record: dict, twin: Twin) -> dict:
+def _as_before(record: dict, proxy: ProxyModel) -> dict:
     """The record that the source has from an earlier conversion, where this one comes to the same."""
-    before = getattr(twin.config, RECORD_KEY, None)
+    before = getattr(proxy.config, RECORD_KEY, None)
     if before is None:
         return record
     keys = "version", "residual_weights", "rms_norms"

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.source import Checkpoint
-from ..judge.folder import Verification, add_to_card
 from ..plan import ConversionRefused, Scale
+from ..proxy.keys import KeyMap, naming, saved_tensors, stored_names
+from ..proxy.layer_norms import find_layer_norms
+from ..proxy.model import ProxyModel, attend_to_encoder, give_weights, new_model
+from ..proxy.prove import BOUND, difference, load_tensors
+from ..proxy.run import run
+from ..proxy.shift_invariance import gradients
 from ..tensors import InMemory, Lazy, Scaling, Stored, computed, filled, folded_bias
-from ..twin.gauge import gradients
-from ..twin.keys import KeyMap, naming, saved_tensors, stored_names
-from ..twin.layer_norms import find_layer_norms
-from ..twin.prove import BOUND, difference, load_tensors
-from ..twin.run import run
-from ..twin.twin import Twin, attend_to_encoder, give_weights, new_model
+from ..verify.folder import Verification, add_to_card
 from .centred import PlannedCentring
 
 CARD_HEADING = "## Norms folded into the linears that read them"
@@ -95,31 +95,31 @@ class PlannedFold(PlannedCentring):
         add_to_card(folder, CARD_HEADING, text, self.made, self.fold, verdict)
 
 
-def plan_fold(twin: Twin) -> FoldPlan:
-    """What can be folded in a checkpoint, proven on its twin; refused where that is nothing, or not exact."""
-    cls = type(twin.model)
-    attend_to_encoder(twin)
-    model = new_model(cls, twin.config)  # tied where the checkpoint is: a tied table reads and is read
+def plan_fold(proxy: ProxyModel) -> FoldPlan:
+    """What can be folded in a checkpoint, proven on its proxy; refused where that is nothing, or not exact."""
+    cls = type(proxy.model)
+    attend_to_encoder(proxy)
+    model = new_model(cls, proxy.config)  # tied where the checkpoint is: a tied table reads and is read
     give_weights(model, seed=3)
-    folds, kept = _Finder(model, twin.inputs).find()
+    folds, kept = _Finder(model, proxy.inputs).find()
     if not folds:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(kept.items())[:3])
         raise ConversionRefused(f"{cls.__name__}: no norm can be folded exactly ({reasons or 'it has no LayerNorm'})")
     tensors = saved_tensors(model)
     made = computed(folded(folds, {name: Stored(name) for name in tensors}), InMemory(tensors))
-    original, result = (load_tensors(cls, twin.config, state) for state in (tensors, made))
+    original, result = (load_tensors(cls, proxy.config, state) for state in (tensors, made))
     with torch.no_grad():
-        expected, got = run(original, twin.inputs), run(result, twin.inputs)
+        expected, got = run(original, proxy.inputs), run(result, proxy.inputs)
     plan = FoldPlan(tuple(folds), kept, difference(expected, got))
     if not plan.passed:
         raise ConversionRefused(f"{cls.__name__}: {str(plan).splitlines()[0]}: nothing is folded")
     return plan
 
 
-def with_folds(planned: PlannedCentring, twin: Twin) -> PlannedFold:
+def with_folds(planned: PlannedCentring, proxy: ProxyModel) -> PlannedFold:
     """The same conversion, with norms folded in the same pass; refused as by `plan_fold`."""
-    fold = plan_fold(twin)
-    name = naming(stored_names(twin.folder), twin.model)
+    fold = plan_fold(proxy)
+    name = naming(stored_names(proxy.folder), proxy.model)
     folds = tuple(
         replace(
             each,

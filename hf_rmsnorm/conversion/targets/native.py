@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ...record import RECORD_KEY
 from ..checkpoint.layout import MAX_SHARD_SIZE, split
 from ..checkpoint.source import FLOATS, Checkpoint, open_checkpoint
-from ..judge.folder import Verification, add_to_card, as_it_computes, judge_folders, provenance
 from ..plan import ConversionError, ConversionRefused
+from ..proxy.keys import naming, saved_tensors
+from ..proxy.model import ProxyModel, config_of, give_weights, make_proxy, new_model, shapes_of
+from ..proxy.prove import BOUND, difference
+from ..proxy.run import in_double, loaded, run
 from ..tensors import InMemory, Scaling, Source, computed
-from ..twin.keys import naming, saved_tensors
-from ..twin.prove import BOUND, difference
-from ..twin.run import in_double, loaded, run
-from ..twin.twin import Twin, config_of, give_weights, make_twin, new_model, shapes_of
+from ..verify.folder import Verification, add_to_card, as_it_computes, provenance, verify_folders
 from .centred import PlannedConversion
 from .native_build import WITHOUT, Clip, NativeTarget, build_target, refused
 
@@ -72,8 +72,8 @@ class PlannedNative(PlannedConversion):
         layout = split(target.tensors, source, metadata, max_shard_size or MAX_SHARD_SIZE)
         return layout, target.config.to_json_string()
 
-    def judge(self, src, folder, how):
-        return judge_folders(src, folder, replace(how, model_class=AutoModelForCausalLM)), self
+    def verify(self, src, folder, how):
+        return verify_folders(src, folder, replace(how, model_class=AutoModelForCausalLM)), self
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         how = "was centred" if self.target.centred else "was trained with RMSNorm in its place"
@@ -135,12 +135,12 @@ def plan_native(src, *, fold_affine: bool = False, allow_pickle: bool = False) -
         raise ConversionRefused(f"{model_type} has no native target: Transformers does not know it; {WITHOUT}")
     config = config_of(source.folder)
     wanted = native_target(config)  # which refuses by config alone, before a tensor is read
-    twin = make_twin(src, trained=True)
+    proxy = make_proxy(src, trained=True)
     keys = set().union(*(made.keys() for made in wanted.tensors.values()))
-    name = naming(source.tensors, twin.model, optional=keys)
+    name = naming(source.tensors, proxy.model, optional=keys)
     _check_tensors([name(key) for key in sorted(keys)], source)
     target = native_target(config, source, fold_affine=fold_affine, name=name)
-    proof = prove_native(twin, fold_affine=fold_affine)
+    proof = prove_native(proxy, fold_affine=fold_affine)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
     return PlannedNative(provenance(src), target, proof)
@@ -156,12 +156,12 @@ def _check_tensors(keys: list[str], source: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def prove_native(twin: Twin, *, fold_affine: bool = False) -> NativeProof:
+def prove_native(proxy: ProxyModel, *, fold_affine: bool = False) -> NativeProof:
     """Convert a small random model in memory, load the result with the target's class, and compare in float64."""
-    cls = type(twin.model)
-    target = build_target(twin.config, shapes_of(cls, twin.config).__contains__, fold_affine)
+    cls = type(proxy.model)
+    target = build_target(proxy.config, shapes_of(cls, proxy.config).__contains__, fold_affine)
     with in_double():  # frequencies of rotation too
-        source = new_model(cls, twin.config)
+        source = new_model(cls, proxy.config)
     give_weights(source, seed=3)
     parameters = dict(source.named_parameters())
     for name in target.zero:
@@ -180,5 +180,5 @@ def prove_native(twin: Twin, *, fold_affine: bool = False) -> NativeProof:
         )  # fmt: skip
     if wrong:
         raise ConversionRefused(f"{result_class.__name__} does not load what was made for it: {wrong[0]}")
-    expected, got = (run(model, twin.inputs)[:1] for model in (source, result))
+    expected, got = (run(model, proxy.inputs)[:1] for model in (source, result))
     return NativeProof(cls.__name__, result_class.__name__, difference(expected, got))

@@ -28,8 +28,8 @@ from hf_rmsnorm import convert_adapter, convert_checkpoint, plan_conversion
 from hf_rmsnorm.cli import convert
 from hf_rmsnorm.cli.main import build_parser, main
 from hf_rmsnorm.conversion.api import TARGETS
-from hf_rmsnorm.conversion.twin.run import quiet
-from hf_rmsnorm.conversion.twin.twin import give_weights
+from hf_rmsnorm.conversion.proxy.model import give_weights
+from hf_rmsnorm.conversion.proxy.run import quiet
 from hf_rmsnorm.demo import demo_path
 
 SMALL = dict(

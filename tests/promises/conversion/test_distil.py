@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from hf_rmsnorm import patch_model
-from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
+from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms
 from hf_rmsnorm.record import RECORD_KEY, make_record
 
 EXAMPLE = EXAMPLES / "distil.py"

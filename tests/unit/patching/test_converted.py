@@ -11,7 +11,7 @@ from conversion_models import carry_out
 from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, GPT2Model
 
 from hf_rmsnorm import is_patched, patch_model, patched, unpatch_model, use_backend, verify_equivalence
-from hf_rmsnorm.conversion.twin.discover import discover
+from hf_rmsnorm.conversion.proxy.discover import discover
 
 IDS = torch.arange(3, 35).view(2, 16)
 

@@ -13,9 +13,9 @@ from hf_rmsnorm import patch_model
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.conversion import convert_checkpoint, plan_conversion
 from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
+from hf_rmsnorm.conversion.proxy.run import in_double
 from hf_rmsnorm.conversion.targets.fold import folded, plan_fold
-from hf_rmsnorm.conversion.twin.run import in_double
-from hf_rmsnorm.conversion.twin.twin import give_weights, make_twin
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -43,7 +43,7 @@ SPARSE = dict(
     ],
 )
 def test_readers_are_found_and_the_fold_is_exact(model_type, config, count, reason):
-    plan = plan_fold(make_twin(AutoConfig.for_model(model_type, **config)))
+    plan = plan_fold(make_proxy(AutoConfig.for_model(model_type, **config)))
     assert plan.passed and plan.difference <= 1e-13
     assert (len(plan.folds), len(plan.folds) + len(plan.kept)) == count
     assert all(reason in text for text in plan.kept.values())
@@ -61,7 +61,7 @@ def test_readers_are_found_and_the_fold_is_exact(model_type, config, count, reas
 )
 def test_what_cannot_be_folded_is_refused_by_name(model_type, config, reason):
     with pytest.raises(ConversionRefused, match=reason):
-        plan_fold(make_twin(AutoConfig.for_model(model_type, **config)))
+        plan_fold(make_proxy(AutoConfig.for_model(model_type, **config)))
 
 
 def test_a_second_reader_keeps_its_norm(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_second_reader_keeps_its_norm(monkeypatch):
 
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x)
-    plan = plan_fold(make_twin(AutoConfig.for_model("gpt2", **GPT2)))
+    plan = plan_fold(make_proxy(AutoConfig.for_model("gpt2", **GPT2)))
     assert {fold.path.rpartition(".")[2] for fold in plan.folds} == {"ln_1"}
     assert "something else" in plan.kept["transformer.h.0.ln_2"]
 
@@ -85,7 +85,7 @@ def test_an_incomplete_fold_does_not_pass(monkeypatch):
 
     monkeypatch.setattr(module, "folded", without_biases)
     with pytest.raises(ConversionRefused, match="nothing is folded"):
-        plan_fold(make_twin(AutoConfig.for_model("gpt2", **GPT2)))
+        plan_fold(make_proxy(AutoConfig.for_model("gpt2", **GPT2)))
 
 
 def write_source(folder, model_type, config, dtype, auto=AutoModelForCausalLM, **how):

@@ -12,11 +12,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm.conversion import ConversionError, ConversionRefused, convert_checkpoint, plan_conversion, tensors
+from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
+from hf_rmsnorm.conversion.proxy.run import in_double
 from hf_rmsnorm.conversion.targets import native
 from hf_rmsnorm.conversion.targets.native import native_target, prove_native
-from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.run import in_double
-from hf_rmsnorm.conversion.twin.twin import give_weights, make_twin
 
 SMALL = dict(
     vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -115,12 +115,12 @@ def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tm
 @pytest.mark.parametrize("name", ["cohere2_moe", "dbrx", "nemotron", "stablelm", "olmo-tied"])
 def test_weights_of_norms_fold_too(name):
     model_type, changes, *_ = PAIRS[name]
-    twin = make_twin(config_of(model_type, **changes))
-    proof = prove_native(twin, fold_affine=True)
+    proxy = make_proxy(config_of(model_type, **changes))
+    proof = prove_native(proxy, fold_affine=True)
     assert proof.passed
-    target = native_target(twin.config, fold_affine=True)
+    target = native_target(proxy.config, fold_affine=True)
     norms = [made for key, made in target.tensors.items() if "norm" in key]
-    source = tensors.InMemory(dict(twin.model.named_parameters()))
+    source = tensors.InMemory(dict(proxy.model.named_parameters()))
     assert norms and all(bool((made.wide(source) == 1).all()) for made in norms)
 
 
@@ -177,11 +177,11 @@ def test_a_clip_that_may_be_reached_is_refused_with_the_bound(model_type, target
 
 
 def test_the_bound_of_a_clip_holds_and_is_close():
-    twin = make_twin(config_of("olmo", clip_qkv=1e4))
-    layer = twin.model.model.layers[0].self_attn
-    target = native_target(twin.config)
+    proxy = make_proxy(config_of("olmo", clip_qkv=1e4))
+    layer = proxy.model.model.layers[0].self_attn
+    target = native_target(proxy.config)
     weight = layer.q_proj.weight.detach()
-    bound = native.largest_output(target.clips[0], tensors.InMemory(dict(twin.model.named_parameters())))
+    bound = native.largest_output(target.clips[0], tensors.InMemory(dict(proxy.model.named_parameters())))
     row = weight[weight.norm(dim=1).argmax()]
     worst = row / row.norm() * len(row) ** 0.5  # what a norm would have to put out
     assert bound * (1 - 1e-12) <= float((weight @ worst).abs().max()) <= bound * (1 + 1e-12)
@@ -191,13 +191,13 @@ def test_a_broken_pair_is_not_proven(monkeypatch):
     """A bias left out, or heads whose channels stay where they were, show in the proof."""
     from hf_rmsnorm.conversion.targets import native_build as module
 
-    twin = make_twin(config_of("nemotron", num_key_value_heads=2, head_dim=16))
-    assert prove_native(twin).passed
+    proxy = make_proxy(config_of("nemotron", num_key_value_heads=2, head_dim=16))
+    assert prove_native(proxy).passed
     monkeypatch.setattr(module, "_pairs", lambda channels, interleaved: torch.arange(channels).view(-1, 2))
-    assert prove_native(twin).difference > 1e-4
+    assert prove_native(proxy).difference > 1e-4
     monkeypatch.undo()
     monkeypatch.setattr(module, "folded_bias", lambda weight, shift, bias: bias or module.filled(weight, 0.0))
-    assert prove_native(twin).difference > 1e-4
+    assert prove_native(proxy).difference > 1e-4
 
 
 def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
@@ -302,12 +302,12 @@ def test_a_model_trained_as_rms_norm_keeps_the_weights_that_it_has(name):
     """The source's norms are RMSNorms of a stream that has a mean: what writes to it is not centred."""
     model_type, changes, *_ = PAIRS[name]
     config = config_of(model_type, **changes)
-    plan = discover(make_twin(config))
+    plan = discover(make_proxy(config))
     assert all(norm.becomes_rms for norm in plan.norms)
     for key, value in plan.config.items():
         setattr(config, key, value)
     config.hf_rmsnorm = {**config.hf_rmsnorm, "computes": "rms_norm"}
     with pytest.raises(ConversionRefused, match="trained as one"):
-        make_twin(config)
-    proof = prove_native(make_twin(config, trained=True))
+        make_proxy(config)
+    proof = prove_native(make_proxy(config, trained=True))
     assert proof.passed, str(proof)

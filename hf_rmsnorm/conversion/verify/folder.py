@@ -21,13 +21,13 @@ from ...verification.tolerance import FACTOR
 from ..checkpoint.source import open_checkpoint
 from ..folders import ADAPTER_CONFIG, read_json
 from ..plan import Centre, CentringPlan, ConversionError, rms_norms
+from ..proxy.run import and_more
 from ..tensors import one_thread
-from ..twin.run import and_more
 from .pair import ModelPair, Running, side_by_side
 
 logger = logging.getLogger(__name__)
 
-LEAK = "rounding moves the mean of the stream, and what reads this norm would multiply that"
+MEAN_DRIFT = "rounding moves the mean of the stream, and what reads this norm would multiply that"
 NOT_RUN = "source and result were not run, as asked"
 CURE = (
     "What to do: if the weights are stored in a narrow dtype, convert a float32 copy, which has room for the change. "
@@ -77,7 +77,7 @@ def verify_folder(src, folder: Path, plan: CentringPlan, how: Running) -> tuple[
     """Judge a converted folder against its source.
 
     First every centred tensor is read again, one at a time. Then, if `how.verify`, both models run in the
-    checkpoint's own dtype, the converted one as it loads (LayerNorm) and as RMSNorm; each is judged against a float64
+    checkpoint's own dtype, the converted one as it loads (LayerNorm) and as RMSNorm; each is compared with a float64
     run of the source, allowed 1.5 times the source's own error (`verify_equivalence`). Where memory does not hold
     both, each module's weights are read from the shards when it runs.
 
@@ -91,12 +91,12 @@ def verify_folder(src, folder: Path, plan: CentringPlan, how: Running) -> tuple[
     if not how.verify:
         return Verification(True, f"{tensors}; {NOT_RUN}"), plan
     with side_by_side(src, folder, how) as pair:
-        runs, plan = _judge(pair, folder, plan)
+        runs, plan = _compare(pair, folder, plan)
         summary = f"{tensors}; source and result run {pair.run_on}"
     return Verification.of(runs, summary), plan
 
 
-def judge_folders(src, folder: Path, how: Running) -> Verification:
+def verify_folders(src, folder: Path, how: Running) -> Verification:
     """Judge the second of two checkpoints, of whatever classes, by the noise floor of the first."""
     if not how.verify:
         return Verification(True, NOT_RUN)
@@ -105,7 +105,7 @@ def judge_folders(src, folder: Path, how: Running) -> Verification:
         if pair.missing:
             return Verification(False, f"{type(pair.result).__name__} does not load what was made: {pair.missing[0]}")
         pair.source = as_it_computes(pair.source)
-        return Verification.of({"result": pair.judge()[0]}, f"{names} run {pair.run_on}")
+        return Verification.of({"result": pair.compare()[0]}, f"{names} run {pair.run_on}")
 
 
 def as_it_computes(model):
@@ -113,21 +113,21 @@ def as_it_computes(model):
     return as_recorded(model) if trained_as_rms(getattr(model.config, RECORD_KEY, None)) else model
 
 
-def _judge(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, CentringPlan]:
+def _compare(pair: ModelPair, folder: Path, plan: CentringPlan) -> tuple[dict, CentringPlan]:
     """Figures by name of the run, and the plan with the norm that has to stay."""
-    stock, stock_floor = pair.judge()
+    stock, stock_floor = pair.compare()
     logger.info("verifying: result as RMSNorm")
-    rms, floor = pair.judge_as_rms()
+    rms, floor = pair.compare_as_rms()
     runs = {"as LayerNorm": stock, "as RMSNorm": rms}
     bound = FACTOR * stock_floor.candidate_rms + stock_floor.rms_slack
     last = pair.last_of([norm.path for norm in plan.norms if norm.becomes_rms])
     if floor.candidate_rms <= bound or last is None:
         return runs, plan
-    norms = tuple(replace(n, becomes_rms=False, reason=LEAK) if n.path == last else n for n in plan.norms)
+    norms = tuple(replace(n, becomes_rms=False, reason=MEAN_DRIFT) if n.path == last else n for n in plan.norms)
     record = {**plan.config[RECORD_KEY], "rms_norms": shorten(rms_norms(norms), [n.path for n in norms])}
     kept = replace(plan, norms=norms, config={**plan.config, RECORD_KEY: record})
     setattr(pair.result.config, RECORD_KEY, record)
-    cured, cured_floor = pair.judge_as_rms()
+    cured, cured_floor = pair.compare_as_rms()
     if cured_floor.candidate_rms > bound:
         rms["more than as LayerNorm"] = "rounding moves the stream's mean, and keeping the last norm does not cure it"
         return runs, plan

@@ -20,12 +20,12 @@ from ...verification.context import is_float, one_line
 from ..folders import read_json
 from ..plan import ConversionRefused
 from .inputs import made_inputs
-from .keys import Hit
+from .keys import ResidualWeight
 from .run import MISFITS, run
 from .shrink import VOCABULARY, shrunk
 
-# Parameters: a model of up to SMALL is its own twin; one of up to LARGE too, where it cannot be made narrower; twins of
-# up to MIDDLE are tried before larger ones.
+# Parameters: a model of up to SMALL is its own proxy; one of up to LARGE too, where it cannot be made narrower; proxy
+# models of up to MIDDLE are tried before larger ones.
 SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
 # Settings that change no norm and no value of the model's own outputs; some hinder a run in float64.
 PLAIN = {
@@ -39,7 +39,7 @@ LEAST_ROW = 4  # of two channels LayerNorm gives little but a sign, which has no
 
 
 @dataclass
-class Twin:
+class ProxyModel:
     """A small model that stands for a checkpoint.
 
     It is untied, in eval mode, float64 throughout, with weights as training leaves them: no mean is zero.
@@ -49,7 +49,7 @@ class Twin:
     config: PretrainedConfig  # tied where the checkpoint is tied
     inputs: dict
     shapes: dict[str, torch.Size]  # parameter of `model` -> its shape in the checkpoint's own size
-    factor: int  # what most widths were divided by; 1 where the model is its own twin
+    factor: int  # what most widths were divided by; 1 where the model is its own proxy
     folder: Path | None
     made_inputs: bool  # `inputs` are random ones made here, of which there can be more, and not the caller's
     widths: dict[int, int] = field(default_factory=dict)  # of the rows of a norm -> in the checkpoint; by discovery
@@ -58,28 +58,31 @@ class Twin:
     def name(self) -> str:
         return type(self.model).__name__
 
-    def writers(self, hits: Iterable[Hit]) -> dict[str, dict]:
+    def entries(self, residual_weights: Iterable[ResidualWeight]) -> dict[str, dict]:
         """Parameter -> ``{"axis", "block", "blocks"}`` as in the record, `block` in the checkpoint's own size."""
         found: dict[str, dict] = {}
-        for hit in hits:
-            here, there = self.model.get_parameter(hit.parameter).shape[hit.axis], self.shapes[hit.parameter][hit.axis]
-            blocks = None if len(hit.blocks) * hit.block == here else list(hit.blocks)
-            found[hit.parameter] = {"axis": hit.axis, "block": there * hit.block // here, "blocks": blocks}
+        for weight in residual_weights:
+            here, there = (
+                self.model.get_parameter(weight.parameter).shape[weight.axis],
+                self.shapes[weight.parameter][weight.axis],
+            )
+            blocks = None if len(weight.blocks) * weight.block == here else list(weight.blocks)
+            found[weight.parameter] = {"axis": weight.axis, "block": there * weight.block // here, "blocks": blocks}
         return found
 
 
-def make_twin(
+def make_proxy(
     source,
     *,
     trust_remote_code: bool = False,
     model_class: type[PreTrainedModel] | None = None,
     inputs: Callable[[PreTrainedModel], dict] | None = None,
     trained: bool = False,
-) -> Twin:
-    """The twin of a model folder or a `PretrainedConfig`; the options are those of `plan_conversion`.
+) -> ProxyModel:
+    """The proxy of a model folder or a `PretrainedConfig`; the options are those of `plan_conversion`.
 
     Args:
-        trained: also of a model that was trained as RMSNorm; the twin's own norms are LayerNorms all the same.
+        trained: also of a model that was trained as RMSNorm; the proxy's own norms are LayerNorms all the same.
     """
     config, cls = config_and_class(source, trust_remote_code, model_class, trained)
     try:
@@ -100,7 +103,7 @@ def make_twin(
         except MISFITS as error:
             not_run = not_run or one_line(error)
             continue
-        return Twin(model, plain(narrow), arguments, shapes, factor, folder, inputs is None)
+        return ProxyModel(model, plain(narrow), arguments, shapes, factor, folder, inputs is None)
     raise ConversionRefused(_no_proxy(cls, _size(shapes), not_made, not_run, inputs is None))
 
 
@@ -236,7 +239,7 @@ def _size(shapes: dict[str, torch.Size]) -> int:
 
 
 def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
-    """(divisor, config) of twins: itself where it is small, else narrower ones, the cheap ones first."""
+    """(divisor, config) of proxy models: itself where it is small, else narrower ones, the cheap ones first."""
     if _size(shapes) <= SMALL:
         yield 1, config
         return
@@ -287,24 +290,24 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
             p.copy_((normal(p.shape) + lean * (0.3 * normal(1).item() + 0.2)) / math.sqrt(fan))
 
 
-def attend_to_encoder(twin: Twin) -> bool:
+def attend_to_encoder(proxy: ProxyModel) -> bool:
     """Give a decoder without its encoder some encoder states to attend to; whether it takes them."""
-    config = twin.model.config
+    config = proxy.model.config
     if getattr(config, "is_encoder_decoder", False):
         return False
-    names = inspect.signature(twin.model.forward).parameters
-    rows = len(next(v for v in twin.inputs.values() if isinstance(v, torch.Tensor)))
+    names = inspect.signature(proxy.model.forward).parameters
+    rows = len(next(v for v in proxy.inputs.values() if isinstance(v, torch.Tensor)))
     for count in dict.fromkeys((rows, rows // (getattr(config, "num_codebooks", None) or 1))):
         for name, wrap in (("encoder_hidden_states", lambda x: x), ("encoder_outputs", lambda x: (x,))):
-            if name not in names or name in twin.inputs:
+            if name not in names or name in proxy.inputs:
                 continue
             generator = torch.Generator().manual_seed(2)
             try:
                 width = config.get_text_config().hidden_size
                 states = wrap(torch.randn(count, 7, width, generator=generator, dtype=torch.float64))
-                run(twin.model, {**twin.inputs, name: states})
+                run(proxy.model, {**proxy.inputs, name: states})
             except MISFITS:  # a decoder that was made without cross-attention
                 continue
-            twin.inputs[name] = states
+            proxy.inputs[name] = states
             return True
     return False

@@ -8,14 +8,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..plan import ConversionRefused
-from .gauge import all_centred, centre, gauge_test
-from .keys import Hit, KeyMap
+from .keys import KeyMap, ResidualWeight
 from .layer_norms import Norms
+from .model import ProxyModel, new_model, with_settings
 from .run import MISFITS, alike, and_more, run, weight_axis
-from .twin import Twin, new_model, with_settings
+from .shift_invariance import all_centred, centre, shift_invariance_test
 
 
-def behind_masks(work, twin: Twin, norms: Norms, undetermined: Iterable[str]) -> tuple[list[Hit], set[str]]:
+def behind_masks(
+    work, proxy: ProxyModel, norms: Norms, undetermined: Iterable[str]
+) -> tuple[list[ResidualWeight], set[str]]:
     """(residual weights that are used where inputs are masked, all undetermined parameters that are used there).
 
     The model inside is run, which may take a mask where the model with its head does not. `work` is the centred model;
@@ -25,20 +27,20 @@ def behind_masks(work, twin: Twin, norms: Norms, undetermined: Iterable[str]) ->
     base = work.base_model
     prefix = next(f"{path}." if path else "" for path, module in work.named_modules() if module is base)
     inside = {path.removeprefix(prefix): norm for path, norm in norms.items() if path.startswith(prefix)}
-    hits: list[Hit] = []
+    residual_weights: list[ResidualWeight] = []
     reached: set[str] = set()
-    for inputs in _masked(base, twin.inputs) if left else ():
+    for inputs in _masked(base, proxy.inputs) if left else ():
         try:
-            masked = gauge_test(base, inputs, inside)
+            masked = shift_invariance_test(base, inputs, inside)
         except MISFITS:  # it takes no such mask
             continue
-        more = [replace(hit, parameter=prefix + hit.parameter) for hit in masked.hits]
-        more = [hit for hit in more if hit.parameter in left]
+        more = [replace(weight, parameter=prefix + weight.parameter) for weight in masked.residual_weights]
+        more = [weight for weight in more if weight.parameter in left]
         centre(work, more)
         if all_centred(base, inputs, inside):
-            hits += more
+            residual_weights += more
             reached |= {name for name in left if name.removeprefix(prefix) not in masked.undetermined}
-    return hits, reached
+    return residual_weights, reached
 
 
 def _masked(model, inputs: dict) -> Iterator[dict]:
@@ -91,28 +93,28 @@ def unused(model: torch.nn.Module, inputs: dict) -> set[str]:
     return {name for name, _ in model.named_parameters()} - noted.used
 
 
-def refuse_if_unreached(work, twin: Twin, norms: Norms, undetermined: Iterable[str]) -> None:
+def refuse_if_unreached(work, proxy: ProxyModel, norms: Norms, undetermined: Iterable[str]) -> None:
     """Refuse where an unused parameter is as wide as the stream, so that it may write to it with other inputs."""
     lengths = {norm.hidden_size for norm in norms.values()}
-    not_used = unused(work, twin.inputs)
-    left = [name for name in sorted(undetermined) if name in not_used and _may_write(twin, name, lengths)]
+    not_used = unused(work, proxy.inputs)
+    left = [name for name in sorted(undetermined) if name in not_used and _may_write(proxy, name, lengths)]
     if not left:
         return
-    kin = set(map(alike, twin.shapes.keys() - set(undetermined)))  # which give no norm's input a mean
+    kin = set(map(alike, proxy.shapes.keys() - set(undetermined)))  # which give no norm's input a mean
     # With tied embeddings a head's bias may have a second name, which is used only there.
-    tied = with_settings(twin.config, {"tie_word_embeddings": True})
-    aliases = KeyMap(new_model(type(twin.model), tied)).aliases
+    tied = with_settings(proxy.config, {"tie_word_embeddings": True})
+    aliases = KeyMap(new_model(type(proxy.model), tied)).aliases
     known = {alias for name, alias in aliases.items() if name not in undetermined}
     left = [name for name in left if alike(name) not in kin and aliases.get(name) not in known]
     if left:
         what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
-        raise ConversionRefused(f"{twin.name}: {what}: pass inputs=... that use it")
+        raise ConversionRefused(f"{proxy.name}: {what}: pass inputs=... that use it")
 
 
-def _may_write(twin: Twin, name: str, lengths: set[int]) -> bool:
+def _may_write(proxy: ProxyModel, name: str, lengths: set[int]) -> bool:
     """Whether an axis along which a parameter may write is as long as a row of the stream, or several."""
     path, _, leaf = name.rpartition(".")
-    here, there = twin.model.get_parameter(name).shape, twin.shapes[name]
-    axis = weight_axis(twin.model.get_submodule(path)) if leaf == "weight" else None
+    here, there = proxy.model.get_parameter(name).shape, proxy.shapes[name]
+    axis = weight_axis(proxy.model.get_submodule(path)) if leaf == "weight" else None
     axes = range(len(here)) if axis is None else (axis,)
-    return any(here[a] % n == 0 and there[a] % twin.widths.get(n, n) == 0 for a in axes for n in lengths)
+    return any(here[a] % n == 0 and there[a] % proxy.widths.get(n, n) == 0 for a in axes for n in lengths)

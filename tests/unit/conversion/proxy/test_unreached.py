@@ -13,12 +13,12 @@ from transformers import (
 )
 
 from hf_rmsnorm.conversion.plan import ConversionRefused
-from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.gauge import input_means
-from hf_rmsnorm.conversion.twin.keys import saved_tensors
-from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
-from hf_rmsnorm.conversion.twin.prove import load_tensors, prove
-from hf_rmsnorm.conversion.twin.twin import make_twin
+from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.keys import saved_tensors
+from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms
+from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.conversion.proxy.prove import load_tensors, prove
+from hf_rmsnorm.conversion.proxy.shift_invariance import input_means
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 SOUND = {
@@ -34,7 +34,7 @@ SOUND = {
 def test_a_mask_token_is_centred_whether_the_class_takes_masks_or_not(name, cls):
     config = config_of(name)
     config.encoder_stride = config.patch_size
-    plan = discover(make_twin(config, model_class=cls))
+    plan = discover(make_proxy(config, model_class=cls))
     token = next(c.key for c in plan.centre if c.key.endswith("embeddings.mask_token"))
     assert token not in plan.undetermined and all(norm.becomes_rms for norm in plan.norms)
     model = load_tensors(cls, config, carry_out(plan, saved_tensors(trained(cls(config)))))
@@ -57,15 +57,15 @@ def with_an_image(model):
 
 def test_what_only_other_inputs_reach_is_refused_and_converted_with_them():
     with pytest.raises(ConversionRefused, match="no use of 'model.vision_embed_tokens.bias' and 1 more.*pass inputs"):
-        discover(make_twin(fuyu()))
-    twin = make_twin(fuyu(), inputs=with_an_image)
-    plan = discover(twin)
+        discover(make_proxy(fuyu()))
+    proxy = make_proxy(fuyu(), inputs=with_an_image)
+    plan = discover(proxy)
     assert {"vision_embed_tokens.weight", "vision_embed_tokens.bias"} <= {c.key for c in plan.centre}
-    assert prove(plan, twin).passed and not plan.undetermined
+    assert prove(plan, proxy).passed and not plan.undetermined
 
 
 def test_a_masked_frame_of_norms_that_stay_does_not_matter():
-    plan = discover(make_twin(AutoConfig.for_model("hubert", **SOUND), model_class=HubertForCTC))
+    plan = discover(make_proxy(AutoConfig.for_model("hubert", **SOUND), model_class=HubertForCTC))
     assert any(norm.becomes_rms for norm in plan.norms) and not plan.undetermined
     assert not any("masked_spec_embed" in c.key for c in plan.centre)
 
@@ -74,12 +74,12 @@ def test_a_layer_whose_like_is_known_does_not_matter():
     """Attention over the one patch that the last stage has does not depend on queries and keys."""
     sizes = {"image_size": 16, "patch_size": 4, "window_size": 2, "depths": (1, 1, 1), "num_heads": (2, 2, 2)}
     config = AutoConfig.for_model("swinv2", **sizes, embed_dim=8)
-    plan = discover(make_twin(config))
+    plan = discover(make_proxy(config))
     assert plan.undetermined and all(".layers.2." in key for key in plan.undetermined)
 
 
 def test_a_second_name_of_the_heads_bias_does_not_matter():
     config = AutoConfig.for_model("xlm-roberta-xl", **SMALL, max_position_embeddings=64, is_decoder=True)
-    plan = discover(make_twin(config, model_class=XLMRobertaXLForCausalLM))
+    plan = discover(make_proxy(config, model_class=XLMRobertaXLForCausalLM))
     assert plan.undetermined == ("lm_head.bias",) and "lm_head.bias" not in {c.key for c in plan.centre}
     assert any("No output depended on 1 tensors, lm_head.bias" in note for note in plan.notes)

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_rmsnorm import __version__, convert_checkpoint
-from hf_rmsnorm.conversion.judge.folder import add_to_card, provenance
+from hf_rmsnorm.conversion.verify.folder import add_to_card, provenance
 
 HEADING = "## Converted"
 MADE = {"source": "folder", "converted_by": "hf-rmsnorm 1", "torch": "2", "transformers": "5"}
@@ -103,7 +103,7 @@ def test_the_source_has_a_name(tmp_path, monkeypatch):
 
 
 def test_a_few_tokens_of_a_large_checkpoint_are_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_rmsnorm.conversion.judge.pair.LARGE", 1)
+    monkeypatch.setattr("hf_rmsnorm.conversion.verify.pair.LARGE", 1)
     few = convert_checkpoint("demo:gpt2", tmp_path / "few").verification
     assert few.passed and "on 16 tokens" in few.summary and "greedy" not in few.runs["as RMSNorm"]
     every = convert_checkpoint("demo:gpt2", tmp_path / "every", verify="full").verification

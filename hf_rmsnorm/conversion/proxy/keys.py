@@ -27,7 +27,7 @@ except ImportError:  # before Transformers 5, which renames by rules of each mod
 
 
 @dataclass(frozen=True)
-class Hit:
+class ResidualWeight:
     """Blocks of a parameter that write to the stream: as `plan.Centre`, by the parameter's name in the model."""
 
     parameter: str
@@ -86,21 +86,21 @@ class KeyMap:
         parts = present.split([shape.numel() for shape in self.shapes.values()])
         return {name for name, part in zip(self.shapes, parts, strict=True) if not part.all()}
 
-    def centre(self, hits: list[Hit]) -> tuple[Centre, ...]:
-        """The hits as blocks of checkpoint tensors, as long as here; refused where a block is no row of one tensor."""
+    def centre(self, residual_weights: list[ResidualWeight]) -> tuple[Centre, ...]:
+        """Their blocks in checkpoint tensors, as long as here; refused where a block is no row of one tensor."""
         group = torch.full((self.total,), -1, dtype=torch.long)
         size = torch.zeros(self.total, dtype=torch.long)
         count = 0
-        for hit in hits:
-            shape = self.shapes[hit.parameter]
-            here = slice(self.offsets[hit.parameter], self.offsets[hit.parameter] + shape.numel())
+        for weight in residual_weights:
+            shape = self.shapes[weight.parameter]
+            here = slice(self.offsets[weight.parameter], self.offsets[weight.parameter] + shape.numel())
             group[here] = -1
-            rows = group[here].view(shape).movedim(hit.axis, -1).unflatten(-1, (-1, hit.block)).movedim(-2, 0)
-            for block in hit.blocks:  # each row of it gets a number
+            rows = group[here].view(shape).movedim(weight.axis, -1).unflatten(-1, (-1, weight.block)).movedim(-2, 0)
+            for block in weight.blocks:  # each row of it gets a number
                 numbers = torch.arange(count, count + rows[block, ..., 0].numel())
                 rows[block] = numbers.view(rows.shape[1:-1])[..., None]
                 count += len(numbers)
-            size[here] = hit.block
+            size[here] = weight.block
         done, covered = [], 0
         for key, index in sorted(self.saved.items()):
             marks = group[index]

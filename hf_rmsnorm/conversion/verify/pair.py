@@ -19,8 +19,8 @@ from ...verification.context import default_inputs, hooked, in_dtype_of, one_lin
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..plan import ConversionError
-from ..twin.run import and_more, loaded, quiet
-from ..twin.twin import config_and_class
+from ..proxy.model import config_and_class
+from ..proxy.run import and_more, loaded, quiet
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class ModelPair:
             return "side by side"
         return f"side by side, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
 
-    def judge(self) -> tuple[dict, NoiseFloor]:
+    def compare(self) -> tuple[dict, NoiseFloor]:
         """(figures for people, noise floor) of the result, by the source's own error against float64."""
         generates = self.source.can_generate() and not self.source.config.is_encoder_decoder
         if generates and self.whole and all("input_ids" in inputs for inputs in self.inputs):
@@ -108,11 +108,11 @@ class ModelPair:
         with in_float64(self.source):
             return own, [t.double() for t in self.outputs(self.source)]
 
-    def judge_as_rms(self) -> tuple[dict, NoiseFloor]:
-        """As `judge`, with the result's norms as its config records them."""
+    def compare_as_rms(self) -> tuple[dict, NoiseFloor]:
+        """As `compare`, with the result's norms as its config records them."""
         with patched(self.result) as report:
             count = sum(record.converted for record in report.swapped)
-            figures, floor = self.judge()
+            figures, floor = self.compare()
         return {**figures, "norms": f"{count} as RMSNorm", **({} if count else {"verdict": "FAIL"})}, floor
 
     def last_of(self, paths) -> str | None:

@@ -1,4 +1,4 @@
-"""The proof of a plan: carried out on the twin's own checkpoint, loaded again, and run as LayerNorm and as RMSNorm."""
+"""The proof of a plan: carried out on the proxy's own checkpoint, loaded again, and run as LayerNorm and as RMSNorm."""
 
 import copy
 import math
@@ -10,11 +10,11 @@ from ...verification.context import is_float
 from ..plan import CentringPlan, ConversionRefused
 from ..planned import planned_tensors
 from ..tensors import InMemory, computed
-from .gauge import input_means
 from .keys import named_as_stored, saved_tensors
-from .layer_norms import TwinNorm, find_layer_norms
+from .layer_norms import ModelNorm, find_layer_norms
+from .model import ProxyModel, give_weights, new_model, with_settings
 from .run import loaded, run
-from .twin import Twin, give_weights, new_model, with_settings
+from .shift_invariance import input_means
 
 BOUND, MOST = 1e-12, 1e-9
 TIMES_NOISE, DRAWS = 4, 3  # right conversions differ by 0.4 to 4.7 times what one draw finds
@@ -22,7 +22,7 @@ TIMES_NOISE, DRAWS = 4, 3  # right conversions differ by 0.4 to 4.7 times what o
 
 @dataclass(frozen=True)
 class ProofReport:
-    """How far a converted twin is from the original, everything in float64."""
+    """How far a converted proxy is from the original, everything in float64."""
 
     model_class: str
     stock: float  # max |difference| of the outputs with the model's own LayerNorms, over the largest
@@ -48,28 +48,28 @@ class ProofReport:
 
 
 @torch.no_grad()
-def prove(plan: CentringPlan, twin: Twin) -> ProofReport:
-    """Carry out what `discover` found on a checkpoint of the twin, load it with the stock class, compare outputs."""
-    cls = type(twin.model)
-    original = new_model(cls, twin.config)
+def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
+    """Carry out what `discover` found on a checkpoint of the proxy, load it with the stock class, compare outputs."""
+    cls = type(proxy.model)
+    original = new_model(cls, proxy.config)
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
-    original = load_tensors(cls, twin.config, tensors)
-    here = {there: n for n, there in twin.widths.items()}
+    original = load_tensors(cls, proxy.config, tensors)
+    here = {there: n for n, there in proxy.widths.items()}
     own = replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
     own = named_as_stored(own, tensors.keys(), original)
     source = InMemory(tensors)
-    made = computed(planned_tensors(own, source, twin.name), source)
-    converted = load_tensors(cls, with_settings(twin.config, plan.config), made)
-    expected = run(original, twin.inputs)
-    stock = difference(expected, run(converted, twin.inputs))
-    norms, _ = find_layer_norms(converted, twin.inputs)
+    made = computed(planned_tensors(own, source, proxy.name), source)
+    converted = load_tensors(cls, with_settings(proxy.config, plan.config), made)
+    expected = run(original, proxy.inputs)
+    stock = difference(expected, run(converted, proxy.inputs))
+    norms, _ = find_layer_norms(converted, proxy.inputs)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
     if lost := sorted(chosen - norms.keys()):
         raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
-    means = input_means(converted, twin.inputs, norms)
-    rms = difference(expected, run_as_rms(converted, twin.inputs, norms, chosen))
-    bound = bound_of(original, twin.inputs, expected, max(stock, rms))
+    means = input_means(converted, proxy.inputs, norms)
+    rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
+    bound = bound_of(original, proxy.inputs, expected, max(stock, rms))
     return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means, bound)
 
 
@@ -90,7 +90,7 @@ def bound_of(model: torch.nn.Module, inputs: dict, expected: list[torch.Tensor],
     return min(max(BOUND, TIMES_NOISE * noise), MOST)
 
 
-def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm], chosen) -> list[torch.Tensor]:
+def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm], chosen) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
     with torch.no_grad():
         return run(model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0]))

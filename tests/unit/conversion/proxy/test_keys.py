@@ -5,7 +5,7 @@ import tiny_models
 import torch
 
 from hf_rmsnorm.conversion.plan import Centre, ConversionRefused, Copy, Scale
-from hf_rmsnorm.conversion.twin.keys import Hit, KeyMap, saved_tensors
+from hf_rmsnorm.conversion.proxy.keys import KeyMap, ResidualWeight, saved_tensors
 
 
 def test_every_parameter_is_found_under_its_own_name():
@@ -39,8 +39,8 @@ def test_a_tied_parameter_is_copied_from_what_is_saved():
 def test_blocks_that_write_to_the_stream_become_operations_on_the_checkpoint():
     keys = KeyMap(tiny_models.build("llama"))
     name = "model.layers.1.mlp.down_proj.weight"
-    assert keys.centre([Hit(name, 0, 64, (0,))]) == (Centre(name, 0, 64, None),)
-    embedding = Hit("model.embed_tokens.weight", 1, 16, (0, 2))
+    assert keys.centre([ResidualWeight(name, 0, 64, (0,))]) == (Centre(name, 0, 64, None),)
+    embedding = ResidualWeight("model.embed_tokens.weight", 1, 16, (0, 2))
     assert keys.centre([embedding]) == (Centre("model.embed_tokens.weight", 1, 16, (0, 2)),)
     assert keys.scale(name, 0, "model.norm.weight") == [Scale(name, 0, "model.norm.weight")]
     with pytest.raises(ConversionRefused, match="is stored in another order than"):

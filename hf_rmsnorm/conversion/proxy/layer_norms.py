@@ -20,7 +20,7 @@ USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute
 
 
 @dataclass(frozen=True)
-class TwinNorm:
+class ModelNorm:
     """A LayerNorm of a float64 model, over the last dimension, whose length is `hidden_size`."""
 
     spec: NormSpec
@@ -33,12 +33,12 @@ class TwinNorm:
         return reference_norm(x, self.weight, self.bias, self.spec).contiguous()  # as torch returns it
 
     @property
-    def as_rms(self) -> TwinNorm:
+    def as_rms(self) -> ModelNorm:
         """The RMSNorm with the same eps and parameters."""
         return replace(self, spec=replace(self.spec, centered=False))
 
 
-Norms = dict[str, TwinNorm]  # by path
+Norms = dict[str, ModelNorm]  # by path
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def _rows(shape: torch.Size) -> torch.Tensor:
     return rows * 10.0 ** torch.randint(-3, 1, (*shape[:-1], 1), generator=generator)
 
 
-def _recognise(module: torch.nn.Module, args: tuple) -> TwinNorm | None:
+def _recognise(module: torch.nn.Module, args: tuple) -> ModelNorm | None:
     """The LayerNorm that a module computes of its first argument, if it computes one."""
     x = args[0].detach()
     if not x.ndim or x.shape[-1] < 2 or weight_axis(module) is not None:  # the quickest way to tell most of the rest
@@ -98,11 +98,11 @@ def _recognise(module: torch.nn.Module, args: tuple) -> TwinNorm | None:
     return None
 
 
-def _candidates(module: torch.nn.Module, x: torch.Tensor) -> Iterator[TwinNorm]:
+def _candidates(module: torch.nn.Module, x: torch.Tensor) -> Iterator[ModelNorm]:
     """The LayerNorms that a module may compute, by its parameters and the numbers that it holds."""
     own = [p.detach().double() for p in module.parameters(recurse=False) if p.shape == x.shape[x.ndim - p.ndim :]]
     numbers = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < math.inf]
     weights = [(None, 0.0), *((p, offset) for offset in (0.0, 1.0) for p in own)]
     for eps, (weight, offset), bias in product(dict.fromkeys((*numbers, *USUAL_EPS)), weights, (None, *own)):
         spec = NormSpec(True, eps, weight is not None, bias is not None, weight_offset=offset)
-        yield TwinNorm(spec, x.shape[-1], weight, bias)
+        yield ModelNorm(spec, x.shape[-1], weight, bias)

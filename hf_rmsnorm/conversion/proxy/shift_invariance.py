@@ -1,4 +1,4 @@
-"""The ones-gauge test: which blocks of which parameters write to the residual stream.
+"""The shift-invariance test: which blocks of which parameters write to the residual stream.
 
 Adding a constant along a block of a parameter that only LayerNorms read leaves the outputs of the model as they are,
 and moves the mean that those norms remove. Both are read off one backward pass each, summed along the block. In
@@ -12,34 +12,34 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...record import centre_
-from .keys import Hit
-from .layer_norms import TwinNorm
+from .keys import ResidualWeight
+from .layer_norms import ModelNorm
 from .run import linear_paths, run, weight_axis
 
-GAUGE = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
+INVARIANT = 1e-8  # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does not
 WRITES = 1e-9  # of the largest derivative of a norm's mean
 ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 
 
 @dataclass
-class Gauge:
-    """What the test has shown; its margins are the largest ratio of a hit, and the smallest of the rest."""
+class ShiftTest:
+    """What the test has shown; its margins are the largest ratio of a weight, and the smallest of the rest."""
 
-    hits: list[Hit] = field(default_factory=list)
+    residual_weights: list[ResidualWeight] = field(default_factory=list)
     bound: set[str] = field(default_factory=set)  # parameters that write, but whose mean the outputs depend on
     undetermined: list[str] = field(default_factory=list)  # parameters that no output depends on
-    margins: dict = field(default_factory=lambda: {"gauge_max": 0.0, "nongauge_min": 1.0})
+    margins: dict = field(default_factory=lambda: {"invariant_max": 0.0, "dependent_min": 1.0})
 
     def note_kept(self, ratios: torch.Tensor) -> None:
         """Of blocks that write to the stream, but whose mean the outputs depend on."""
-        self.margins["nongauge_min"] = min(self.margins["nongauge_min"], float(ratios.min()))
+        self.margins["dependent_min"] = min(self.margins["dependent_min"], float(ratios.min()))
 
     def note_free(self, ratios: torch.Tensor) -> None:
         """Of blocks whose mean no output depends on."""
-        self.margins["gauge_max"] = max(self.margins["gauge_max"], float(ratios.max()))
+        self.margins["invariant_max"] = max(self.margins["invariant_max"], float(ratios.max()))
 
 
-def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm]) -> Gauge:
+def shift_invariance_test(model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm]) -> ShiftTest:
     """Try every axis of every parameter of a float64 model; the model is not changed."""
     entered: dict[int, list[torch.Tensor]] = defaultdict(list)
 
@@ -57,7 +57,7 @@ def gauge_test(model: torch.nn.Module, inputs: dict, norms: dict[str, TwinNorm])
         of_means[width] = gradients([x.mean(-1) for x in tensors], parameters, generator)
         sizes = [float(means.abs().max()) for means in of_means[width].values() if means is not None]
         least[width] = WRITES * max(sizes, default=0.0)
-    result = Gauge()
+    result = ShiftTest()
     for name, gradient in of_outputs.items():
         if gradient is None or not bool(gradient.any()):
             result.undetermined.append(name)
@@ -77,7 +77,7 @@ def gradients(tensors, parameters: dict[str, torch.Tensor], generator) -> dict[s
     return dict(zip(parameters, grads, strict=True))
 
 
-def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float) -> bool:
+def _try(result: ShiftTest, name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float) -> bool:
     """Whether blocks of n elements along an axis of a parameter write to the stream, and may lose their mean."""
     for axis in range(gradient.ndim):
         if gradient.shape[axis] % n:
@@ -86,14 +86,14 @@ def _try(result: Gauge, name: str, n: int, gradient: torch.Tensor, means: torch.
         total, size = rows.sum(-1).abs().amax(0), rows.abs().sum(-1).amax(0)
         ratio = total / size.clamp_min(1e-300)
         writes = _rows(means, axis, n).sum(-1).abs().amax(0) > least
-        free = writes & (ratio < GAUGE) & (size > 0)
+        free = writes & (ratio < INVARIANT) & (size > 0)
         kept = writes & ~free
         if bool(kept.any()):
             result.note_kept(ratio[kept])
             result.bound.add(name)
         if bool(free.any()):
             result.note_free(ratio[free])
-            result.hits.append(Hit(name, axis, n, tuple(free.nonzero().flatten().tolist())))
+            result.residual_weights.append(ResidualWeight(name, axis, n, tuple(free.nonzero().flatten().tolist())))
             return True
     return False
 
@@ -103,10 +103,10 @@ def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
     return tensor.movedim(axis, -1).reshape(-1, tensor.shape[axis] // n, n)
 
 
-def centre(model: torch.nn.Module, hits: list[Hit]) -> None:
+def centre(model: torch.nn.Module, residual_weights: list[ResidualWeight]) -> None:
     """Subtract its mean from each block, in place."""
-    for hit in hits:
-        centre_(model.get_parameter(hit.parameter), hit.axis, hit.block, hit.blocks)
+    for weight in residual_weights:
+        centre_(model.get_parameter(weight.parameter), weight.axis, weight.block, weight.blocks)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The bound of a proof: what rounding makes of a twin's outputs, and nothing that is wrong."""
+"""The bound of a proof: what rounding makes of a proxy's outputs, and nothing that is wrong."""
 
 import math
 from functools import partial
@@ -8,10 +8,10 @@ import torch
 from conversion_models import config_of
 from transformers import CohereConfig
 
-from hf_rmsnorm.conversion.twin import prove as prove_module
-from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.prove import BOUND, MOST, bound_of, difference, prove
-from hf_rmsnorm.conversion.twin.twin import make_twin
+from hf_rmsnorm.conversion.proxy import prove as prove_module
+from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.conversion.proxy.prove import BOUND, MOST, bound_of, difference, prove
 
 
 def deep_cohere():
@@ -30,35 +30,35 @@ def wrong_by_1e6(computed, name, made, values):
     return tensors
 
 
-def proofs_with_errors(twin, plan, monkeypatch, names):
+def proofs_with_errors(proxy, plan, monkeypatch, names):
     for name in names:
         with monkeypatch.context() as patch:
             patch.setattr(prove_module, "computed", partial(wrong_by_1e6, prove_module.computed, name))
-            yield name, prove(plan, twin)
+            yield name, prove(plan, proxy)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt2", "cohere_qk", "persimmon"])
-def test_the_noise_of_a_twin_covers_a_right_plan_and_no_wrong_one(monkeypatch, name):
-    twin = make_twin(config_of(name))
-    plan = discover(twin)
-    assert prove(plan, twin).bound == BOUND  # nothing was found that asks for more
+def test_the_noise_of_a_proxy_covers_a_right_plan_and_no_wrong_one(monkeypatch, name):
+    proxy = make_proxy(config_of(name))
+    plan = discover(proxy)
+    assert prove(plan, proxy).bound == BOUND  # nothing was found that asks for more
     monkeypatch.setattr(prove_module, "BOUND", 0.0)
-    right = prove(plan, twin)
+    right = prove(plan, proxy)
     assert right.passed and right.bound < 1e-13
     matrices = [c.key for c in plan.centre if "embed" not in c.key and "wte" not in c.key and "bias" not in c.key]
-    for key, proof in proofs_with_errors(twin, plan, monkeypatch, matrices):
+    for key, proof in proofs_with_errors(proxy, plan, monkeypatch, matrices):
         assert not proof.passed and proof.stock > 100 * proof.bound, key
 
 
 @pytest.mark.full
-def test_a_deep_twin_may_differ_by_its_own_noise_and_not_by_an_error_of_1e6(monkeypatch):
-    twin = make_twin(deep_cohere())
-    plan = discover(twin)
-    right = prove(plan, twin)
+def test_a_deep_proxy_may_differ_by_its_own_noise_and_not_by_an_error_of_1e6(monkeypatch):
+    proxy = make_proxy(deep_cohere())
+    plan = discover(proxy)
+    right = prove(plan, proxy)
     assert BOUND < max(right.stock, right.rms) <= right.bound < MOST and right.passed
     names = ["model.layers.0.self_attn.o_proj.weight", "model.layers.39.mlp.down_proj.weight"]
-    for key, proof in proofs_with_errors(twin, plan, monkeypatch, names):
+    for key, proof in proofs_with_errors(proxy, plan, monkeypatch, names):
         assert not proof.passed and proof.stock > 10 * proof.bound, key
 
 

@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, ConversionRefused
-from hf_rmsnorm.conversion.twin.discover import discover
-from hf_rmsnorm.conversion.twin.layer_norms import find_layer_norms
-from hf_rmsnorm.conversion.twin.prove import prove
-from hf_rmsnorm.conversion.twin.run import run
-from hf_rmsnorm.conversion.twin.twin import make_twin
+from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms
+from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.conversion.proxy.prove import prove
+from hf_rmsnorm.conversion.proxy.run import run
 
 SAMPLE = ("gpt2", "persimmon", "phimoe", "olmo_tied", "cohere_qk", "stablelm_parallel", "blenderbot", "dinov2")
 
@@ -34,13 +34,13 @@ def centred_keys(plan):
     "name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.nightly) for n in sorted(CONFIGS)]
 )
 def test_every_norm_becomes_an_rmsnorm_and_the_outputs_stay(name):
-    twin = make_twin(config_of(name))
-    plan = discover(twin)
-    proof = prove(plan, twin)
+    proxy = make_proxy(config_of(name))
+    plan = discover(proxy)
+    proof = prove(plan, proxy)
     assert plan.norms and all(n.becomes_rms for n in plan.norms)
     assert proof.stock <= 1e-12 and proof.rms <= 1e-12
     assert len(proof.means) == len(plan.norms) and max(proof.means.values()) < 1e-13
-    assert plan.margins["gauge_max"] < 1e-12 < 1e-5 < plan.margins["nongauge_min"]
+    assert plan.margins["invariant_max"] < 1e-12 < 1e-5 < plan.margins["dependent_min"]
     assert CentringPlan.from_json(plan.to_json()) == plan
 
 
@@ -67,11 +67,11 @@ def test_a_checkpoint_on_disk_converts_and_loads_with_the_stock_class(tmp_path):
     assert all((x.mean(-1).abs() <= 1e-12 * x.square().mean(-1).sqrt()).all() for x in entered)
 
 
-def test_a_plan_found_on_a_narrow_twin_fits_the_wide_model():
+def test_a_plan_found_on_a_narrow_proxy_fits_the_wide_model():
     config = GPT2Config(n_embd=256, n_layer=3, n_head=4, vocab_size=500, n_positions=200, tie_word_embeddings=False)
-    twin = make_twin(config)
-    assert twin.factor > 1 and sum(p.numel() for p in twin.model.parameters()) < 2e5
-    plan = discover(twin)
+    proxy = make_proxy(config)
+    assert proxy.factor > 1 and sum(p.numel() for p in proxy.model.parameters()) < 2e5
+    plan = discover(proxy)
     assert {c.block for c in plan.centre} == {256} and {n.hidden_size for n in plan.norms} == {256}
     model = causal_lm(config)
     ids = torch.randint(3, 500, (1, 150), generator=torch.Generator().manual_seed(1))
@@ -87,9 +87,9 @@ def test_a_plan_found_on_a_narrow_twin_fits_the_wide_model():
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("phimoe", marks=pytest.mark.nightly)])
 def test_configs_of_published_sizes_are_narrowed(name):
     config = AutoConfig.for_model(CONFIGS[name][0])
-    twin = make_twin(config)
-    plan = discover(twin)
-    assert prove(plan, twin).passed
+    proxy = make_proxy(config)
+    plan = discover(proxy)
+    assert prove(plan, proxy).passed
     assert {c.block for c in plan.centre} == {config.hidden_size}
     assert len({c.key for c in plan.centre if "embed" not in c.key}) >= 2 * config.num_hidden_layers
 
@@ -130,10 +130,10 @@ def test_a_checkpoint_saved_without_the_prefix_of_its_base_model(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {key.removeprefix("transformer."): t for key, t in tensors.items()}
     save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
-    twin = make_twin(tmp_path)
-    plan = discover(twin)
+    proxy = make_proxy(tmp_path)
+    plan = discover(proxy)
     assert plan.copy[0].source == "wte.weight" and "h.0.attn.c_proj.weight" in centred_keys(plan)
-    assert prove(plan, twin).passed
+    assert prove(plan, proxy).passed
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **plan.config}))
     save_file(carry_out(plan, bare), tmp_path / "model.safetensors", {"format": "pt"})
@@ -185,9 +185,9 @@ def test_what_cannot_be_converted_is_refused_by_name(model_type, options, reason
 
 @pytest.mark.parametrize(("name", "converted"), [("bloom", (1, 6)), ("whisper", (7, 10))])
 def test_norms_that_read_the_mean_of_a_module_stay(name, converted):
-    twin = make_twin(config_of(name, MEAN_OF_A_MODULE))
-    plan = discover(twin)
-    proof = prove(plan, twin)
+    proxy = make_proxy(config_of(name, MEAN_OF_A_MODULE))
+    plan = discover(proxy)
+    proof = prove(plan, proxy)
     assert proof.passed and proof.norms == converted
     assert all(n.reason for n in plan.norms if not n.becomes_rms)
 
@@ -205,9 +205,9 @@ def llava():
 
 
 def test_inputs_made_here_reach_a_tower_for_pictures():
-    twin = make_twin(llava(), model_class=LlavaForConditionalGeneration)
-    plan = discover(twin)
-    assert "pixel_values" in twin.inputs and len(plan.norms) == 6 and prove(plan, twin).passed
+    proxy = make_proxy(llava(), model_class=LlavaForConditionalGeneration)
+    plan = discover(proxy)
+    assert "pixel_values" in proxy.inputs and len(plan.norms) == 6 and prove(plan, proxy).passed
 
 
 def test_layer_norms_that_no_input_reached_are_counted():
@@ -215,20 +215,20 @@ def test_layer_norms_that_no_input_reached_are_counted():
         return {"input_ids": torch.arange(8, 16)[None]}
 
     with pytest.raises(ConversionRefused, match="the inputs reached 0 of 6 LayerNorms .*: pass inputs="):
-        discover(make_twin(llava(), model_class=LlavaForConditionalGeneration, inputs=texts))
+        discover(make_proxy(llava(), model_class=LlavaForConditionalGeneration, inputs=texts))
 
 
 def test_inputs_that_do_not_fit_are_the_reason():
     with pytest.raises(ConversionRefused, match="does not run on these inputs .*: pass inputs="):
-        make_twin(config_of("gpt2"), inputs=lambda model: {"words": torch.zeros(1, 2)})
+        make_proxy(config_of("gpt2"), inputs=lambda model: {"words": torch.zeros(1, 2)})
 
 
 def test_a_flag_that_changes_no_norm_does_not_hinder():
     config = config_of("gpt2")
     config.reorder_and_upcast_attn = True
-    twin = make_twin(config)
-    plan = discover(twin)
-    assert all(norm.becomes_rms for norm in plan.norms) and prove(plan, twin).passed
+    proxy = make_proxy(config)
+    plan = discover(proxy)
+    assert all(norm.becomes_rms for norm in plan.norms) and prove(plan, proxy).passed
 
 
 def test_a_norm_behind_an_activation_stays_and_says_why():
@@ -241,11 +241,11 @@ def test_a_norm_behind_an_activation_stays_and_says_why():
         intermediate_size=48,
         is_decoder=True,
     )
-    twin = make_twin(config)
-    plan = discover(twin)
+    proxy = make_proxy(config)
+    plan = discover(proxy)
     (stays,) = [n for n in plan.norms if not n.becomes_rms]
     assert stays.path == "cls.predictions.transform.LayerNorm" and "GELU" in stays.reason
-    assert prove(plan, twin).passed
+    assert prove(plan, proxy).passed
     assert "cls.predictions.transform.LayerNorm" not in plan.config["hf_rmsnorm"]["rms_norms"]
 
 
@@ -314,12 +314,12 @@ def test_remote_code_runs_only_when_asked(tmp_path):
     remote_folder(tmp_path, "step(norm(x))")
     with pytest.raises(ConversionRefused, match="trust_remote_code"):
         discover(tmp_path)
-    twin = make_twin(tmp_path, trust_remote_code=True)
-    plan = discover(twin)
+    proxy = make_proxy(tmp_path, trust_remote_code=True)
+    plan = discover(proxy)
     assert [n.path for n in plan.norms if n.becomes_rms] == ["whiten.0", "whiten.1", "whiten.2"]
     assert {n.eps for n in plan.norms} == {1e-6}
     assert set(centred_keys(plan)) == {"table.weight", *(f"steps.{i}.{p}" for i in (0, 1) for p in ("bias", "weight"))}
-    assert prove(plan, twin).passed
+    assert prove(plan, proxy).passed
 
 
 def test_norms_behind_an_activation_stay_layer_norm(tmp_path):
@@ -362,24 +362,24 @@ def spoil(plan, **changes):
 
 
 def test_the_proof_fails_when_the_plan_is_wrong():
-    twin = make_twin(config_of("gpt2"))
-    plan = discover(twin)
-    assert prove(plan, twin).passed
+    proxy = make_proxy(config_of("gpt2"))
+    plan = discover(proxy)
+    assert prove(plan, proxy).passed
     first, *rest = plan.centre
-    forgotten = prove(spoil(plan, centre=tuple(rest)), twin)
+    forgotten = prove(spoil(plan, centre=tuple(rest)), proxy)
     assert forgotten.stock <= 1e-12 < forgotten.rms and not forgotten.passed
     qkv = Centre("transformer.h.0.attn.c_attn.weight", 0, 32)
-    assert prove(spoil(plan, centre=(*plan.centre, qkv)), twin).stock > 1e-6
-    tied = prove(spoil(plan, copy=(), config={}, centre=plan.centre), twin)
+    assert prove(spoil(plan, centre=(*plan.centre, qkv)), proxy).stock > 1e-6
+    tied = prove(spoil(plan, copy=(), config={}, centre=plan.centre), proxy)
     assert tied.stock > 1e-6 and not tied.passed
     with pytest.raises(ConversionRefused, match="tensor 'nowhere'.*is missing"):
-        prove(spoil(plan, centre=(*rest, dataclasses.replace(first, key="nowhere"))), twin)
+        prove(spoil(plan, centre=(*rest, dataclasses.replace(first, key="nowhere"))), proxy)
 
 
 def test_a_layer_scale_must_be_folded_for_the_proof_to_hold():
-    twin = make_twin(config_of("dinov2"))
-    plan = discover(twin)
-    assert not prove(spoil(plan, scale=()), twin).passed
+    proxy = make_proxy(config_of("dinov2"))
+    plan = discover(proxy)
+    assert not prove(spoil(plan, scale=()), proxy).passed
 
 
 def test_layer_norms_are_known_by_what_they_compute():
@@ -406,23 +406,23 @@ def test_layer_norms_are_known_by_what_they_compute():
     assert torch.equal(found["a"].weight, model.a.weight) and torch.equal(found["a"].bias, model.a.bias)
 
 
-def test_the_twin_computes_all_of_it_in_float64():
+def test_the_proxy_computes_all_of_it_in_float64():
     """A rotary table and a softmax that the class computes in float32 would leave 1e-8 here."""
-    twin = make_twin(config_of("gpt_neox"))
-    (logits,) = run(twin.model, twin.inputs)
-    scaled = {k: v for k, v in twin.inputs.items()}
+    proxy = make_proxy(config_of("gpt_neox"))
+    (logits,) = run(proxy.model, proxy.inputs)
+    scaled = {k: v for k, v in proxy.inputs.items()}
     with torch.no_grad():
-        embeddings = twin.model.get_input_embeddings().weight
-        embeddings.add_(1.0)  # a gauge: the stream's mean moves and nothing else
-    (moved,) = run(twin.model, scaled)
+        embeddings = proxy.model.get_input_embeddings().weight
+        embeddings.add_(1.0)  # a ratio: the stream's mean moves and nothing else
+    (moved,) = run(proxy.model, scaled)
     assert 0 < (logits - moved).abs().max() <= 1e-13 * logits.abs().max() * 50
     assert logits.dtype == torch.float64
 
 
 def test_models_of_the_base_mapping_are_made_by_their_class():
     config = config_of("vit")
-    twin = make_twin(config, model_class=AutoModel.from_config(config).__class__)
-    assert twin.name == "ViTModel" and discover(twin).norms
+    proxy = make_proxy(config, model_class=AutoModel.from_config(config).__class__)
+    assert proxy.name == "ViTModel" and discover(proxy).norms
     assert (
-        make_twin(GPT2Config(**CONFIGS["gpt2"][1], architectures=["GPT2LMHeadModel"])).name == GPT2LMHeadModel.__name__
+        make_proxy(GPT2Config(**CONFIGS["gpt2"][1], architectures=["GPT2LMHeadModel"])).name == GPT2LMHeadModel.__name__
     )
