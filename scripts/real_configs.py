@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from hf_rmsnorm import patch_model, plan_conversion, verify_equivalence
 from hf_rmsnorm.conversion import ConversionRefused
-from hf_rmsnorm.conversion.twin.twin import make_twin
+from hf_rmsnorm.conversion.proxy.model import make_proxy
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "scripts" / "data" / "real_configs.json"
@@ -75,14 +75,14 @@ def verified(config: dict) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         try:
-            twin = make_twin(folder)
+            proxy = make_proxy(folder)
         except ConversionRefused as refusal:
             return f"no narrow copy: {str(refusal).replace(folder, 'the folder')}"
     half = torch.bfloat16
-    given = {k: t.to(half) if torch.is_tensor(t) and t.is_floating_point() else t for k, t in twin.inputs.items()}
-    twin.model.to(half)
+    given = {k: t.to(half) if torch.is_tensor(t) and t.is_floating_point() else t for k, t in proxy.inputs.items()}
+    proxy.model.to(half)
     for rows in (8, 64):
-        report = verify_equivalence(twin.model, inputs=given, max_new_tokens=0, backend="triton", rows_per_norm=rows)
+        report = verify_equivalence(proxy.model, inputs=given, max_new_tokens=0, backend="triton", rows_per_norm=rows)
         if report.passed:
             break
     return report.verdict
@@ -118,7 +118,7 @@ def main(argv=None) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     names = args.only.split(",") if args.only else list(every)
     for name in names:
-        known = "verified" in found.get(name, ())
+        known = "verified" in found.get(name, ()) and found[name]["verdict"]
         if (known and not args.again and not args.only) or time.monotonic() - start > args.seconds:
             continue
         found[name] = row(every[name])
