@@ -10,8 +10,8 @@ import tiny_models
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
-from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from parallel_runs import NORMS, assert_gradients_as_accurate, batch, counted, exact_gradients, gradients, run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,17 +74,17 @@ def fsdp2(each_norm=False, **options):
     return wrap
 
 
-def prepared(**options):
+def prepared():
     """What `accelerator.prepare` makes of a model."""
 
     def wrap(model):
         AcceleratorState._reset_state(reset_partial_state=True)
-        return Accelerator(cpu=True, **options).prepare(model)
+        return Accelerator(cpu=True).prepare(model)
 
     return wrap
 
 
-def prepared_fsdp2(checkpointed=False):
+def prepared_fsdp2():
     """On a CPU `Accelerator` itself takes DDP whatever the plugin: these are the functions that its `prepare` calls."""
 
     def wrap(model):
@@ -95,8 +95,6 @@ def prepared_fsdp2(checkpointed=False):
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
         )
-        if checkpointed:
-            model = fsdp2_apply_ac(accelerator, model)
         return fsdp2_prepare_model(accelerator, model)
 
     return wrap
@@ -118,35 +116,24 @@ HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 HALF1 = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
 CASES = {
     # With every parameter used and reduced: DDP itself raises in the second step where one was not.
-    "DDP": Case(ddp(find_unused_parameters=False), 4),
-    "DDP, static graph": Case(ddp(static_graph=True), 4),
-    "DDP, bucket views, accumulation": Case(ddp(gradient_as_bucket_view=True), 4, accumulate=True),
-    "DDP, checkpoints": Case(ddp(), 2, checkpointing(False), 2),
+    "DDP": Case(ddp(find_unused_parameters=False), 2),
+    "DDP, bucket views, accumulation": Case(ddp(gradient_as_bucket_view=True), 2, accumulate=True),
     "DDP, reentrant checkpoints": Case(ddp(static_graph=True), 2, checkpointing(True), 2),
-    "DDP, only norms trained": Case(ddp(), 4, only("norm")),
-    "DDP, norms frozen": Case(ddp(), 4, only("proj", "embed", "head")),
-    "accelerate": Case(prepared(), 4),
-    "accelerate, bf16": Case(prepared(mixed_precision="bf16"), 4),
-    "accelerate, compiled": Case(prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager")), 0),
-    "accelerate, compiled by layers": Case(
-        prepared(dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)), 0
-    ),
+    "DDP, only norms trained": Case(ddp(), 2, only("norm")),
+    "DDP, norms frozen": Case(ddp(), 2, only("proj", "embed", "head")),
+    "accelerate": Case(prepared(), 2),
     "accelerate, FSDP2": Case(prepared_fsdp2(), 2),
-    "accelerate, FSDP2, checkpoints": Case(prepared_fsdp2(checkpointed=True), 2, forwards=2),
     "FSDP2": Case(fsdp2(), 2),
     "FSDP2, norms by themselves": Case(fsdp2(each_norm=True), 0),
     "FSDP2, bf16, not resharded": Case(fsdp2(reshard_after_forward=False, mp_policy=HALF), 2),
     "FSDP2, offloaded to the CPU": Case(fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
     "FSDP2, bf16, checkpoints": Case(fsdp2(mp_policy=HALF), 2, checkpointing(False), 2),
-    "FSDP2, only norms trained": Case(fsdp2(), 2, only("norm")),
     "FSDP2, norms frozen": Case(fsdp2(), 2, only("proj", "embed", "head")),
-    "FSDP1": Case(fsdp1(), 2),
     "FSDP1, bf16": Case(fsdp1(mixed_precision=HALF1), 2),
     "FSDP1, gradients and optimizer alone, norms by themselves": Case(
         fsdp1((Qwen3DecoderLayer, Qwen3RMSNorm), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 0
     ),
     "FSDP1, bf16, checkpoints": Case(fsdp1(checkpointed=True, mixed_precision=HALF1), 2, forwards=2),
-    "FSDP1, only norms trained": Case(fsdp1(), 2, only("norm")),
 }
 
 
@@ -212,7 +199,7 @@ def work(rank, names):
         check(name, CASES[name], rank)
 
 
-QUICK = ["DDP"]
+QUICK = ["DDP", "FSDP2"]
 FULL = ["accelerate", "accelerate, FSDP2", "FSDP2, bf16, checkpoints", "FSDP1, bf16"]
 NIGHTLY = [name for name in CASES if name not in (*QUICK, *FULL)]
 
@@ -220,43 +207,10 @@ NIGHTLY = [name for name in CASES if name not in (*QUICK, *FULL)]
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(QUICK, id="DDP"),
+        pytest.param(QUICK, id="DDP and FSDP2"),
         pytest.param(FULL, id="one of each", marks=pytest.mark.full),
         pytest.param(NIGHTLY, id="the rest", marks=pytest.mark.nightly),
     ],
 )
 def test_data_parallel_training(names, tmp_path, monkeypatch):
     run_ranks(work, tmp_path, monkeypatch, names)
-
-
-def numerics_kept(rank, names):
-    """The logits of a model that rounds as vLLM does, wrapped before or after the patch, and those of it unwrapped."""
-
-    def build_half(case, whole):
-        model = tiny_models.build("qwen3").train()
-        case.prepare(model)
-        for p in () if whole else model.parameters():
-            p.data = p.data.to(BF16)  # buffers stay float32, as FSDP2's policy leaves them
-        return model
-
-    for name in names:
-        case = CASES[name]
-        alone = build_half(case, whole=False)
-        patch_model(alone, strict=True, numerics="vllm")
-        for order in ("patch first", "wrap first"):
-            model = build_half(case, whole="bf16" in name)
-            if order == "patch first":
-                patch_model(model, strict=True, numerics="vllm")
-            model = case.wrap(model)
-            patch_model(model, strict=True, numerics="vllm")
-            with torch.no_grad():
-                expected, logits = (m(input_ids=batch(rank)).logits for m in (alone, model))
-            assert torch.equal(expected.float(), logits.float()), f"{name}, {order}"
-            model(input_ids=batch(rank), labels=batch(rank)).loss.backward()
-
-
-@pytest.mark.nightly
-def test_another_order_of_rounding_is_kept_in_every_wrapping(tmp_path, monkeypatch):
-    names = ["DDP", "DDP, reentrant checkpoints", "accelerate", "FSDP2", "FSDP2, bf16, checkpoints"]
-    names += ["accelerate, FSDP2, checkpoints", "FSDP1"]
-    run_ranks(numerics_kept, tmp_path, monkeypatch, names)

@@ -11,12 +11,10 @@ from parallel_runs import (
     batch,
     counted,
     exact_gradients,
-    run_ranks,
 )
 from torch.utils._pytree import tree_map_only
 
 from hf_rmsnorm import patch_model, unpatch_model
-from hf_rmsnorm.fused.norm import fused_part
 
 # What DeepSpeed does, in one process: hooks on every module that owns parameters, and autograd functions around its
 # inputs and outputs that gather and release for the backward.
@@ -120,77 +118,3 @@ def test_weights_that_are_gathered_for_each_call(memory_efficient):
         assert unpatch_model(model) == NORMS
         again = step(model, zero3)
         assert not again[3] and torch.equal(again[0], loss)
-
-
-def test_empty_weights_of_one_model_do_not_disturb_another():
-    away, here = (tiny_models.build("llama") for _ in range(2))
-    for model in (away, here):
-        patch_model(model, memory_efficient=True)
-        with counted():
-            model(input_ids=batch(), labels=batch()).loss.backward()
-    Zero3(away)
-    with torch.no_grad():
-        here.model.norm.weight.mul_(2.0)
-    with counted() as ran:
-        here(input_ids=batch(), labels=batch()).loss.backward()
-    assert ran["norm_backward"] == 5
-
-
-# DeepSpeed itself, where it is installed
-
-
-def deepspeed_step(engine, rank):
-    from deepspeed.utils import safe_get_full_grad
-
-    with counted() as ran:
-        loss = engine(input_ids=batch(rank), labels=batch(rank)).loss
-        engine.backward(loss)
-    found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
-    engine.step()
-    return loss.detach(), found, ran
-
-
-def under_deepspeed(rank):
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    exact = exact_gradients(tiny_models.build("qwen3"))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        # Nothing is small enough to stay, and nothing is fetched ahead of its module.
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0,
-                              "stage3_prefetch_bucket_size": 0},
-    }  # fmt: skip
-
-    def engine_of(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-    engine = engine_of(tiny_models.build("qwen3"))
-    plain = [deepspeed_step(engine, rank) for _ in range(2)]
-    for order in ("patch first", "ZeRO first"):
-        for memory_efficient in (False, True):
-            model = tiny_models.build("qwen3")
-            if order == "patch first":
-                patch_model(model, strict=True, memory_efficient=memory_efficient)
-            engine = engine_of(model)
-            shapes = {tuple(p.shape) for p in engine.module.parameters()}
-            report = patch_model(engine, strict=True, memory_efficient=memory_efficient)
-            assert shapes == {(0,)} == {tuple(p.shape) for p in engine.module.parameters()}
-            assert len(report.swapped) == NORMS
-            got = [deepspeed_step(engine, rank) for _ in range(2)]
-            for ours, theirs in zip(got, plain, strict=True):
-                assert ours[2]["norm_forward"] == ours[2]["norm_backward"] == NORMS and not ours[2]["sums"], ours[2]
-                torch.testing.assert_close(ours[0], theirs[0])
-            assert_gradients_as_accurate(got[0][1], plain[0][1], exact, order)
-            assert unpatch_model(engine) == NORMS
-            assert not any(fused_part(type(m)) for m in engine.modules())
-            assert not deepspeed_step(engine, rank)[2]
-            engine.destroy()
-
-
-def test_deepspeed_zero3(tmp_path, monkeypatch):
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; the stand-in above does what it does")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    run_ranks(under_deepspeed, tmp_path, monkeypatch)
