@@ -19,7 +19,9 @@ from triton.runtime import driver
 from benchmarks.driver import StubDriver
 from benchmarks.machine_code import read_amd, read_nvidia, sums
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.kernels import launch, launch_qk, plan
+from hf_rmsnorm.kernels import compiled, launch, launch_qk
+from hf_rmsnorm.kernels.compiled import Kernel
+from hf_rmsnorm.kernels.launch_backward import NormBackward
 from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
 from hf_rmsnorm.ops.from_output import MOST_COLUMNS_WITH_BIAS
 
@@ -130,12 +132,17 @@ def is_served(variant: Variant, hidden_size: int) -> bool:
 
 
 class CompileOnly(StubDriver):
-    """The driver of one target of `CHIPS`. It keeps what it was asked to launch, in `launches`."""
+    """The driver of one target of `CHIPS`.
+
+    It keeps what it was asked to launch, in `launches`, and what was compiled for it, in `compiled`: (kernel, what
+    Triton made of it), each once.
+    """
 
     def __init__(self, name: str):
         self.chip = CHIPS[name]
         super().__init__(self.chip.target, self.chip.shared_limit, index=list(CHIPS).index(name))
         self.launches: list[tuple] = []
+        self.compiled: list[tuple] = []
 
     def launcher_cls(self, source, metadata):
         return lambda *args: self.launches.append((source, metadata, args))
@@ -145,11 +152,19 @@ def compile_for(name: str) -> CompileOnly:
     """Make the launch code of this process compile for a target of `CHIPS`; returns the driver that records it."""
     recorder = CompileOnly(name)
     driver.set_active(recorder)
-    for kernel in KERNELS:
-        kernel._compiled.clear()
-    plan.forget()
-    launch.device_limits = lambda *_: (recorder.chip.sms, recorder.chip.shared_limit)
+    compiled.device_limits = lambda *_: (recorder.chip.sms, recorder.chip.shared_limit)
+
+    def compile(kernel, start, operands, real=_compile):
+        made = real(kernel, start, operands)
+        if not any(made is other for _, other in recorder.compiled):
+            recorder.compiled.append((kernel, made))
+        return made
+
+    Kernel.compile = compile
     return recorder
+
+
+_compile = Kernel.compile
 
 
 def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
@@ -169,15 +184,17 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     gated = spec.gate is not None or variant.modulated
     gate = tensor((rows, hidden_size), variant.x) if gated else None
     residual, dh = (tensor((rows, hidden_size), variant.x) if variant.added else None for _ in range(2))
-    modulation = {}
+    shift = factor = None
     if variant.modulated:  # one for all rows, as of one sequence
         gate, shift, factor = (tensor((1, hidden_size), variant.x).expand(rows, -1) for _ in range(3))
-        modulation, dh = {"shift": shift, "factor": factor if variant.added else None}, None
-    _, rstd, mean, h = launch.norm_forward(x, weight, bias, spec, True, gate, residual, **modulation)
+        factor, dh = factor if variant.added else None, None
+    operands = launch.Operands(x, weight, bias, gate, shift, factor, residual)
+    _, rstd, mean, h = launch.NormForward(spec, operands, variant.aligned).launch(*operands)
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, gated)
     x = x if h is None else h
-    launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate, dh, variant.output)
+    operands = dy, x, weight, bias, gate, dh, rstd, mean
+    NormBackward(spec, operands, variant.aligned, need, variant.output).launch(*operands)
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:
@@ -192,8 +209,10 @@ def run_heads(variant: Variant, head_dim: int, tensor) -> None:
     weights = [tensor(shape, variant.weight) for shape in shapes.get(variant.heads, [(head_dim,)] * 2)]
     tables = [tensor((2, 5, head_dim), variant.x) if variant.heads in ("turned", "whole") else None for _ in range(2)]
     parameters, need = (*weights, None, None), (True,) * 4 + (False,) * 2
-    *_, rstd, mean = launch_qk.qk_norm_forward(q, k, parameters, *tables, variant.spec, True)
-    launch_qk.qk_norm_backward(dq, dk, q, k, parameters, *tables, rstd, mean, variant.spec, need)
+    operands = q, k, *parameters, *tables
+    *_, rstd, mean = launch_qk.QKForward(variant.spec, operands, variant.aligned).launch(*operands)
+    operands = dq, dk, q, k, *weights, *tables, None, None, rstd, mean
+    launch_qk.QKBackward(variant.spec, operands, variant.aligned, need).launch(*operands)
 
 
 @dataclass(frozen=True)
@@ -231,20 +250,20 @@ def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False
     run(VARIANTS[variant], hidden_size)
     found = []
     for kernel in KERNELS:
-        for number, (compiled, *_) in enumerate(kernel._compiled.values()):
+        for number, made in enumerate(made for of, made in recorder.compiled if of is kernel):
             compiled_name = kernel.name + "_sums" * number  # which a wide LayerNorm has a second backward for
-            arguments = [arg for arg, kind in compiled.src.signature.items() if kind != "constexpr"]
+            arguments = [arg for arg, kind in made.src.signature.items() if kind != "constexpr"]
             try:
                 if recorder.chip.target.backend == "hip":
-                    read = read_amd(compiled, arguments)
+                    read = read_amd(made, arguments)
                 else:
-                    read = read_nvidia(compiled, arguments, recorder.chip, disassemble)
+                    read = read_nvidia(made, arguments, recorder.chip, disassemble)
             except ValueError as error:
                 raise ValueError(f"{name} {variant} {kernel.name} N={hidden_size}: {error}") from error
             found.append(Compiled(
                 target=name, variant=variant, kernel=compiled_name, hidden_size=hidden_size,
-                shared=compiled.metadata.shared, warps=compiled.metadata.num_warps, **read,
-                sums=sums(compiled.asm["ttgir"]),
+                shared=made.metadata.shared, warps=made.metadata.num_warps, **read,
+                sums=sums(made.asm["ttgir"]),
             ))  # fmt: skip
     return found
 

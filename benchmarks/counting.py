@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.shapes import ModelShape
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.kernels import count_launches
-from hf_rmsnorm.kernels.counting import record_launch
 from hf_rmsnorm.ops import backend, use_backend
-from hf_rmsnorm.ops.direct import LaunchCache
+from hf_rmsnorm.ops.launches import forget_launches
 
 VIEWS = (
     "view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "as_strided",
@@ -64,24 +62,11 @@ def saved_bytes(function: Callable, parameters: Iterable[torch.Tensor] = ()) -> 
 @contextmanager
 def no_launch_kept() -> Iterator[None]:
     """Empty the caches of launches before and after: what serves a device is another meanwhile."""
-    from hf_rmsnorm.kernels import plan
-
-    def empty():
-        plan.forget()
-        for cache in [found for found in gc.get_objects() if type(found) is LaunchCache]:
-            cache.clear()
-
-    empty()
+    forget_launches()
     try:
         yield
     finally:
-        empty()
-
-
-def _count(kernel, *bound, launch: bool = True) -> None:
-    """A call of a kernel that is counted, and does nothing."""
-    if launch:
-        record_launch(kernel.name)
+        forget_launches()
 
 
 @contextmanager
@@ -91,12 +76,12 @@ def kernels_left_out() -> Iterator[None]:
     What a call allocates, saves and launches does not depend on values, so it can be counted where there is no GPU,
     and of models on the meta device too.
     """
-    from hf_rmsnorm.kernels import launch
+    from hf_rmsnorm.kernels import compiled
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
-        stack.enter_context(mock.patch.object(launch, "device_limits", lambda *_: (132, 232_448)))
-        stack.enter_context(mock.patch.object(launch.Kernel, "__call__", _count))
+        stack.enter_context(mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448)))
+        stack.enter_context(mock.patch.object(compiled.Kernel, "load", lambda *_: lambda operands: None))
         stack.enter_context(no_launch_kept())
         stack.enter_context(use_backend("triton"))
         yield

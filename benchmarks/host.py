@@ -31,6 +31,7 @@ from benchmarks.peers import other_libraries as find_libraries
 from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm import patch_model
+from hf_rmsnorm.fused import norm
 from hf_rmsnorm.ops import backend, rms_norm
 
 FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
@@ -71,10 +72,10 @@ class _Nothing(torch.autograd.Function):
 def untimed() -> str | None:
     """Why host costs cannot be measured in this process where there is no GPU, or None."""
     try:
-        from hf_rmsnorm.kernels import launch
+        from hf_rmsnorm.kernels import compiled
     except ImportError as error:
         return f"host costs need triton: {error}"
-    if launch.INTERPRETED:
+    if compiled.INTERPRETED:
         return "host costs: TRITON_INTERPRET=1 replaces the launch path, unset it"
     return None
 
@@ -86,7 +87,7 @@ def launches_left_out() -> Iterator[None]:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from hf_rmsnorm.kernels import launch, launch_qk
+    from hf_rmsnorm.kernels import compiled
 
     initialise = CompiledKernel._init_handles
 
@@ -97,11 +98,10 @@ def launches_left_out() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, TRITON_DEFAULT_FP_FUSION="1"))  # Liger does not say
         stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
-        stack.enter_context(mock.patch.object(launch, "device_limits", lambda *_: (132, 232_448)))
+        stack.enter_context(mock.patch.object(norm, "left_alone", lambda _: False))  # which is asked of CPU tensors
+        stack.enter_context(mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448)))
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", initialise_once))
         stack.enter_context(no_launch_kept())
-        for kernel in (*launch.KERNELS, *launch_qk.KERNELS):
-            stack.enter_context(mock.patch.object(kernel, "_compiled", {}))
         stack.callback(setattr, driver, "_active", driver._active)  # asking for `active` would look for a GPU
         driver.set_active(StubDriver(GPUTarget("cuda", 90, 32), 232_448))
         yield

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ..formula import NormSpec
-from ..ops import fused_qk_norm, qk_norm_backend
-from ..ops.direct import launch_key, under_transform
-from ..ops.qk import qk_launch_key, qk_plan_of
+from ..ops.direct import under_transform
+from ..ops.qk import run_qk
 from .layer import operands_ahead
+from .norm import launches_with
 
 _is_compiling = torch.compiler.is_compiling
 _CALL = torch.nn.Module.__call__
@@ -111,18 +111,9 @@ def _in_one_launch(pair: NormPair, rotate: Callable, heads_at: int, q, k, cos, s
     way = _way_of(rotate, heads_at, q, q_weight, spec, cos)
     if way is None:
         return None
-    plans = type(pair.q_norm)._hf_rmsnorm_plans
-    of_q = launch_key(q, q_weight, None, spec.functional)
-    of_k = launch_key(k, k_weight, None, spec.functional)
-    key = qk_launch_key(of_q, of_k, q, k, cos, sin)
-    key = key and (key, way)
-    plan = None if key is None else plans.get(key)
-    if plan is None:
-        backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin)
-        if backend != "triton":
-            return None
-        plan = key and plans.keep(key, backend, qk_plan_of, q, k, (q_weight, k_weight), spec, cos, way)
-    return fused_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, way=way, backend="triton", plan=plan)
+    cls = type(pair.q_norm)
+    launches = launches_with(cls._hf_rmsnorm_launches, cls._hf_rmsnorm_recipe, spec)
+    return run_qk(launches, (q, k, q_weight, k_weight, None, None, cos, sin), way)
 
 
 def _is_of_heads(weight: torch.Tensor | None, x: torch.Tensor) -> bool:

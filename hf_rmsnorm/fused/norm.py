@@ -8,17 +8,17 @@ import inspect
 import math
 import threading
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
 from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
 from ..ops.backend import left_alone
-from ..ops.direct import NOTHING, LaunchCache, is_watched
-from ..ops.norm import launched_norm, plan_of
+from ..ops.launches import Launches
+from ..ops.norm import run
 from ..ops.unrounded import norm_of_summands
-from .recipe import Recipe, one_dtype, operands, shapes_fit, tensor_of
+from .recipe import Recipe, operands, shapes_fit, tensor_of
 from .subclass import derive, marked
 from .summands import summands_of
 
@@ -43,13 +43,16 @@ def fused_class(base: type, recipe: Recipe) -> type:
     key = (base, base.forward, recipe)
     with _classes_lock:
         if key not in _classes:
-            plans = LaunchCache()
+            norm = PatchedNorm(base, recipe)
             marks = {
-                "_hf_rmsnorm_base": base, "_hf_rmsnorm_recipe": recipe, "_hf_rmsnorm_forward": base.forward,
-                "_hf_rmsnorm_code": getattr(base.forward, "__code__", None), "_hf_rmsnorm_plans": plans,
+                "_hf_rmsnorm_base": base,
+                "_hf_rmsnorm_recipe": recipe,
+                "_hf_rmsnorm_forward": norm.forward,
+                "_hf_rmsnorm_code": norm.code,
+                "_hf_rmsnorm_launches": norm.launches,
                 "__repr__": _repr_of(base),
-            }  # fmt: skip
-            _classes[key] = derive(base, _make_forward(base, recipe, plans), marks, fused_class, recipe)
+            }
+            _classes[key] = derive(base, _forward_of(norm), marks, fused_class, recipe)
         return _classes[key]
 
 
@@ -67,141 +70,180 @@ def fused_forward(base: type, recipe: Recipe):
 
 @cache
 def _forward_for_any(base: type, _, recipe: Recipe):
-    return _make_forward(base, recipe, LaunchCache(), any_class=True)
+    return _forward_of(PatchedNorm(base, recipe, any_class=True))
 
 
-def _make_forward(base: type, recipe: Recipe, plans: LaunchCache, any_class: bool = False):
-    base_forward = base.forward
-    code = getattr(base_forward, "__code__", None)
-    signature = inspect.signature(base_forward)
-    input_name = list(signature.parameters)[1]
-    weight_name, bias_name, gate_name = recipe.weight, recipe.bias, recipe.gate
-    hidden_size, functional, restricted = recipe.hidden_size, recipe.spec.functional, recipe.restricted
-    channels_first = recipe.layout == "channels_first"
-    any_gate, row_major = not recipe.one_gate_dtype, recipe.row_major
-    own_forward = _formula_forward(input_name, recipe) if recipe.replaces else base_forward
-    # Where nothing but eps can change, what it was found with; None is also what is not there.
-    only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
-    eps_name, eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
-    replaces, is_simple, keep_output = recipe.replaces, recipe.is_simple, recipe.keeps_output
-    # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
-    mixes, unrounded = recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight", not recipe.rounds_sum
-    mixes = mixes and gate_name is None
+class PatchedNorm:
+    """What the forward of a patched norm knows of the class that it was made for.
 
+    Args:
+        any_class: the module's class need not be the fused one.
+    """
+
+    def __init__(self, base: type, recipe: Recipe, any_class: bool = False):
+        self.base = base
+        self.recipe = recipe
+        self.any_class = any_class
+        self.forward = base.forward
+        self.code = getattr(base.forward, "__code__", None)
+        self.signature = inspect.signature(base.forward)
+        self.input_name = list(self.signature.parameters)[1]
+        self.launches = Launches(recipe.spec, recipe.suits)
+        # Where nothing but eps can change, what it was found with; None is also what is not there.
+        only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
+        self.eps, self.eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
+        # Not asked of the recipe in a call: Dynamo does not trace its cached properties.
+        self.replaces, self.restricted, self.keeps_output = recipe.replaces, recipe.restricted, recipe.keeps_output
+        self.rounds_sum = recipe.rounds_sum
+        # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
+        in_weight_dtype = recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight"
+        self.mixes = in_weight_dtype and recipe.gate is None
+        self.is_usual = not (self.mixes or recipe.gate or recipe.restricted or recipe.row_major)
+
+    def is_ours(self, module: torch.nn.Module) -> bool:
+        """Whether the module is still patched, and its class and that class's code as they were then.
+
+        Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
+        forward other code, as IPython's autoreload does.
+        """
+        return (
+            (self.any_class or getattr(type(module), "_hf_rmsnorm_recipe", None) is self.recipe)
+            and self.base.forward is self.forward
+            and getattr(self.forward, "__code__", None) is self.code
+        )
+
+    def run_own(self, module: torch.nn.Module, args: tuple, kwargs: dict):
+        """The module's own forward; or, where it computes another formula than that, its formula in plain torch."""
+        if self.replaces and self.is_ours(module):
+            return _in_plain_torch(self, module, args, kwargs)
+        return self.base.forward(module, *args, **kwargs)
+
+
+def _forward_of(norm: PatchedNorm):
     def forward(self, *args, **kwargs):
-        if not replaces and args and getattr(args[0], "is_cpu", False) and left_alone(args[0]):
-            return base.forward(self, *args, **kwargs)
-        # Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
-        # forward other code, as IPython's autoreload does.
-        if (
-            not (any_class or getattr(type(self), "_hf_rmsnorm_recipe", None) is recipe)
-            or base.forward is not base_forward
-            or getattr(base_forward, "__code__", None) is not code
-        ):
-            return base.forward(self, *args, **kwargs)
-        gate = None
-        if len(args) == 1 and not kwargs:
-            x = args[0]
-        else:
-            x, gate = _inputs(args, kwargs, input_name, gate_name)
-        weight = None if weight_name is None else tensor_of(self, weight_name)
-        bias = None if bias_name is None else tensor_of(self, bias_name)
-        spec = recipe.spec if self.__dict__.get(eps_name) is eps_value else recipe.spec_of(self)
-        if gate is None and gate_name is not None and spec is not None:
-            spec = _ungated(spec) if recipe.gate_optional else None
-        if mixes and spec and weight is not None and getattr(x, "dtype", weight.dtype) != weight.dtype:
-            if torch.finfo(weight.dtype).eps > torch.finfo(x.dtype).eps:
-                return fused_norm(x, weight, bias, _in_weight_dtype(spec, "weight_dtype")).to(x.dtype)
-            spec = _in_weight_dtype(spec, "once")
-        key, plan, backend = None, None, "triton"
-        whole = (weight is not None or weight_name is None) and (bias is not None or bias_name is None)
-        if is_simple and whole and spec is not None and not _is_compiling():  # Dynamo guards on a dictionary it sees
-            if unrounded and (summands := summands_of(self, x)) is not None:
-                y = norm_of_summands(x, *summands, weight, bias, spec)
-                return y.contiguous() if row_major else y
-            key, plan = plans.find(x, weight, bias, functional)
-            plans.recent = NOTHING if plan is None else plans.last.get(x.shape, NOTHING)
-        if plan is None:
-            if not replaces and left_alone(x):  # on an old GPU, or one of another kind
-                return base.forward(self, *args, **kwargs)
-            rows = recipe.rows_of(x) if restricted and isinstance(x, torch.Tensor) else x
-            if (
-                spec is None
-                or not whole
-                or not isinstance(rows, torch.Tensor)
-                or not (gate is None or (isinstance(gate, torch.Tensor) and (any_gate or gate.dtype == x.dtype)))
-                or (bias is not None and weight is not None and bias.dtype != weight.dtype)
-                or (hidden_size is not None and rows.shape[-1:] != (hidden_size,))
-                or (functional and not one_dtype(spec, rows, weight, bias))
-            ):
-                return own_forward(self, *args, **kwargs)
-            backend = resolve_backend(rows, weight, bias, spec, gate)
-            if backend == "original" or (backend == "reference" and not shapes_fit(rows, weight, bias, gate, spec)):
-                return own_forward(self, *args, **kwargs)
-            plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)
-        if plan is not None:
-            y = launched_norm(x, weight, bias, None, spec, plan, keep_output)
-            return y.contiguous() if row_major else y
-        y = fused_norm(rows, weight, bias, spec, backend, gate, keep_output)
-        if channels_first:
-            y = y.movedim(-1, 1)
-        return y.contiguous() if row_major else y
+        call = read(norm, self, args, kwargs)
+        if call is None:
+            return norm.run_own(self, args, kwargs)
+        y = run(*call) if norm.rounds_sum else run_unrounded(self, call)
+        if y is None:
+            y = run_by_backend(norm, call)
+        if y is None:
+            return norm.run_own(self, args, kwargs)
+        return y if norm.is_usual else lay_out(norm, call, y)
 
-    def like_the_last(self, *args, **kwargs):
-        """`forward`, and the shortest way to it for a call like the last one, as layer after layer makes it."""
-        if not replaces and args and getattr(args[0], "is_cpu", False) and left_alone(args[0]):
-            return base.forward(self, *args, **kwargs)
-        alike, _, plan = NOTHING if _is_compiling() else plans.recent  # Dynamo would guard on it
-        if (
-            plan is not None
-            and len(args) == 1
-            and not kwargs
-            and (any_class or getattr(type(self), "_hf_rmsnorm_recipe", None) is recipe)
-            and base.forward is base_forward
-            and (code is None or base_forward.__code__ is code)
-            and (self.__dict__.get(eps_name) is eps_value or recipe.spec_of(self) is recipe.spec)
-        ):
-            (x,), weight, bias = args, self._parameters.get(weight_name), None
-            if bias_name is None:
-                like = alike(x, weight)
-            else:
-                like = alike(x, weight, bias := self._parameters.get(bias_name))
-            if like and not is_watched():
-                return launched_norm(x, weight, bias, None, recipe.spec, plan, keep_output)
-        return forward(self, *args, **kwargs)
-
-    made = like_the_last if is_simple and gate_name is None and not (mixes or unrounded or row_major) else forward
-    made.__doc__ = base_forward.__doc__
-    made.__signature__ = signature
-    return made
-
-
-def _formula_forward(input_name: str, recipe: Recipe):
-    """What a module that computes another formula than its own runs where no kernel serves: that, in plain torch."""
-
-    def forward(self, *args, **kwargs):
-        x, gate = _inputs(args, kwargs, input_name, recipe.gate)
-        found = operands(self, recipe)
-        if x is None or found is None or (gate is None) != (recipe.spec.gate is None):
-            what = "RMSNorm that its converted checkpoint records" if recipe.as_rms else f"norm of {recipe.numerics}"
-            raise TypeError(
-                f"{type(self).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
-                "to call it in another way"
-            )
-        y = fused_norm(x, *found, "reference", gate)
-        return y.contiguous() if recipe.row_major else y
-
+    forward.__doc__ = norm.forward.__doc__
+    forward.__signature__ = norm.signature
     return forward
+
+
+def read(norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+    """What `run` is given of a call; None where that is for the module's own forward.
+
+    x is the rows along the last dimension, the input or a view of it, and the formula of the launches has the eps that
+    the module holds now.
+    """
+    recipe, gate = norm.recipe, None
+    if len(args) == 1 and not kwargs:
+        x = args[0]
+    else:
+        x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
+    if not isinstance(x, torch.Tensor) or (x.is_cpu and not norm.replaces and left_alone(x)):
+        return None
+    if not norm.is_ours(module):
+        return None
+    parameters = module._parameters  # without the look-up of attributes of nn.Module, which takes long
+    weight, bias = parameters.get(recipe.weight), parameters.get(recipe.bias)
+    if (weight is None and recipe.weight is not None) or (bias is None and recipe.bias is not None):
+        weight, bias = (name if name is None else tensor_of(module, name) for name in (recipe.weight, recipe.bias))
+        if (weight is None and recipe.weight is not None) or (bias is None and recipe.bias is not None):
+            return None
+    launches = norm.launches
+    if not norm.is_usual or module.__dict__.get(norm.eps) is not norm.eps_value:
+        x, spec = _unusual(norm, module, x, weight, gate)
+        if x is None or spec is None:
+            return None
+        launches = launches_with(launches, recipe, spec)
+    return launches, x, weight, bias, gate, None, norm.keeps_output
+
+
+def _unusual(norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, gate) -> tuple:
+    """(rows of x, formula) of a norm with another eps, a gate, another layout, limits or two dtypes; or Nones."""
+    recipe = norm.recipe
+    spec = recipe.spec_of(module)
+    if recipe.gate is not None and gate is None and spec is not None:
+        spec = _ungated(spec) if recipe.gate_optional else None
+    if spec is None or not (gate is None or isinstance(gate, torch.Tensor)):
+        return None, None
+    if norm.mixes and weight is not None and x.dtype != weight.dtype:
+        spec = _of_two_dtypes(spec, x.dtype, weight.dtype)
+    return recipe.rows_of(x) if norm.restricted else x, spec
+
+
+def run_unrounded(module: torch.nn.Module, call: tuple):
+    """`run`, of the summands of x before they are rounded, where these are kept."""
+    launches, x, weight, bias, *_ = call
+    summands = None if _is_compiling() else summands_of(module, x)
+    return run(*call) if summands is None else norm_of_summands(x, *summands, weight, bias, launches.spec)
+
+
+def run_by_backend(norm: PatchedNorm, call: tuple):
+    """The norm where no kernel is started directly; None where the module's own forward is to compute it."""
+    launches, x, weight, bias, gate, _, keep_output = call
+    spec = launches.spec
+    if (not norm.replaces and left_alone(x)) or not norm.recipe.suits(x, weight, bias, gate):
+        return None
+    backend = resolve_backend(x, weight, bias, spec, gate)
+    if backend == "original" or (backend == "reference" and not shapes_fit(x, weight, bias, gate, spec)):
+        return None
+    return fused_norm(x, weight, bias, spec, backend, gate, keep_output)
+
+
+def lay_out(norm: PatchedNorm, call: tuple, y: torch.Tensor) -> torch.Tensor:
+    """The rows y that were computed, as the module returns them."""
+    if norm.mixes:
+        _, x, *_ = call
+        y = y.to(x.dtype)
+    if norm.recipe.layout == "channels_first":
+        y = y.movedim(-1, 1)
+    return y.contiguous() if norm.recipe.row_major else y
+
+
+def launches_with(launches: Launches, recipe: Recipe, spec: NormSpec) -> Launches:
+    """The launches of a recipe's norms, of another formula where the module holds another eps."""
+    return launches if spec is launches.spec else _of_another_formula(recipe, spec)
+
+
+@lru_cache(1_024)
+def _of_another_formula(recipe: Recipe, spec: NormSpec) -> Launches:
+    return Launches(spec, recipe.suits)
+
+
+def _in_plain_torch(norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict):
+    recipe = norm.recipe
+    x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
+    parameters = operands(module, recipe)
+    if x is None or parameters is None or (gate is None) != (recipe.spec.gate is None):
+        what = "RMSNorm that its converted checkpoint records" if recipe.as_rms else f"norm of {recipe.numerics}"
+        raise TypeError(
+            f"{type(module).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
+            "to call it in another way"
+        )
+    y = fused_norm(x, *parameters, "reference", gate)
+    return y.contiguous() if recipe.row_major else y
 
 
 def _inputs(args: tuple, kwargs: dict, input_name: str, gate_name: str | None) -> tuple:
     """(input, gate) of a call, or (None, None) where it holds anything else."""
     names = (input_name,) if gate_name is None else (input_name, gate_name)
-    given = dict(zip(names, args, strict=False)) if len(args) <= len(names) else {}
-    if input_name not in {**given, **kwargs} or len(given) != len(args) or kwargs.keys() - set(names[len(args) :]):
+    if len(args) > len(names):
         return None, None
-    given.update(kwargs)
-    return given[input_name], given.get(gate_name)
+    by_name = dict(zip(names, args, strict=False))
+    if kwargs.keys() - set(names[len(args) :]):
+        return None, None
+    by_name.update(kwargs)
+    if input_name not in by_name:
+        return None, None
+    return by_name[input_name], by_name.get(gate_name)
 
 
 @cache
@@ -210,8 +252,9 @@ def _ungated(spec: NormSpec) -> NormSpec:
 
 
 @cache
-def _in_weight_dtype(spec: NormSpec, rounding: str) -> NormSpec:
-    return replace(spec, rounding=rounding)
+def _of_two_dtypes(spec: NormSpec, x: torch.dtype, weight: torch.dtype) -> NormSpec:
+    """The formula of a server that multiplies in the weight's dtype and rounds to x's behind that."""
+    return replace(spec, rounding="weight_dtype" if torch.finfo(weight).eps > torch.finfo(x).eps else "once")
 
 
 def fused_part(cls: type) -> type | None:

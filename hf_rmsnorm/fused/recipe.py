@@ -9,8 +9,8 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import input_needed
+from ..ops.backend import autocasts_functional
 from ..ops.direct import autocast_enabled
-from ..ops.norm import autocasts_functional
 
 InputLayout = Literal["last", "channels_first"]
 
@@ -125,14 +125,19 @@ class Recipe:
         """Whether this is a norm of one input over its last dimension; `rows_of` says of which inputs."""
         return self.layout == "last" and not (self.gate or self.other_input or self.spec.group_size or self.row_major)
 
-    def fits(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-        """Whether the formula is what the module computes for this x, if it is ungated."""
-        return (
-            shapes_fit(x, weight, bias, None, self.spec)
-            and (bias is None or weight is None or bias.dtype == weight.dtype)
-            and self.hidden_size in (None, x.shape[-1])
-            and not (self.spec.functional and not one_dtype(self.spec, x, weight, bias))
-        )
+    def fits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
+        """Whether the formula is what the module computes of these."""
+        return shapes_fit(x, weight, bias, gate, self.spec) and self.suits(x, weight, bias, gate)
+
+    def suits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
+        """Whether the module computes the formula of tensors of these dtypes, in rows of this size."""
+        if bias is not None and weight is not None and bias.dtype != weight.dtype:
+            return False
+        if self.one_gate_dtype and gate is not None and gate.dtype != x.dtype:
+            return False
+        if self.hidden_size not in (None, x.shape[-1] if x.dim() else None):
+            return False
+        return not self.spec.functional or one_dtype(self.spec, x, weight, bias)
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """x as a view (or copy) of rows along its last dimension; None if this call is for the module itself."""

@@ -6,10 +6,10 @@ A forward calls these functions once it was compiled again from its own source, 
 import torch
 
 from ..formula import HALF_DTYPES
-from ..ops import add_norm_backend, fused_add_norm
-from ..ops.direct import capturing, launch_key, under_transform
-from ..ops.norm import plan_of
+from ..ops.direct import under_transform
+from ..ops.norm import run
 from .layer import operands_ahead
+from .norm import launches_with
 from .recipe import Recipe
 from .summands import keep_summands
 
@@ -72,27 +72,12 @@ def _in_one_launch(left, right, norm) -> tuple | None:
         return None
     if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
         return None
-    graded = torch.is_grad_enabled()
-    if graded and not (left.requires_grad or right.requires_grad):
-        return None  # the sum would ask for gradients because the weight does
     parameters = operands_ahead(norm)
-    if parameters is None or under_transform() or left.shape != right.shape:
+    if parameters is None:
         return None
+    weight, bias, spec = parameters
     recipe: Recipe = type(norm)._hf_rmsnorm_recipe
     if not recipe.rounds_sum:
         return None
-    weight, bias, spec = parameters
-    plans = type(norm)._hf_rmsnorm_plans
-    key = launch_key(right, weight, bias, spec.functional)
-    if key is not None:
-        key += ((left.shape, left.stride(), left.dtype, left.device),)
-    plan = None if key is None else plans.get(key)
-    if capturing(left) and (plan is None or (graded and not plan.backward)):
-        return None  # a graph can load no kernel while it is captured
-    if plan is None:
-        wider = left if left.element_size() >= right.element_size() else right
-        backend = add_norm_backend(right, left, weight, bias, spec)
-        if backend != "triton" or not recipe.fits(wider, weight, bias):
-            return None
-        plan = None if key is None else plans.keep(key, backend, plan_of, right, weight, bias, spec, left)
-    return fused_add_norm(right, left, weight, bias, spec, "triton", recipe.keeps_output, plan)
+    launches = launches_with(type(norm)._hf_rmsnorm_launches, recipe, spec)
+    return run(launches, right, weight, bias, None, left, recipe.keeps_output)

@@ -1,10 +1,8 @@
-"""Triton functions with their arguments by name, what has been compiled of them, and the device that they run on."""
+"""Triton functions, what starts a compiled one, and the device that they run on."""
 
 import inspect
-import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -18,191 +16,184 @@ from .interpreter import faithful_interpreter
 
 VECTOR = 8  # elements: 16 bytes of bf16, the widest load
 INTERPRETED = not isinstance(device.load, triton.runtime.JITFunction)
-HIP = torch.version.hip is not None
 INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
 INTERPRETER_SHARED = 232_448
-KNOWN_LAUNCHERS = triton.__version__.startswith(("3.7.", "3.9."))  # of which tests hold what is launched
+# Triton versions of which the arguments of a launch were checked: of the launcher in C, and of `compiled[grid]`.
+KNOWN_LAUNCHERS = triton.__version__.startswith(("3.7.", "3.9."))
+KNOWN_COMPILED = triton.__version__.startswith(("3.6.", "3.7.", "3.9."))
 _interpreter_lock = threading.RLock()  # Triton's interpreter keeps its program index in a global
 _hooks = triton.knobs.runtime
-_codes: dict = {}
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class BoundKernel:
-    """All that one plan fixes of a launch; pairs are of the (unaligned, aligned) variant.
-
-    Args:
-        pack: ``pack(values[aligned], X=..., eps=...)`` are the arguments, from the operands by name.
-        codes: numbers that stand for all that compiled code depends on, one for each key that was bound.
-        vectorised: strides and columns allow 16-byte loads, if the pointers do too.
-        ready: by code, what launches it on arguments, once it has been launched; it answers False, and has not, where
-            another device is the current one. Not on AMD, where the code depends on more.
-    """
-
-    pack: Callable[..., tuple]
-    values: tuple[tuple, tuple]
-    codes: tuple[tuple[int, ...], tuple[int, ...]]
-    grid: tuple[int, int, int]
-    num_warps: int
-    vectorised: bool
-    ready: dict
 
 
 class Kernel:
-    """One Triton function in its two variants, and what has been compiled of them.
+    """One Triton function in its two variants.
 
     The aligned variant may assume that every pointer is a multiple of 16 bytes; the other assumes nothing. No integer
     is specialised on its value, so these two are all there is per set of compile-time constants and dtypes. The 64-bit
-    parameters are strides, and arrive divided by the constant UNIT.
+    parameters are strides, and arrive divided by the constant UNIT. Pointers come first among the parameters.
 
     Args:
-        operands: names of what each launch brings, the function's first parameter among them; those that are none of
-            its parameters it does not read.
         contracts: a product and the sum behind it may become one instruction: where the formula rounds no product.
     """
 
-    def __init__(self, function, operands: tuple[str, ...], contracts: bool = False):
+    def __init__(self, function, contracts: bool = False):
         parameters = inspect.signature(function.fn).parameters
-        self.name, self.contracts = function.__name__, contracts
-        self._fixed = [name for name in parameters if name not in operands]
-        self._constants, self._strides = (
-            [name for name in self._fixed if parameters[name].annotation is kind] for kind in (tl.constexpr, tl.int64)
-        )
-        # Made from the names, as `collections.namedtuple` makes its `__new__`: such a call costs what the tuple costs.
-        runs = [(own, list(names)) for own, names in itertools.groupby(parameters, operands.__contains__)]
-        self._runs = [names for own, names in runs if not own]
-        order = [", ".join(names) if own else f"*values[{i // 2}]" for i, (own, names) in enumerate(runs)]
-        self._pack = eval(f"lambda values, {', '.join(operands)}: ({', '.join(order)})")
-        self._compiled: dict = {}
+        self.name = function.__name__
+        self.contracts = contracts
+        self.pointers = [name for name, p in parameters.items() if name.isupper() and p.annotation is p.empty]
+        self.fixed = [name for name in parameters if name not in self.pointers]
+        self.strides = [name for name in self.fixed if parameters[name].annotation is tl.int64]
+        self.variants = {True: function, False: function}
         self._failed_on: set[torch.device] = set()
         if not INTERPRETED:
-            names = [p.name for p in function.params if not p.is_constexpr]
-            integers = [name for name in names if not name.isupper()]
-            self._variants = {
-                True: triton.jit(function.fn, do_not_specialize=integers),
-                False: triton.jit(function.fn, do_not_specialize=names),
-            }
-        else:
-            self._variants = {True: function, False: function}
+            constants = [name for name in self.fixed if parameters[name].annotation is tl.constexpr]
+            numbers = [name for name in self.fixed if name not in constants]
+            self.variants[True] = triton.jit(function.fn, do_not_specialize=numbers)
+            self.variants[False] = triton.jit(function.fn, do_not_specialize=[*self.pointers, *numbers])
 
-    def bind(self, grid: tuple[int, int, int], num_warps: int, named: dict, *keys) -> BoundKernel:
-        """A launch of all but its operands.
+    def bind(self, grid: tuple[int, int, int], num_warps: int, named: dict, device: torch.device, aligned: bool):
+        """A `Start` of this kernel.
 
         Args:
-            named: by name, every parameter that is no operand, but UNIT; strides in elements.
-            keys: what else compiled code depends on (device, dtypes, absent operands), for each way to launch this.
+            named: by name, every parameter but the pointers and UNIT; strides in elements.
+            aligned: all pointers will be multiples of 16 bytes.
 
         Raises:
             TypeError: a parameter is missing, or a name is none of a parameter.
         """
-        unlike = {*named, "UNIT"} ^ {*self._fixed, "UNIT"}
+        unlike = {*named, "UNIT"} ^ {*self.fixed, "UNIT"}
         if unlike:
             raise TypeError(f"{self.name} is not bound by {', '.join(sorted(unlike))}")
-        values, codes = [], []
-        for unit in (1, VECTOR):
-            each = named | {name: named[name] // unit for name in self._strides} | {"UNIT": unit}
-            constants = tuple(each[name] for name in self._constants)
-            values.append(tuple(tuple(each[name] for name in run) for run in self._runs))
-            codes.append(tuple(_codes.setdefault((unit, key, constants), next(_numbers)) for key in keys))
-        vectorised = all(named[name] % VECTOR == 0 for name in ("N", *self._strides))
-        return BoundKernel(self._pack, tuple(values), tuple(codes), grid, num_warps, vectorised, {})
+        aligned = aligned and all(named[name] % VECTOR == 0 for name in ("N", *self.strides))
+        unit = VECTOR if aligned else 1
+        values = {**named, "UNIT": unit}
+        for name in self.strides:
+            values[name] = named[name] // unit
+        return Start(self, grid, num_warps, tuple(values[name] for name in self.fixed), device, aligned)
 
-    def load_and_launch(
-        self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0, launch: bool = True
-    ):
-        """Call this, for whoever can compute the same in plain torch.
-
-        Raises:
-            KernelUnavailable: it could not be compiled or loaded, and nothing has run.
-        """
+    def available(self, device: torch.device) -> None:
+        """Do nothing, or raise `KernelUnavailable` where loading this kernel has failed before."""
         if device in self._failed_on and device in failed:
             raise KernelUnavailable(failed[device])
-        try:
-            self(device, bound, args, aligned, way, launch)
-        except Exception as error:
-            if self._code(bound, args, aligned, way) in self._compiled or is_of_the_device(error):
-                raise
-            self._failed_on.add(device)
-            raise unavailable(error) from error
-        self._failed_on.discard(device)
 
-    def _code(self, bound: BoundKernel, args: tuple, aligned: bool, way: int):
-        code = bound.codes[aligned][way]
-        if HIP:  # there Triton addresses storage below 2 GiB by 32 bits, and compiles once more for a larger one
-            return code, *(t.untyped_storage().nbytes() < 2**31 for t in args if isinstance(t, torch.Tensor))
-        return code
+    def fail(self, device: torch.device, error: Exception) -> KernelUnavailable:
+        """What is raised of an error that loading this kernel has raised, which is not tried again."""
+        self._failed_on.add(device)
+        return unavailable(error)
 
-    def __call__(
-        self, device: torch.device, bound: BoundKernel, args: tuple, aligned: bool, way: int = 0, launch: bool = True
-    ):
-        """Launch on `device` what was bound, in this of the ways that it was bound for; or only load it for that."""
-        ready = bound.ready.get(bound.codes[aligned][way])
-        if ready is not None and launch and not counting.active and ready(args):
-            return
-        index = device.index
-        if index is not None and not INTERPRETED and index != current_device(device.type)():
-            with torch.get_device_module(device.type).device(device):
-                self(device, bound, args, aligned, way, launch)
-            return
-        if counting.active and launch:
-            counting.record_launch(self.name)
+    def load(self, start: "Start", operands: tuple) -> Callable[[tuple], None]:
+        """What launches this kernel on operands like these: compiled, and loaded on the current device."""
+        grid, tail, options = start.grid, start.tail, self.options(start)
+        variant = self.variants[start.aligned]
         if INTERPRETED:
-            if not launch:
-                return
-            with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
-                self._variants[aligned][bound.grid](*args)
-            return
-        code = self._code(bound, args, aligned, way)
-        compiled = self._compiled.get(code)
-        if compiled is None:
-            # Not where rows are not vectorised: a thread may then have but one product of a row, and would add its own
-            # unrounded and its neighbours' rounded, so that threads did not agree on the sum.
-            fused = aligned and self.contracts
-            options = {"grid": bound.grid, "num_warps": bound.num_warps, "enable_fp_fusion": fused}
-            kernel = self._variants[aligned].warmup(*args, **options)
-            active = triton.runtime.driver.active
-            try:
-                described = kernel.run, active.get_current_stream, kernel.function, kernel.packed_metadata
-            except Exception:  # as in a CUDA graph that is captured; Triton would take the kernel for loaded
-                kernel._run = None
-                raise
-            compiled = self._compiled[code] = kernel, *described, active.get_current_device()
-        if not launch:
-            return
-        ready = _ready(bound.grid, current_device(device.type), *compiled)
-        ready(args)
-        if not HIP:
-            bound.ready[code] = ready
+            return _interpreted(variant[grid], tail)
+        compiled = self.compile(start, operands)
+        try:
+            run = compiled.run
+        except Exception:  # as in a CUDA graph that is captured; Triton would take the kernel for loaded
+            compiled._run = None
+            raise
+        if not KNOWN_COMPILED:
+            return lambda operands: variant[grid](*operands, *tail, **options)
+        if KNOWN_LAUNCHERS and _is_plain(run):
+            start.on = _by_launcher(start, compiled, run)
+        call = compiled[grid]
+        return lambda operands: call(*operands, *tail)
+
+    def compile(self, start: "Start", operands: tuple):
+        """The kernel that Triton compiled for such operands, or has compiled before."""
+        return self.variants[start.aligned].warmup(*operands, *start.tail, grid=start.grid, **self.options(start))
+
+    def options(self, start: "Start") -> dict:
+        """What Triton is told of the code to be compiled."""
+        # Not where rows are not vectorised: a thread may then have but one product of a row, and would add its own
+        # unrounded and its neighbours' rounded, so that threads did not agree on the sum.
+        return {"num_warps": start.num_warps, "enable_fp_fusion": start.aligned and self.contracts}
 
 
-def _ready(grid: tuple, current: Callable[[], int], kernel, run, stream_of, function, metadata, index) -> Callable:
-    (x, y, z), here, (start, given) = grid, current(), _launcher(run, metadata)
+class Start:
+    """Starts a kernel with a grid and arguments that are fixed.
 
-    def ready(args: tuple) -> bool:
-        if current() != here:
-            return False
-        before, after = _hooks.launch_enter_hook, _hooks.launch_exit_hook
-        if getattr(before, "calls", before) or getattr(after, "calls", after):
-            kernel[grid](*args)
-        else:
-            start(x, y, z, stream_of(index), function, *given, args)
-        return True
-
-    return ready
-
-
-def _launcher(run, metadata) -> tuple[Callable, tuple]:
-    """What starts a kernel where nobody hooks launches, and what it is given between the function and its arguments.
-
-    Quicker than kernel[grid](*args), which makes a closure, finds out the device and builds what Triton's launch hooks
-    are told, each time; and, of the launchers whose code is known, than `run`, which asks for no scratch memory twice.
+    Attributes:
+        on: ``on(operands)`` starts it on these pointers, the quickest way there is. The first time it is compiled, or
+            found compiled; a `KernelUnavailable` says that it cannot be, and nothing has run.
     """
-    known = KNOWN_LAUNCHERS and type(run).__name__ == "CudaLauncher" and not getattr(run, "gsan_enabled", False)
-    if known and run.global_scratch_size == run.profile_scratch_size == 0:
-        given = run.launch_cooperative_grid, run.launch_pdl, metadata, *(None,) * 5
-        return run.launch, (*given, run.arg_annotations, run.kernel_signature)
-    return (lambda *given: run(*given[:-1], *given[-1])), (metadata, None, None, None)
+
+    def __init__(self, kernel: Kernel, grid: tuple, num_warps: int, tail: tuple, device: torch.device, aligned: bool):
+        self.kernel = kernel
+        self.grid = grid
+        self.num_warps = num_warps
+        self.tail = tail
+        self.device = device
+        self.aligned = aligned
+        self.index = None if INTERPRETED else device.index
+        self.current = current_device(device.type) if self.index is not None else lambda: None
+        self.on: Callable[[tuple], None] = self.with_care
+        self._launch: Callable[[tuple], None] | None = None
+
+    def with_care(self, operands: tuple) -> None:
+        """Start the kernel where it is to be loaded or counted, launches are watched, or another device is current."""
+        if self.current() != self.index:
+            with torch.get_device_module(self.device.type).device(self.device):
+                return self.with_care(operands)
+        if self._launch is None:
+            self._launch = self._loaded(operands)
+        if counting.active:
+            counting.record_launch(self.kernel.name)
+        self._launch(operands)
+
+    def _loaded(self, operands: tuple) -> Callable[[tuple], None]:
+        self.kernel.available(self.device)
+        try:
+            return self.kernel.load(self, operands)
+        except Exception as error:
+            if is_of_the_device(error):
+                raise
+            raise self.kernel.fail(self.device, error) from error
+
+
+def _interpreted(function: Callable, tail: tuple) -> Callable[[tuple], None]:
+    def launch(operands: tuple) -> None:
+        with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
+            function(*operands, *tail)
+
+    return launch
+
+
+def _is_plain(run) -> bool:
+    """Whether a launcher of Triton's is the one for NVIDIA, of a kernel that needs no memory besides its operands."""
+    if type(run).__name__ != "CudaLauncher" or getattr(run, "gsan_enabled", False):
+        return False
+    return run.global_scratch_size == run.profile_scratch_size == 0
+
+
+def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
+    """What calls the launcher in C where nothing watches launches.
+
+    Quicker than `compiled[grid]`, which finds out the device, builds what Triton's launch hooks are told and asks for
+    scratch memory twice, each time.
+    """
+    (x, y, z), tail, with_care = careful.grid, careful.tail, careful.with_care
+    current, here = careful.current, careful.index
+    driver = triton.runtime.driver.active
+    stream_of, index = driver.get_current_stream, driver.get_current_device()
+    start, function, metadata = run.launch, compiled.function, compiled.packed_metadata
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    annotations, signature = run.arg_annotations, run.kernel_signature
+
+    def launch(operands: tuple) -> None:
+        before, after = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+        watched = getattr(before, "calls", before) or getattr(after, "calls", after)
+        if watched or counting.active or current() != here:
+            with_care(operands)
+            return
+        # The five of None: what hooks are told, the two hooks, and the scratch memory of the kernel and of its profile.
+        start(
+            x, y, z, stream_of(index), function, cooperative, dependent, metadata, None, None, None, None, None,
+            annotations, signature, (*operands, *tail),
+        )  # fmt: skip
+
+    return launch
 
 
 @cache
@@ -221,11 +212,3 @@ def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
     sms = getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_subslice_count", 64)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536
     return sms, shared
-
-
-def aligned_pointers(*tensors: torch.Tensor | None) -> bool:
-    pointers = 0
-    for t in tensors:
-        if t is not None:
-            pointers |= t.data_ptr()
-    return not pointers & 15

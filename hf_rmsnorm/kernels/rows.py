@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 
@@ -92,3 +94,56 @@ def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> tuple[int, ...] | 
 def heads_of(*parameters: torch.Tensor | None) -> int:
     """How many rows of parameters there are: each row of x takes the next."""
     return next((p.shape[0] for p in parameters if p is not None and p.dim() == 2), 1)
+
+
+def output_layout(x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, heads: int):
+    """(order in which rows are numbered, memory format of the output, whether that output is flat in this order)."""
+    if spec.functional:
+        return None, torch.contiguous_format, True
+    order = row_order(x, spec, heads)
+    output = without_data(x)
+    if heads > 1 and weight is not None:  # such a weight has a say in the order of their product
+        with _disable_current_modes():
+            product = without_data(weight) * output
+        if product.is_contiguous():
+            return order, torch.contiguous_format, True
+    return order, torch.preserve_format, flat_strides(tuple(x.shape), output.stride(), order)
+
+
+def without_data(x: torch.Tensor) -> torch.Tensor:
+    """``empty_like(x)`` on the meta device: what is asked of it is its strides."""
+    with _disable_current_modes():  # no operator of the caller's
+        return torch.empty_like(x, device="meta")
+
+
+def sum_without_data(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """``residual + x`` on the meta device: what is asked of it is its strides and its dtype."""
+    with _disable_current_modes():
+        left, right = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (residual, x))
+        return left + right
+
+
+def blank(device: torch.device, *shape: int) -> torch.Tensor:
+    """A tensor of float32 in the memory of one element: ``empty_like`` it is the quickest way to one of this shape."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return _element(device).expand(shape)
+
+
+@cache
+def _element(device: torch.device) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+def in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """t with its leading dimensions in this order."""
+    return t if order is None else t.permute(*order, -1)
+
+
+def copied_in_order(t: torch.Tensor | None, order: tuple[int, ...] | None) -> torch.Tensor | None:
+    """A copy of t whose rows lie one behind the other, in this order."""
+    return None if t is None else in_order(t, order).contiguous()
+
+
+def flat_like(t: torch.Tensor | None, order: tuple[int, ...] | None) -> torch.Tensor | None:
+    """An empty tensor for the rows of t, one behind the other in this order."""
+    return None if t is None else torch.empty(in_order(t, order).shape, dtype=t.dtype, device=t.device)

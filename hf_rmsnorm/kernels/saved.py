@@ -66,3 +66,11 @@ def require_saved_of(dy: torch.Tensor, rows: dict, parameters: dict, stats: dict
         flat = t is not None and t.dim() == 1
         expected.append(Saved(name, (math.prod(shape[:-1]),) if flat else shape[:-1], torch.float32))
     require_saved(dy.device, tuple(expected), (*rows.values(), *parameters.values(), *stats.values()))
+
+
+def as_saved(strides: tuple, x: torch.Tensor, weight, bias, gate, rstd, mean) -> tuple:
+    """x in these strides, the gate as it is, and the rest row-major."""
+    if x.stride() != strides:
+        x = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    weight, bias, rstd, mean = (t if t is None else t.contiguous() for t in (weight, bias, rstd, mean))
+    return x, weight, bias, gate, rstd, mean

@@ -1,13 +1,12 @@
 """Public operators and the choice of backend."""
 
-from .add_norm import add_norm_backend, fused_add_norm
 from .backend import describe_backend, resolve_backend
 from .from_output import input_needed
-from .norm import fused_norm, layer_norm, rms_norm
-from .qk import fused_qk_norm, qk_norm_backend
+from .norm import fused_add_norm, fused_norm, layer_norm, rms_norm
+from .qk import fused_qk_norm
 from .settings import chosen_backend, use_backend
 
 __all__ = [
-    "add_norm_backend", "chosen_backend", "describe_backend", "fused_add_norm", "fused_norm", "fused_qk_norm",
-    "input_needed", "layer_norm", "qk_norm_backend", "resolve_backend", "rms_norm", "use_backend",
+    "chosen_backend", "describe_backend", "fused_add_norm", "fused_norm", "fused_qk_norm", "input_needed", "layer_norm",
+    "resolve_backend", "rms_norm", "use_backend",
 ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""Which implementation serves a call: the Triton kernels, the plain-torch formula, or the layer's own forward."""
+"""Which implementation serves a call: the Triton kernels, the plain-torch formula, or the layer's own forward.
+
+`why_not` and `why_not_qk` are the one place where a call is refused, and say it in words.
+"""
 
 import os
 import threading
@@ -7,14 +10,13 @@ from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ..formula import NormSpec
+from ..formula import TORCH_RELEASE, NormSpec, promoted
 from ..kernels.failure import KernelUnavailable, failed
 from ..kernels.serves import unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, MAX_TOKEN, next_power_of_2
-from .direct import DIRECT_TYPES, forget_plans
-from .loading import is_dtensor
+from .direct import autocast_enabled, is_direct
+from .launches import forget_launches
 from .settings import chosen, insists, settings
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,6 +26,7 @@ MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
 _is_tracing = torch._C._is_tracing
+_lists_rms_norm = TORCH_RELEASE >= (2, 12)
 _left: dict[tuple, str] = {}  # devices whose kernels cannot be loaded, (type, index), and why
 _failing = threading.Lock()
 
@@ -86,7 +89,7 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
 
 def _leave(device: torch.device) -> None:
     _left[device.type, device.index] = "; ".join(failed[device].splitlines())
-    forget_plans()
+    forget_launches()
 
 
 def left_alone(x: torch.Tensor) -> bool:
@@ -122,62 +125,92 @@ def _is_exported() -> bool:
     return _is_exporting() if _is_compiling() else _is_tracing()
 
 
-def refusal(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    spec: NormSpec,
-    gate: torch.Tensor | None = None,
-) -> str | None:
-    """Why the kernels do not serve this call, or None where they do."""
+def why_not(spec: NormSpec, x, weight, bias, gate=None, residual=None) -> str | None:
+    """Why the kernels do not serve the norm of x, or of ``residual + x``, or None where they do."""
     if x.is_nested:
         return "x is a nested tensor"
-    dtype, shape, device, group_size = x.dtype, x.shape, x.device, spec.group_size
-    of_heads = any(p is not None and p.dim() == 2 for p in (weight, bias))
-    if dtype not in KERNEL_DTYPES:
-        return f"x is {dtype}; the kernels serve float32, float16 and bfloat16"
-    if not shape or not 1 <= shape[-1] <= MAX_HIDDEN_SIZE:
-        return f"the last dimension of x, shape {tuple(shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
-    if group_size is not None and shape[-1] % group_size:
-        return f"groups of {group_size} do not divide rows of {shape[-1]}"
-    formula, columns = (spec, shape[-1]) if group_size is None else (spec.ungrouped, group_size)
-    missing = unserved(formula, "rows")
+    return (
+        _why_not_rows(spec, x)
+        or _why_not_formula(spec, gate, residual)
+        or _why_not_parameter("weight", weight, x, spec)
+        or _why_not_parameter("bias", bias, x, spec)
+        or _why_not_both(weight, bias, residual)
+        or _why_not_other(x, gate, residual)
+        or _why_not_so_many(spec, x, weight, bias)
+        or device_refusal(x.device.type, x.device.index)
+    )
+
+
+def _why_not_rows(spec: NormSpec, x) -> str | None:
+    if x.dtype not in KERNEL_DTYPES:
+        return f"x is {x.dtype}; the kernels serve float32, float16 and bfloat16"
+    if not x.shape or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
+        return f"the last dimension of x, shape {tuple(x.shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
+    if spec.group_size is not None and x.shape[-1] % spec.group_size:
+        return f"groups of {spec.group_size} do not divide rows of {x.shape[-1]}"
+    return None
+
+
+def _why_not_formula(spec: NormSpec, gate, residual) -> str | None:
+    families = ("rows",) if residual is None else ("rows", "residual sum")
+    grouped = spec.group_size is not None and residual is None
+    missing = unserved(spec.ungrouped if grouped else spec, *families)
     if missing is not None:
         return f"{missing}, which the kernels do not compute"
     if (gate is None) != (spec.gate is None):
         return "its formula has a gate and the call has none, or the other way round"
-    for parameter in (weight, bias):
-        if parameter is None:
+    return None
+
+
+def _why_not_parameter(name: str, parameter, x, spec: NormSpec) -> str | None:
+    if parameter is None:
+        return None
+    if parameter.dtype not in KERNEL_DTYPES:
+        return f"{name} is {parameter.dtype}; the kernels serve float32, float16 and bfloat16"
+    if parameter.device != x.device:
+        return f"{name} is on {parameter.device} and x on {x.device}: move one of them"
+    if parameter.dim() == 1 and parameter.shape[0] == x.shape[-1]:
+        return None
+    if parameter.dim() != 2 or parameter.shape != x.shape[-2:]:
+        return f"{name} has shape {tuple(parameter.shape)} where x has {x.shape[-1]} columns"
+    if not 0 < parameter.shape[0] <= MAX_HEADS or spec.group_size is not None:
+        return f"{name} of shape {tuple(parameter.shape)} has too many rows"
+    return None
+
+
+def _why_not_both(weight, bias, residual) -> str | None:
+    given = [p for p in (weight, bias) if p is not None]
+    if any(p.shape != given[0].shape for p in given):
+        return "weight and bias differ in shape"
+    if residual is not None and any(p.dim() != 1 for p in given):
+        return "a parameter of heads is not read behind a sum"
+    return None
+
+
+def _why_not_other(x, gate, residual) -> str | None:
+    for name, other in (("gate", gate), ("residual", residual)):
+        if other is None:
             continue
-        name = "weight" if parameter is weight else "bias"
-        if parameter.dtype not in KERNEL_DTYPES:
-            return f"{name} is {parameter.dtype}; the kernels serve float32, float16 and bfloat16"
-        if parameter.dim() != 1 or parameter.shape[0] != shape[-1]:
-            if parameter.dim() != 2 or parameter.shape != shape[-2:]:
-                return f"{name} has shape {tuple(parameter.shape)} where x has {shape[-1]} columns"
-            if not 0 < parameter.shape[0] <= MAX_HEADS or group_size is not None:
-                return f"{name} of shape {tuple(parameter.shape)} has too many rows"
-            if any(p is not None and p.shape != parameter.shape for p in (weight, bias)):
-                return "weight and bias differ in shape"
-        if parameter.device != device:
-            return f"{name} is on {parameter.device} and x on {device}: move one of them"
-    if gate is not None and (gate.dtype not in KERNEL_DTYPES or gate.shape != shape or gate.device != device):
-        return f"gate is {gate.dtype} of shape {tuple(gate.shape)} on {gate.device}, x {tuple(shape)} on {device}"
+        if other.dtype not in KERNEL_DTYPES or other.shape != x.shape or other.device != x.device:
+            where = f"{other.dtype} of shape {tuple(other.shape)} on {other.device}"
+            return f"{name} is {where}, x {tuple(x.shape)} on {x.device}"
+    if residual is not None and promoted(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):
+        return f"the sum of {x.dtype} and {residual.dtype} is neither"
+    return None
+
+
+def _why_not_so_many(spec: NormSpec, x, weight, bias) -> str | None:
+    if _is_compiling():  # it would bound a dynamic batch, and the operator asks again at run time
+        return None
+    of_heads = any(p is not None and p.dim() == 2 for p in (weight, bias))
     # Heads multiply the rows that the last tile may reach past the end.
-    most = MAX_ROWS // 2 if of_heads or group_size is not None else MAX_ROWS
-    # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    if not _is_compiling() and x.numel() // columns > most:
+    most = MAX_ROWS // 2 if of_heads or spec.group_size is not None else MAX_ROWS
+    if x.numel() // (spec.group_size or x.shape[-1]) > most:
         return f"x has more than {most} rows"
-    return device_refusal(device.type, device.index)
+    return None
 
 
-def resolve_backend(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    spec: NormSpec,
-    gate: torch.Tensor | None = None,
-) -> str:
+def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
     """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call to the layer's own forward.
 
     Raises:
@@ -187,7 +220,7 @@ def resolve_backend(
         return "reference"
     if chosen.backend == "auto" and (_is_exported() or (settings.while_compiling == "formula" and _is_compiling())):
         return "original"
-    reason = refusal(x, weight, bias, spec, gate)
+    reason = why_not(spec, x, weight, bias, gate)
     if reason is None:
         return "triton"
     if chosen.backend == "triton":
@@ -195,59 +228,101 @@ def resolve_backend(
     return "original"
 
 
-def qk_fits(q, k, parameters, spec: NormSpec, cos, sin) -> bool:
-    """Whether one launch can norm and rotate q and k: their types, shapes, dtypes and strides, and the formula.
+def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
+    """Whether F.layer_norm, or F.rms_norm, computes in float32: is it on an accelerator's autocast list for that?"""
+    return device_type != "cpu" and autocast_enabled(device_type) and (spec.centered or _lists_rms_norm)
 
-    parameters: the weights of q and k, then their biases, or None for each.
+
+def autocast_to_float32(spec: NormSpec, *tensors):
+    """The operands of a functional norm as autocast hands them on."""
+    if not autocasts_functional(spec, tensors[0].device.type):
+        return tensors
+    return tuple(t if t is None else t.to(torch.float32) for t in tensors)
+
+
+def why_not_qk(spec: NormSpec, q, k, parameters: tuple, tables: tuple) -> str | None:
+    """Why one launch does not norm and rotate q and k, or None where it does.
+
+    Args:
+        parameters: the weights of q and k, then their biases, or None for each.
+        tables: cos and sin, or None for each.
     """
-    q_weight, k_weight, q_bias, k_bias = parameters
-    if unserved(spec, "queries and keys") is not None or (spec.has_bias and not (spec.has_weight and cos is None)):
-        return False
-    if any((p is None) == has for p, has in zip(parameters, [spec.has_weight] * 2 + [spec.has_bias] * 2, strict=True)):
-        return False
+    return (
+        _why_not_pair_formula(spec, parameters, tables)
+        or _why_not_dtypes(spec, q, k, parameters, tables)
+        or _why_not_heads(q, k)
+        or _why_not_weights_of_heads(spec, q, k, parameters)
+        or _why_not_tables(q, *tables)
+        or device_refusal(q.device.type, q.device.index)
+    )
+
+
+def _why_not_pair_formula(spec: NormSpec, parameters: tuple, tables: tuple) -> str | None:
+    cos, sin = tables
+    missing = unserved(spec, "queries and keys")
+    if missing is not None:
+        return f"{missing}, which the kernels do not compute"
+    if spec.has_bias and not (spec.has_weight and cos is None):
+        return "a bias without a weight, or before a rotation"
+    expected = spec.has_weight, spec.has_weight, spec.has_bias, spec.has_bias
+    if any((p is None) == has for p, has in zip(parameters, expected, strict=True)):
+        return "its formula has a parameter and the call has none, or the other way round"
     if (cos is None) != (sin is None):
-        return False
-    device, mixed = q.device, False
-    for pair in ((q, k), parameters, (cos, sin)):
-        for t in pair:
-            if t is not None:
-                if type(t) not in DIRECT_TYPES and not isinstance(t, FakeTensor) and not is_dtensor(t):
-                    return False
-                if t.dtype != pair[0].dtype or t.device != device:
-                    return False
-                mixed = mixed or t.dtype != q.dtype
-                if mixed and t.dtype not in KERNEL_DTYPES:  # `resolve_backend` asks the same of q
-                    return False
-    if mixed and spec.rounding == "weight_dtype":
-        return False
+        return "cos without sin, or the other way round"
+    return None
+
+
+def _why_not_dtypes(spec: NormSpec, q, k, parameters: tuple, tables: tuple) -> str | None:
+    given = [t for t in (q, k, *parameters, *tables) if t is not None]
+    if not is_direct(*given):
+        return "a tensor of another class"
+    if any(t.device != q.device for t in given):
+        return "tensors on several devices"
+    for group in ((q, k), parameters, tables):
+        if len({t.dtype for t in group if t is not None}) > 1:
+            return "two dtypes where both are of a kind"
+    if any(t.dtype not in KERNEL_DTYPES for t in given):
+        return "a dtype that the kernels do not serve"
+    if spec.rounding == "weight_dtype" and any(t.dtype != q.dtype for t in given):
+        return "a mixture of dtypes that is rounded to the weight's"
+    return None
+
+
+def _why_not_heads(q, k) -> str | None:
     if q.dim() != 4 or k.dim() != 4:
-        return False
-    batch, _, length, head_dim = q.shape
-    k_batch, _, k_length, k_dim = k.shape
-    if k_batch != batch or k_length != length or k_dim != head_dim or not 1 <= head_dim <= MAX_HEAD_DIM:
-        return False
+        return "q or k is not (batch, heads, length, head_dim)"
+    if q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3] or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        return f"q is {tuple(q.shape)} and k {tuple(k.shape)}; heads are 1 to {MAX_HEAD_DIM} wide"
     if q.stride(3) != 1 or k.stride(3) != 1:
-        return False
-    if q_weight is not None and not _qk_parameters_fit(q, k, parameters, spec):
-        return False
-    if cos is not None:
-        if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
-            return False
-        tables, positions, columns = cos.shape
-        if positions != length or (tables != 1 and tables != batch) or columns > head_dim or columns % 2 or not columns:
-            return False
-    # Not while compiling: it would bound a dynamic batch, and the operator asks again at run time.
-    return _is_compiling() or q.numel() + k.numel() <= MAX_ROWS * head_dim
+        return "columns with gaps"
+    if q.numel() + k.numel() > MAX_ROWS * q.shape[3]:
+        return f"more than {MAX_ROWS} rows"
+    return None
 
 
-def _qk_parameters_fit(q, k, parameters, spec: NormSpec) -> bool:
+def _why_not_weights_of_heads(spec: NormSpec, q, k, parameters: tuple) -> str | None:
     """Of all heads, (head_dim,); of each, (heads, head_dim); or of one norm over all of them, (heads * head_dim,)."""
-    if not all(p is None or p.is_contiguous() for p in parameters):
-        return False
-    found = [tuple(p.shape) for p in parameters if p is not None]
+    given = [p for p in parameters if p is not None]
+    if not all(p.is_contiguous() for p in given):
+        return "parameters with gaps"
+    shapes = [tuple(p.shape) for p in given]
     (_, q_heads, _, head_dim), k_heads = q.shape, k.shape[1]
-    sizes = len(found) // 2
-    if found == [(head_dim,)] * 2 * sizes or found == [(q_heads, head_dim), (k_heads, head_dim)] * sizes:
-        return True
-    spans = found == [(q_heads * head_dim,), (k_heads * head_dim,)] * sizes
-    return spans and not spec.centered and next_power_of_2(q_heads) * next_power_of_2(head_dim) <= MAX_TOKEN
+    pairs = len(shapes) // 2
+    if shapes == [(head_dim,)] * 2 * pairs or shapes == [(q_heads, head_dim), (k_heads, head_dim)] * pairs:
+        return None
+    if shapes != [(q_heads * head_dim,), (k_heads * head_dim,)] * pairs:
+        return f"parameters of shapes {shapes}"
+    if spec.centered or next_power_of_2(q_heads) * next_power_of_2(head_dim) > MAX_TOKEN:
+        return f"one norm over all heads that is centred, or of more than {MAX_TOKEN} columns"
+    return None
+
+
+def _why_not_tables(q, cos, sin) -> str | None:
+    if cos is None:
+        return None
+    if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
+        return "cos and sin are not (batch or 1, length, columns) in one layout"
+    (batch, _, length, head_dim), (tables, positions, columns) = q.shape, cos.shape
+    if positions != length or tables not in (1, batch) or columns > head_dim or columns % 2 or not columns:
+        return f"tables of shape {tuple(cos.shape)} for q of {tuple(q.shape)}"
+    return None

@@ -23,12 +23,20 @@ def kernels():
 
 
 @cache
+def backward_kernels():
+    """The launch code of their backwards; raises as `kernels` does."""
+    kernels()
+    from ..kernels import launch_backward
+
+    return launch_backward
+
+
+@cache
 def qk_kernels():
     """The launch code of queries and keys; raises as `kernels` does."""
-    try:
-        from ..kernels import launch_qk
-    except Exception as error:
-        raise unavailable(error) from error
+    kernels()
+    from ..kernels import launch_qk
+
     return launch_qk
 
 

@@ -5,27 +5,26 @@ import torch
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
 from ..kernels.saved import Saved, require_saved
-from ..kernels.serves import unserved
 from ..reference import reference_norm
-from .backend import give_up, resolve_backend
-from .direct import is_direct, state, under_transform
+from .backend import autocasts_functional, give_up, why_not
+from .direct import starts_kernels, state
 from .gradients import norm_gradients
+from .launches import MISSING, Launches, is_aligned, key_of, launches_of
 from .loading import kernels
-from .norm import autocasts_functional
 
 
 class _Modulated(torch.autograd.Function):
     """(the sum, the result) of `modulated_norm`; the sum is None where there is no residual."""
 
     @staticmethod
-    def forward(ctx, x, residual, factor, *rest):
-        weight, bias, scale, _, spec = rest
-        plan, (y, rstd, mean, h) = _launch(x, residual, factor, *rest, True)
+    def forward(ctx, x, residual, factor, weight, bias, scale, shift, call):
+        launches, launch = call
+        y, rstd, mean, h = launch.launch(x, weight, bias, *_expanded(x, scale, shift, factor), residual)
         of_factor = x if factor is not None and ctx.needs_input_grad[2] else None
         normed = x if h is None else h
         # A copy of the scale, as the operators keep the factor made of it: it may be written to behind them.
         ctx.save_for_backward(of_factor, factor, normed, weight, bias, scale.clone(), rstd, mean)
-        ctx.spec, ctx.plan, ctx.strides = spec, plan, normed.stride()
+        ctx.kept = launches, launch, normed.stride(), False
         ctx.factor_shape = None if factor is None else factor.shape
         ctx.scale = scale, state(scale)
         ctx.set_materialize_grads(False)
@@ -52,18 +51,22 @@ class _Modulated(torch.autograd.Function):
         return dx if need_x else None, dtotal if need_residual else None, dfactor, *others, dshift, None
 
 
+def _expanded(x, *modulation) -> list:
+    return [t if t is None else t.expand(x.shape) for t in modulation]
+
+
 def _norm_gradients(ctx, dy, h, weight, bias, scale, rstd, mean, need):
     """The gradients of h and of the three behind it."""
-    spec, plan = ctx.spec, ctx.plan
+    launches, launch, *_ = ctx.kept
+    spec = launches.spec
     if torch.is_grad_enabled():  # create_graph: in which the scale is itself
         scale = _scale_itself(scale, *ctx.scale)
 
     def formula(h, weight, bias, scale):
-        return (reference_norm(h, weight, bias, spec) * (1 + scale),)
+        return reference_norm(h, weight, bias, spec) * (1 + scale)
 
-    operands = h, weight, bias, scale.expand(plan.shape), rstd, mean
-    grads = norm_gradients(dy, *operands, spec, False, plan, ctx.strides, need, formula=formula)
-    dh, dweight, dbias, dscale = grads
+    saved = h, weight, bias, scale.expand(launch.shape), rstd, mean
+    dh, dweight, dbias, dscale = norm_gradients(ctx.kept, saved, dy, None, need, formula)
     return dh, dweight, dbias, None if dscale is None else dscale.sum_to_size(scale.shape)
 
 
@@ -72,14 +75,6 @@ def _scale_itself(kept: torch.Tensor, scale: torch.Tensor, known: tuple) -> torc
     if state(scale) != known:
         raise RuntimeError("create_graph=True differentiates by a scale that was written to since the forward")
     return scale
-
-
-def _launch(x, residual, factor, weight, bias, scale, shift, spec, stats):
-    """The plan, and what it launched."""
-    launch = kernels()
-    scale, shift, factor = (t if t is None else t.expand(x.shape) for t in (scale, shift, factor))
-    plan = launch.forward_plan(x, weight, bias, scale, spec, residual, True, shift, factor)
-    return plan, launch.norm_forward(x, weight, bias, spec, stats, scale, residual, plan, True, shift, factor)
 
 
 def modulated_norm(
@@ -95,32 +90,46 @@ def modulated_norm(
         scale, shift, factor: what broadcasts to x's shape, with the same strides there; shift and factor may be None.
         residual: x's shape, and contiguous as x is then; or None: h is None, and x is what is normalised.
     """
-    modulation = [t for t in (scale, shift, factor) if t is not None]
-    operands = [t for t in (x, residual, weight, bias, *modulation) if t is not None]
-    if any(t.dtype != x.dtype for t in operands) or under_transform() or not is_direct(*operands):
+    operands = x, residual, factor, weight, bias, scale, shift
+    if not starts_kernels(x):
         return None
-    if x.dim() == 0 or spec.gate is not None or (spec.functional and autocasts_functional(spec, x.device.type)):
+    if spec.functional and autocasts_functional(spec, x.device.type):
         return None
-    if resolve_backend(x, weight, bias, spec) != "triton" or (weight is not None and weight.dim() != 1):
-        return None
-    summands = [] if residual is None else [x, residual]
-    if any(t.shape != x.shape or t.device != x.device or not t.is_contiguous() for t in summands):
-        return None
-    if summands and unserved(spec, "residual sum"):
-        return None
+    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     try:
-        strides = {t.expand(x.shape).stride() for t in modulation}
+        with torch.no_grad():
+            read = x, weight, bias, *_expanded(x, scale, shift, factor), residual
     except RuntimeError:  # the plain operators say what does not broadcast, or broadcast x
         return None
-    if len(strides) > 1:
-        return None
-    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
-    rest = residual, factor, weight, bias, scale, shift, spec
+    launches = launches_of(spec)
+    key = key_of(("modulated", graded), read)
+    launch = None if key is None else launches.kept.get(key, MISSING)
     try:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
-            return _Modulated.apply(x, *rest)
-        _, (y, _, _, h) = _launch(x, *rest, False)
+        if launch is MISSING:
+            launch = launches.keep(key, _made(launches, read, is_aligned(key), graded))
+        if launch is None:
+            return None
+        if graded:
+            return _Modulated.apply(*operands, (launches, launch))
+        y, _, _, h = launch.launch(*read)
     except KernelUnavailable as error:
         give_up(error, x.device)
         return None
     return h, y
+
+
+def _made(launches: Launches, read: tuple, aligned: bool, graded: bool):
+    """The launch for such operands, or None where one launch does not compute this."""
+    x, weight, bias, scale, shift, factor, residual = read
+    spec = launches.spec
+    if spec.gate is not None or spec.group_size is not None or any(t is not None and t.dtype != x.dtype for t in read):
+        return None
+    if why_not(spec, x, weight, bias, None, residual) is not None or (weight is not None and weight.dim() != 1):
+        return None
+    if any(p is not None and not p.is_contiguous() for p in (weight, bias)):
+        return None
+    if residual is not None and not (x.is_contiguous() and residual.is_contiguous()):
+        return None
+    if len({t.stride() for t in (scale, shift, factor) if t is not None}) > 1:
+        return None
+    return kernels().NormForward(spec, read, aligned, graded)

@@ -1,66 +1,141 @@
-"""`rms_norm` and `layer_norm`: one call from eager, autograd, compiled, exported and checkpointed code alike."""
+"""`rms_norm` and `layer_norm`: one call from eager, autograd, compiled, exported and checkpointed code alike.
+
+`run` is the entry of eager calls, with or without a residual sum: it starts kernels directly. The registered operator
+of `operators` is the other entry, for whatever needs an operator that it can see.
+"""
 
 from functools import lru_cache
 
 import torch
 
-from ..formula import TORCH_RELEASE, NormSpec, Rounding
+from ..formula import NormSpec, Rounding
 from ..kernels.failure import KernelUnavailable
 from ..reference import in_groups, reference_norm
-from .backend import give_up, resolve_backend
-from .direct import LaunchCache, autocast_enabled, is_direct, under_transform
+from .backend import autocast_to_float32, autocasts_functional, give_up, resolve_backend, why_not
+from .direct import starts_kernels, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
+from .launches import MISSING, Launches, is_aligned, launches_of, layout, memory_of
 from .loading import kernels, load_sharding_rules
 from .operators import norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
-_lists_rms_norm = TORCH_RELEASE >= (2, 12)
+_is_grad_enabled = torch.is_grad_enabled
+_autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # a fifth of the question for a device
 
 
-class _FusedNorm(torch.autograd.Function):
+class NormFunction(torch.autograd.Function):
+    """The norm of x; or, with a residual, (h, the norm of h) of ``h = residual + x``."""
+
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
-    def forward(ctx, x, weight, bias, gate, call):
-        spec, plan, keep_output = call
-        if plan is not None and (serve := plan.serve[True]) is not None:
-            y, rstd, mean, _ = serve(x, weight, bias, gate, None, spec.eps)
-        else:
-            if plan is None and not _is_compiling() and is_direct(x, weight, bias, gate):
-                plan = kernels().forward_plan(x, weight, bias, gate, spec)
-            y, rstd, mean = _launch_forward(x, weight, bias, gate, spec, True, plan)[:3]
-        keep_output = keep_output and serves_as_input(y, x, weight, bias, spec)
-        kept, mean = (y, None) if keep_output else (x, mean)
+    def forward(ctx, x, weight, bias, gate, residual, call):
+        launches, launch, keep_output = call
+        y, rstd, mean, h = launch.launch(x, weight, bias, gate, None, None, residual)
+        kept, strides = (x if h is None else h), launch.strides
+        if keep_output and serves_as_input(y, kept, weight, bias, launches.spec):
+            kept, strides, mean = y, y.stride(), None
         ctx.save_for_backward(kept, weight, bias, gate, rstd, mean)
-        ctx.kept = spec, keep_output, plan, kept.stride()
-        return y
+        ctx.kept = launches, launch, strides, kept is y
+        if h is None:
+            return y
+        ctx.set_materialize_grads(False)
+        return h, y
 
     @staticmethod
-    def backward(ctx, dy):
-        grads = norm_gradients(dy, *ctx.saved_tensors, *ctx.kept, ctx.needs_input_grad[:4])
-        return *grads, None
+    def backward(ctx, *gradients):
+        dh, dy = gradients if len(gradients) == 2 else (None, *gradients)
+        need_x, need_weight, need_bias, need_gate, need_residual, _ = ctx.needs_input_grad
+        if dy is None:
+            return dh if need_x else None, None, None, None, dh if need_residual else None, None
+        need = need_x or need_residual, need_weight, need_bias, need_gate
+        dx, dweight, dbias, dgate = norm_gradients(ctx.kept, ctx.saved_tensors, dy, dh, need)
+        return dx if need_x else None, dweight, dbias, dgate, dx if need_residual else None, None
 
 
-# What Function.apply adds is for arguments by name and for functorch, of which a planned call has neither.
-_apply = super(torch.autograd.Function, _FusedNorm).apply
+# What Function.apply adds is for arguments by name and for functorch, neither of which gets here.
+_apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def _launch_forward(x, weight, bias, gate, spec, stats, plan=None):  # (y, rstd, mean, ...)
-    if plan is None and (_is_compiling() or not is_direct(x, weight, bias, gate)):
-        load_sharding_rules()
-        return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)
-    return kernels().norm_forward(x, weight, bias, spec, stats, gate, None, plan)
+def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_output: bool = False):
+    """The norm of x, or (h, the norm of h) of ``h = residual + x``, by a kernel that is started directly.
+
+    Not while compiling.
+
+    Args:
+        launches: of the formula.
+        keep_output: the backward shall read the output, not x, where `serves_as_input`.
+
+    Returns:
+        None where the kernels do not serve such tensors, or operators are to be seen; whoever calls computes it then.
+    """
+    if not starts_kernels(x):
+        return None
+    spec = launches.spec
+    if spec.functional and _autocast_anywhere() and autocasts_functional(spec, x.device.type):
+        if residual is not None and torch.float32 not in (x.dtype, residual.dtype):
+            return None  # the norm has another dtype than the sum
+        weight, bias = (t if t is None else t.float() for t in (weight, bias))
+        x = x if residual is not None else x.float()
+    graded = _is_grad_enabled() and _asks(x, weight, bias, gate, residual)
+    if graded and residual is not None and not (x.requires_grad or residual.requires_grad):
+        return None  # the sum would ask for gradients because the weight does
+    try:
+        launch = _launch_of(launches, x, weight, bias, gate, residual, graded)
+        if launch is None:
+            return None
+        if graded:
+            return _apply(x, weight, bias, gate, residual, (launches, launch, keep_output))
+        y, _, _, h = launch.launch(x, weight, bias, gate, None, None, residual)
+    except KernelUnavailable as error:
+        give_up(error, x.device)
+        return None
+    return y if h is None else (h, y)
 
 
-def fused_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    spec: NormSpec,
-    backend: str | None = None,
-    gate: torch.Tensor | None = None,
-    keep_output: bool = False,
-) -> torch.Tensor:
+def _asks(x, weight, bias, gate, residual) -> bool:
+    return (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (gate is not None and gate.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    )
+
+
+def _launch_of(launches: Launches, x, weight, bias, gate, residual, graded: bool):
+    """The launch for such operands, or None where the kernels do not serve them."""
+    memory = memory_of((x, weight, bias, gate, residual))
+    if memory is None:
+        return None
+    key = (
+        "graded" if graded else "forward", x.shape, x.stride(), x.dtype, x.device,
+        weight if weight is None else layout(weight),
+        bias if bias is None else layout(bias),
+        gate if gate is None else layout(gate),
+        residual if residual is None else layout(residual),
+        memory,
+    )  # fmt: skip
+    launch = launches.kept.get(key, MISSING)
+    if launch is MISSING:
+        operands = x, weight, bias, gate, None, None, residual
+        launch = launches.keep(key, _made(launches, operands, is_aligned(key), graded))
+    return launch
+
+
+def _made(launches: Launches, operands: tuple, aligned: bool, graded: bool):
+    x, weight, bias, gate, _, _, residual = operands
+    if launches.spec.group_size is not None or why_not(launches.spec, x, weight, bias, gate, residual) is not None:
+        return None
+    if any(p is not None and not p.is_contiguous() for p in (weight, bias)):
+        return None  # `fused_norm` copies them
+    total = x if residual is None or x.element_size() >= residual.element_size() else residual
+    if launches.fits is not None and not launches.fits(total, weight, bias, gate):
+        return None
+    return kernels().NormForward(launches.spec, operands, aligned, graded)
+
+
+def fused_norm(x, weight, bias, spec: NormSpec, backend: str | None = None, gate=None, keep_output: bool = False):
     """Compute `spec` on x with the backend in force.
 
     Args:
@@ -78,59 +153,42 @@ def fused_norm(
         backend = resolve_backend(x, weight, bias, spec, gate)
     if spec.functional:
         x, weight, bias = autocast_to_float32(spec, x, weight, bias)
-    if backend != "triton" or (not _is_compiling() and under_transform()):
+    compiling = _is_compiling()
+    if backend != "triton" or (not compiling and under_transform()):
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
         return fused_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
-    if (weight is not None and not weight.is_contiguous()) or (bias is not None and not bias.is_contiguous()):
-        weight = None if weight is None else weight.contiguous()
-        bias = None if bias is None else bias.contiguous()
-    return launched_norm(x, weight, bias, gate, spec, None, keep_output)
+    weight, bias = (t if t is None or t.is_contiguous() else t.contiguous() for t in (weight, bias))
+    y = None if compiling else run(launches_of(spec), x, weight, bias, gate, None, keep_output)
+    if y is not None:
+        return y
+    load_sharding_rules()
+    stats = torch.is_grad_enabled() and _asks(x, weight, bias, gate, None)
+    return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
 
 
-def plan_of(x, weight, bias, spec, residual=None):
-    """The launch of a norm, or of that of ``residual + x``, without gate on plain tensors that the kernels serve."""
-    return kernels().forward_plan(x, weight, bias, None, spec, residual)
+def fused_add_norm(x, residual, weight, bias, spec: NormSpec, keep_output: bool = False):
+    """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch where that is served.
 
-
-def launched_norm(x, weight, bias, gate, spec, plan, keep_output=False):
-    """`fused_norm` where the kernels serve it; in plain torch where they turn out not to be loadable.
+    h is rounded to its dtype before it is normalised, and y is then, bit for bit, what the norm's kernel alone makes of
+    h (on a GPU: where x and residual start and step by multiples of 16 bytes, as a model's do). Only h, the parameters
+    and (rows,) statistics are kept for the backward, which adds the gradient of h to the norm's in one launch too,
+    rounded once: x and residual share it.
 
     Args:
-        plan: what `plan_of` answered for such tensors; if None, the operator is called where that is to be seen.
-        the rest: as in `fused_norm`; parameters contiguous.
+        x: (..., hidden_size), any strides: what the attention or MLP returned.
+        residual: the same shape, any strides; of x's dtype, or one of the two is float32, as under autocast.
+        weight, bias: (hidden_size,) or None, as the spec says.
+
+    Returns:
+        (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with the strides it has in eager.
     """
-    try:
-        if not torch.is_grad_enabled():
-            if plan is not None and (serve := plan.serve[False]) is not None:
-                return serve(x, weight, bias, gate, None, spec.eps)[0]
-        elif (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-            or (gate is not None and gate.requires_grad)
-        ):
-            if _is_compiling():  # Dynamo does not trace an autograd.Function whose shapes are dynamic (PyTorch 2.13)
-                return _launch_forward(x, weight, bias, gate, spec, True)[0]
-            apply = _FusedNorm.apply if plan is None else _apply
-            return apply(x, weight, bias, gate, (spec, plan, keep_output))
-        return _launch_forward(x, weight, bias, gate, spec, False, plan)[0]
-    except KernelUnavailable as error:
-        give_up(error, x.device)
-    return reference_norm(x, weight, bias, spec, gate)
-
-
-def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
-    """Whether F.layer_norm, or F.rms_norm, computes in float32: is it on an accelerator's autocast list for that?"""
-    return device_type != "cpu" and autocast_enabled(device_type) and (spec.centered or _lists_rms_norm)
-
-
-def autocast_to_float32(spec: NormSpec, *tensors):
-    """The operands of a functional norm as autocast hands them on."""
-    if not autocasts_functional(spec, tensors[0].device.type):
-        return tensors
-    return tuple(t if t is None else t.to(torch.float32) for t in tensors)
+    both = None if _is_compiling() else run(launches_of(spec), x, weight, bias, None, residual, keep_output)
+    if both is not None:
+        return both
+    h = residual + x
+    return h, fused_norm(h, weight, bias, spec)
 
 
 def rms_norm(
@@ -194,44 +252,49 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functiona
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
     formula = weight is not None, bias is not None, float(eps), weight_offset, rounding, functional
     if _is_compiling():
-        spec, plans, key, plan = _spec(*formula), None, None, None
-    else:
-        spec, plans = _kept(*formula)
-        key, plan = plans.find(x, weight, bias, functional)
-    if plan is None:
         _check(x, weight, bias)
-        backend = resolve_backend(x, weight, bias, spec)
-        plan = None if key is None else plans.keep(key, backend, plan_of, x, weight, bias, spec)
-        if plan is None:
-            return fused_norm(x, weight, bias, spec, backend)
-    return launched_norm(x, weight, bias, None, spec, plan)
+        return fused_norm(x, weight, bias, _spec(*formula))
+    launches = _launches(*formula)
+    y = run(launches, x, weight, bias) if isinstance(x, torch.Tensor) else None
+    if y is not None:
+        return y
+    _check(x, weight, bias)
+    return fused_norm(x, weight, bias, launches.spec)
 
 
 def _spec(has_weight, has_bias, eps, weight_offset, rounding, functional) -> NormSpec:
     return NormSpec(
-        centered=functional, eps=eps, has_weight=has_weight, has_bias=has_bias, weight_offset=weight_offset,
-        rounding=rounding, functional=functional,
-    )  # fmt: skip
+        centered=functional,
+        eps=eps,
+        has_weight=has_weight,
+        has_bias=has_bias,
+        weight_offset=weight_offset,
+        rounding=rounding,
+        functional=functional,
+    )
 
 
 @lru_cache(256)
-def _kept(*formula) -> tuple[NormSpec, LaunchCache]:
-    return _spec(*formula), LaunchCache()
+def _launches(*formula) -> Launches:
+    return launches_of(_spec(*formula))
 
 
 def _check(x, weight, bias) -> None:
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        got = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"x is {got}: pass a floating-point tensor, for example x.float()")
+    _check_floating("x", x, ", for example x.float()")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: the last dimension must hold at least one element")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        if not isinstance(parameter, torch.Tensor) or not parameter.is_floating_point():
-            got = f"a tensor of {parameter.dtype}" if isinstance(parameter, torch.Tensor) else type(parameter).__name__
-            raise TypeError(f"{name} is {got}: pass a floating-point tensor")
+        _check_floating(name, parameter)
         if parameter.shape != x.shape[-1:]:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, x {tuple(x.shape)}: pass ({x.shape[-1]},)")
         if parameter.device != x.device:
             raise ValueError(f"{name} is on {parameter.device} and x on {x.device}: move one of them")
+
+
+def _check_floating(name: str, t, cure: str = "") -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is {type(t).__name__}: pass a floating-point tensor{cure}")
+    if not t.is_floating_point():
+        raise TypeError(f"{name} is a tensor of {t.dtype}: pass a floating-point tensor{cure}")

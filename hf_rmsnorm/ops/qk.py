@@ -1,83 +1,117 @@
 """The norms of queries and keys in one launch, with the rotary embedding that follows them where there is one."""
 
+from functools import partial
+
 import torch
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable
-from ..reference import as_normed, by_heads, reference_norm, reference_qk_norm, rotated
-from .backend import give_up, qk_fits, resolve_backend
-from .direct import DIRECT_TYPES, autocast_enabled, is_direct, under_transform
-from .gradients import qk_gradients
-from .loading import is_dtensor, load_sharding_rules, qk_kernels
+from ..reference import as_normed, by_heads, reference_norm, reference_qk_backward, reference_qk_norm, rotated
+from .backend import give_up, resolve_backend, why_not_qk
+from .direct import autocast_enabled, is_direct, starts_kernels, under_transform
+from .gradients import differentiable, seen_through
+from .launches import MISSING, Launches, is_aligned, key_of, launches_of
+from .loading import qk_kernels
 from .norm import fused_norm
-from .operators import qk_norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 
 
-class _FusedQKNorm(torch.autograd.Function):
+class _QKFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec, way, plan):
-        parameters = q_weight, k_weight, q_bias, k_bias
-        if plan is None and is_direct(q, k, *parameters, cos, sin):
-            plan = qk_plan_of(q, k, parameters[:2], spec, cos, way)
-        yq, yk, rstd, mean = _launch_forward(q, k, parameters, cos, sin, spec, True, way, plan)
-        ctx.save_for_backward(q, k, *parameters, cos, sin, rstd, mean)
-        ctx.call = spec, way, plan
+    def forward(ctx, call, *operands):
+        launches, launch, way = call
+        yq, yk, rstd, mean = launch.launch(*operands)
+        ctx.save_for_backward(*operands, rstd, mean)
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        spec, way, plan = ctx.call
-        grads = qk_gradients(dq, dk, ctx.saved_tensors, spec, ctx.needs_input_grad[:6], way, plan)
-        return *grads, None, None, None, None, None
+        if dq is None and dk is None:
+            return (None,) * 9
+        launches, launch, way = ctx.call
+        saved = launch.as_saved(ctx.saved_tensors, dq, dk)
+        need = tuple(n and d is not None for n, d in zip(ctx.needs_input_grad[1:7], (dq, dk) * 3, strict=True))
+        return None, *_gradients(launches, saved, dq, dk, need, way), None, None
 
 
-def _launch_forward(q, k, parameters, cos, sin, spec, stats, way, plan=None):
-    if plan is None and (_is_compiling() or not is_direct(q, k, *parameters, cos, sin)):
-        load_sharding_rules()
-        stats = stats and not is_dtensor(q)  # those of k lie behind those of q: no rows of either to split
-        return qk_norm_forward_op(q, k, *parameters, cos, sin, way, *spec_args(spec), stats)
-    return qk_kernels().qk_norm_forward(q, k, parameters, cos, sin, spec, stats, way, plan)
+def _gradients(launches: Launches, saved: tuple, dq, dk, need: tuple, way: str) -> tuple:
+    """The gradients of q, k, their weights and their biases; saved: these, cos, sin, rstd, mean."""
+    q, k, *parameters, cos, sin, rstd, mean = saved
+    # The kernels take back no pairs, and round every operator where the tables have the dtype of q.
+    if "pairs" in way or ("once" in way and cos.dtype == q.dtype):
+        dq, dk = (d if d is None else rotated(d, cos, sin, True, way) for d in (dq, dk))
+        cos = sin = None
+    operands = q, k, *parameters, cos, sin
+    spec = launches.spec
+    if not (_is_compiling() or seen_through(dq, dk)) and is_direct(*operands, dq, dk):
+        try:
+            return _launched(launches, (*operands, rstd, mean), dq, dk, need)
+        except KernelUnavailable as error:
+            give_up(error, q.device)
+    if not torch.is_grad_enabled():
+        return reference_qk_backward(dq, dk, *operands, spec, need)
+
+    def formula(q, k, q_weight, k_weight, *biases):  # create_graph
+        made = reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, *biases)
+        return [y if dy is None else y.to(dy.dtype) for y, dy in zip(made, (dq, dk), strict=True)]
+
+    return tuple(differentiable(formula, operands[:6], (dq, dk), need))
 
 
-def qk_launch_key(of_q: tuple | None, of_k: tuple | None, q, k, cos=None, sin=None) -> tuple | None:
-    """As `launch_key`, of what `fused_qk_norm` is given.
+def _launched(launches: Launches, saved: tuple, dq, dk, need: tuple) -> tuple:
+    q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, rstd, mean = saved
+    dq, dk = (torch.zeros_like(x) if d is None else d for d, x in ((dq, q), (dk, k)))
+    dq, dk = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
+    read, kept = (dq, dk, q, k, q_weight, k_weight, cos, sin), (q_bias, k_bias, rstd, mean)
+    key = key_of(("queries and keys, backward", need), read, kept)
+    launch = launches.kept.get(key)
+    if launch is None:
+        make = qk_kernels().QKBackward
+        launch = launches.keep(key, make(launches.spec, (*read, *kept), is_aligned(key), need))
+    return launch.launch(*read, *kept)
+
+
+def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
+    """(q', k') by a kernel that is started directly; None where none serves such tensors, or operators are to be seen.
 
     Args:
-        of_q, of_k: the keys of the norms alone, of tensors of which q and k are views.
+        operands: q, k, their weights and biases, cos and sin, as `fused_qk_norm` takes them.
     """
-    if of_q is None or of_k is None:
+    q, cos, sin = operands[0], *operands[-2:]
+    if not starts_kernels(q):
         return None
-    if cos is None or sin is None:
-        return of_q, of_k, q.shape, q.stride(), k.shape, k.stride(), cos is sin
-    if type(cos) not in DIRECT_TYPES or type(sin) not in DIRECT_TYPES:
+    if launches.spec.functional and autocast_enabled(q.device.type):
+        return None  # these have operators of torch that compute in float32 there
+    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    if graded and cos is not None and (cos.requires_grad or sin.requires_grad):
         return None
-    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+    key = key_of(("queries and keys", graded, way), operands)
+    launch = None if key is None else launches.kept.get(key, MISSING)
+    try:
+        if launch is MISSING:
+            launch = launches.keep(key, _made(launches.spec, operands, is_aligned(key), graded, way))
+        if launch is None:
+            return None
+        if graded:
+            return _QKFunction.apply((launches, launch, way), *operands)
+        return launch.launch(*operands)[:2]
+    except KernelUnavailable as error:
+        give_up(error, q.device)
         return None
-    tables = cos.shape, cos.stride(), cos.dtype, cos.device, sin.shape, sin.stride(), sin.dtype, sin.device
-    return of_q, of_k, q.shape, q.stride(), k.shape, k.stride(), tables
 
 
-def qk_plan_of(q, k, weights: tuple, spec: NormSpec, cos=None, way: str = ""):
-    """The launch on plain tensors that `qk_norm_backend` gives to Triton."""
-    return qk_kernels().forward_plan(q, k, weights, cos, spec, way)
+def _made(spec: NormSpec, operands: tuple, aligned: bool, graded: bool, way: str):
+    q, k, *parameters, cos, sin = operands
+    if why_not_qk(spec, q, k, tuple(parameters), (cos, sin)) is not None:
+        return None
+    return qk_kernels().QKForward(spec, operands, aligned, graded, way)
 
 
 def fused_qk_norm(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    spec: NormSpec,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_bias: torch.Tensor | None = None,
-    k_bias: torch.Tensor | None = None,
-    way: str = "",
-    backend: str | None = None,
-    plan=None,
+    q, k, q_weight, k_weight, spec: NormSpec, *tables, biases: tuple = (None, None), way: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise the heads of q and of k, then turn them by the rotary embedding if cos and sin are given.
 
@@ -87,52 +121,27 @@ def fused_qk_norm(
     Args:
         q: (batch, heads, length, head_dim), and k: (batch, key heads, length, head_dim), of any strides: transposed
             views and slices of a packed projection are read in place.
-        q_weight, k_weight, q_bias, k_bias: None as the spec says, or (head_dim,); or (heads, head_dim), where each head
+        q_weight, k_weight, biases: None as the spec says, or (head_dim,); or (heads, head_dim), where each head
             has its own; or (heads * head_dim,), where one norm spans all heads of a token. They may have another dtype
             than q and k, and so may cos and sin, as under autocast: what is computed is promoted as in plain torch.
-        cos, sin: (batch or 1, length, head_dim); or fewer, even columns: the columns behind them pass.
+        tables: cos and sin, (batch or 1, length, head_dim); or fewer, even columns: the columns behind them pass.
         way: how the rotation is computed, where not every operator rounds and the two halves of the columns turn with
             each other: words of `reference.rotated`.
-        backend: what `qk_norm_backend` answered, if the caller has asked already.
-        plan: what `qk_plan_of` answered for such tensors.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give.
     """
-    if way and _is_compiling():  # the operator's own backward knows no other way
-        normed = fused_qk_norm(q, k, q_weight, k_weight, spec, None, None, q_bias, k_bias)
-        return tuple(rotated(y, cos, sin, way=way) for y in normed)
-    if plan is None:
-        if backend is None:
-            backend = qk_norm_backend(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias)
-        if backend != "triton" or (not _is_compiling() and under_transform()):
-            one = reference_norm if backend != "original" else fused_norm
-            sides = (q, q_weight, q_bias), (k, k_weight, k_bias)
-            normed = (by_heads(one(as_normed(x, weight), weight, bias, spec), x, weight) for x, weight, bias in sides)
-            return tuple(y if cos is None else rotated(y, cos, sin, way=way) for y in normed)
-    parameters = q_weight, k_weight, q_bias, k_bias
-    try:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, *parameters)):
-            if _is_compiling():  # as in `fused_norm`
-                return _launch_forward(q, k, parameters, cos, sin, spec, True, way)[:2]
-            return _FusedQKNorm.apply(q, k, *parameters, cos, sin, spec, way, plan)
-        return _launch_forward(q, k, parameters, cos, sin, spec, False, way, plan)[:2]
-    except KernelUnavailable as error:
-        give_up(error, q.device)
-    return reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, q_bias, k_bias, way)
+    cos, sin = tables or (None, None)
+    operands = q, k, q_weight, k_weight, *biases, cos, sin
+    both = None if _is_compiling() else run_qk(launches_of(spec), operands, way)
+    if both is not None:
+        return both
+    sides = (q, q_weight, biases[0]), (k, k_weight, biases[1])
+    normed = (by_heads(_alone(as_normed(x, weight), weight, bias, spec), x, weight) for x, weight, bias in sides)
+    return tuple(y if cos is None else rotated(y, cos, sin, way=way) for y in normed)
 
 
-def qk_norm_backend(q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None) -> str:
-    """What serves `fused_qk_norm` with these: as `resolve_backend`, and ``"original"`` for what one launch cannot do.
-
-    Raises:
-        RuntimeError: as `resolve_backend`.
-    """
-    if not qk_fits(q, k, (q_weight, k_weight, q_bias, k_bias), spec, cos, sin):
-        return "original"
-    # Under autocast these have operators of torch that compute in float32.
-    if spec.functional and autocast_enabled(q.device.type):
-        return "original"
-    if cos is not None and torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        return "original"
-    return resolve_backend(as_normed(q, q_weight), q_weight, q_bias, spec)
+def _alone(x, weight, bias, spec: NormSpec):
+    backend = resolve_backend(x, weight, bias, spec)
+    plain = backend == "reference" or (not _is_compiling() and under_transform())
+    return (reference_norm if plain else partial(fused_norm, backend=backend))(x, weight, bias, spec)

@@ -49,14 +49,6 @@ def norm_forward(x, weight, bias, gate, eps, centered, *formula):
     ]
 
 
-@register_sharding(_operators.add_norm_forward.default)
-def add_norm_forward(x, residual, weight, bias, *formula):
-    return [
-        ([outputs[0], *outputs], [inputs[0], *inputs[:3], *inputs[4:]])
-        for outputs, inputs in norm_forward(x, weight, bias, None, *formula)
-    ]
-
-
 @register_sharding(_operators.norm_backward.default)
 def norm_backward(dy, x, weight, bias, gate, dh, rstd, mean, eps, centered, *formula):
     rest, need = [None] * (2 + len(formula)), formula[-1]
@@ -69,41 +61,4 @@ def norm_backward(dy, x, weight, bias, gate, dh, rstd, mean, eps, centered, *for
             ],
         )
         for rows, parameters, gradients in [_WHOLE, *_splits(x, weight, bias)]
-    ]  # fmt: skip
-
-
-def _qk_splits(q, weight, cos) -> list[tuple]:
-    """(placement of q and k, of cos and sin), for each way to split (batch, heads, length, head_dim)."""
-    if weight is not None and weight.shape != q.shape[-1:]:  # which heads have of their own, or share
-        return []
-    of_batch = Shard(0) if cos is not None and cos.shape[0] == q.shape[0] else Replicate()
-    return [(Shard(0), of_batch), (Shard(2), Shard(1)), (Shard(1), Replicate())]
-
-
-@register_sharding(_operators.qk_norm_forward.default)
-def qk_norm_forward(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, way, *formula):
-    """Split only where no statistics are asked for: they are flat, those of k behind those of q."""
-    rest, stats = [None] * (1 + len(formula)), formula[-1]
-    weights, whole = [_if(p, Replicate()) for p in (q_weight, k_weight, q_bias, k_bias)], (Replicate(), Replicate())
-    return [
-        ([rows, rows, Replicate(), Replicate()], [rows, rows, *weights, _if(cos, tables), _if(sin, tables), *rest])
-        for rows, tables in [whole, *([] if stats else _qk_splits(q, q_weight, cos))]
-    ]
-
-
-@register_sharding(_operators.qk_norm_backward.default)
-def qk_norm_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, rstd, mean, *formula):
-    rest, need = [None] * len(formula), formula[-1]
-    weights, whole = [_if(p, Replicate()) for p in (q_weight, k_weight, q_bias, k_bias)], (Replicate(), Replicate())
-    wanted = [n and d is not None for n, d in zip(need, (dq, dk) * 3, strict=True)]
-    splits = [] if rstd.shape[0] else [(*s, Partial()) for s in _qk_splits(q, q_weight, cos)]
-    return [
-        (
-            [_made(n, p) for n, p in zip(wanted, (rows, rows, *[gradients] * 4), strict=True)],
-            [
-                _if(dq, rows), _if(dk, rows), rows, rows, *weights, _if(cos, tables), _if(sin, tables),
-                Replicate(), Replicate(), *rest,
-            ],
-        )
-        for rows, tables, gradients in [(*whole, Replicate()), *splits]
     ]  # fmt: skip

@@ -25,18 +25,16 @@ FUSED = re.compile(r"^\s*(?:fma\.|v_(?:pk_)?(?:fma|mad|mac)\w*_b?f(?:16|32)).*$"
 
 if __name__ == "__main__":
     target, found = sys.argv[1], {}
-    aot.compile_for(target)
+    recorder = aot.compile_for(target)
     for variant in (LLAMA, BIASED, LAYER_NORM, aot.VARIANTS["qk_rotary-bf16"]):
         for dtype in (torch.bfloat16, torch.float16):
-            for kernel in aot.KERNELS:
-                kernel._compiled.clear()
+            recorder.compiled.clear()
             aot.run(replace(variant, x=dtype, weight=dtype), 128)
-            for kernel in aot.KERNELS:
-                for made, *_ in kernel._compiled.values():
-                    text = made.asm["ptx" if target.startswith("sm") else "amdgcn"]
-                    if kernel.name.endswith("forward"):
-                        exact = "neg(0)", *(f", {r};" for r in NEGATIVE_ZERO.findall(text))
-                        exact += tuple(f", {r}, %" for r in ONE.findall(text))
-                        fused = [line.strip() for line in FUSED.findall(text) if not any(e in line for e in exact)]
-                        found.setdefault(f"{kernel.name} {dtype}", []).append(fused)
+            for kernel, made in recorder.compiled:
+                text = made.asm["ptx" if target.startswith("sm") else "amdgcn"]
+                if kernel.name.endswith("forward"):
+                    exact = "neg(0)", *(f", {r};" for r in NEGATIVE_ZERO.findall(text))
+                    exact += tuple(f", {r}, %" for r in ONE.findall(text))
+                    fused = [line.strip() for line in FUSED.findall(text) if not any(e in line for e in exact)]
+                    found.setdefault(f"{kernel.name} {dtype}", []).append(fused)
     print(json.dumps(found))

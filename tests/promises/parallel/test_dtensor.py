@@ -3,11 +3,11 @@
 import pytest
 import torch
 from parallel_runs import run_ranks
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm
+from hf_rmsnorm.ops import fused_norm
 
 pytestmark = pytest.mark.full
 
@@ -108,43 +108,6 @@ def gates_heads_and_groups(mesh):
     check(mesh, grouped, [x, weight], [Shard(2), Shard(0)], [Shard(2)], [Shard(2), Shard(0)])
 
 
-def sums(mesh):
-    def add_and_norm(x, residual, weight):
-        return fused_add_norm(x, residual, weight, None, LLAMA)
-
-    operands = [normal(2, 4, 64), normal(2, 4, 64, seed=1), torch.full((64,), 0.7)]
-    for rows in (Shard(0), Shard(1)):
-        placements = [rows, rows, WHOLE]
-        check(mesh, add_and_norm, operands, placements, [rows, rows], [rows, rows, Partial()])
-        with count_launches() as launches:
-            add_and_norm(*distributed(mesh, operands, placements))
-        assert launches == {"norm_forward": 1}
-    # A row-wise linear's partial sums are added up for the norm, wherever it lies then.
-    x = DTensor.from_local(operands[0] / 2, mesh, [Partial()])
-    residual, weight = distributed(mesh, operands[1:], [Shard(1), WHOLE])
-    with CommDebugMode() as sent:
-        outputs = add_and_norm(x, residual, weight)
-    assert sent.get_total_counts() == 1
-    for y, expected in zip(outputs, add_and_norm(*operands), strict=True):
-        assert y.placements == (Shard(1),)
-        torch.testing.assert_close(y.full_tensor(), expected)
-
-
-def queries_and_keys(mesh):
-    operands = [normal(2, 4, 6, 16), normal(2, 2, 6, 16, seed=1), torch.full((16,), 0.7), torch.full((16,), 1.3)]
-    angles = normal(2, 6, 8, seed=6).repeat(1, 1, 2)  # for each sequence its own
-    tables = [angles.cos(), angles.sin()]
-    of_tables = {Shard(0): Shard(0), Shard(1): WHOLE, Shard(2): Shard(1)}  # by sequences, by heads, by tokens
-    for rows, split in of_tables.items():
-        local = distributed(mesh, tables, [split, split])
-
-        def rotated(q, k, q_weight, k_weight, local=local):
-            cos, sin = local if isinstance(q, DTensor) else tables
-            return fused_qk_norm(q, k, q_weight, k_weight, LLAMA, cos, sin)
-
-        check(mesh, rotated, operands, [rows, rows, WHOLE, WHOLE], [rows, rows], [rows, rows, Partial(), Partial()])
-
-
 def two_dimensions_of_a_mesh():
     """(data, sequence): each dimension of the mesh splits one of the rows'."""
     mesh = init_device_mesh("cpu", (2, 1))
@@ -174,8 +137,6 @@ def work(rank):
         a_split_hidden_size_is_gathered(mesh)
         a_gradient_in_another_placement_moves(mesh)
         gates_heads_and_groups(mesh)
-        sums(mesh)
-        queries_and_keys(mesh)
         two_dimensions_of_a_mesh()
         compiled(mesh)
 

@@ -11,7 +11,7 @@ from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.norm import fused_class
 from hf_rmsnorm.fused.recipe import Recipe
-from hf_rmsnorm.ops.direct import LaunchCache
+from hf_rmsnorm.ops.launches import Launches
 
 D = 16
 GATED = Recipe(NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"), weight="weight",
@@ -203,31 +203,26 @@ def test_channels_come_first_where_that_was_proven():
     assert count == 1
 
 
-def test_a_second_call_takes_the_launch_that_the_first_found():
+def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):
     norm, x = fused(Norm()), torch.randn(2, D)
-    plans = type(norm)._hf_rmsnorm_plans
-    plans.clear()
-    launches(lambda: norm(x))
-    assert len(plans) == 1
-    launches(lambda: norm(x))
-    assert len(plans) == 1
+    kept = type(norm)._hf_rmsnorm_launches.kept
+    kept.clear()
+    for call, count in ((x, 1), (x, 1), (x[:1], 2), (x.double(), 3), (x.double(), 3)):  # float64: kept as not served
+        launches(lambda call=call: norm(call))
+        assert len(kept) == count
     with use_backend("reference"):
-        launches(lambda: norm(x[:1]))
-    assert len(plans) == 1
-    launches(lambda: norm(x[:1]))
-    assert len(plans) == 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LaunchCache, "keep", lambda *_: pytest.fail("a launch was planned again"))
-        launches(lambda: norm(x))
+        launches(lambda: norm(torch.randn(3, D)))
+    assert len(kept) == 3
+    monkeypatch.setattr(Launches, "keep", lambda *_: pytest.fail("a launch was made again"))
+    launches(lambda: norm(x))
 
 
-def test_a_cache_of_launches_keeps_those_of_kernels_and_not_too_many(monkeypatch):
-    monkeypatch.setattr(LaunchCache, "MOST", 2)
-    cache = LaunchCache()
-    assert cache.keep("a", "reference", lambda: "plan") is None and not cache
+def test_a_cache_of_launches_keeps_not_too_many(monkeypatch):
+    monkeypatch.setattr(Launches, "MOST", 2)
+    kept = Launches(PLAIN.spec)
     for key in "abc":
-        assert cache.keep(key, "triton", lambda key=key: key.upper()) == key.upper()
-    assert cache == {"c": "C"}
+        assert kept.keep(key, key.upper()) == key.upper()
+    assert kept.kept == {"c": "C"}
 
 
 def test_a_call_that_was_left_to_the_module_is_refused_where_the_kernels_are_insisted_on():
@@ -263,18 +258,6 @@ def test_an_eps_that_is_none_and_goes_raises_as_before():
     del norm[0].eps
     with pytest.raises(AttributeError, match="eps"):
         norm(torch.randn(3, D))
-
-
-def test_calls_are_found_again_under_gradients_after_calls_without():
-    norm, x = fused(Norm()), torch.randn(3, D)
-    plans = type(norm)._hf_rmsnorm_plans
-    plans.clear()
-    for _ in range(2):
-        with torch.no_grad():
-            norm(x)
-    for _ in range(2):
-        norm(x)
-        assert plans.last[x.shape][0](x, norm.weight)
 
 
 def test_shapes_that_take_turns_are_told_apart():

@@ -10,7 +10,7 @@ from hf_rmsnorm.reference import reference_norm, reference_qk_norm
 
 pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 if device_refusal("cpu") is None:
-    from hf_rmsnorm.kernels import launch, launch_qk
+    from hf_rmsnorm.kernels import launch, launch_backward, launch_qk
 
 MARGIN, KEPT = 4_096, 12_345.0
 RMS = NormSpec(False, 1e-2, rounding="before_weight")
@@ -55,7 +55,7 @@ class Margins:
 @pytest.fixture
 def margins(monkeypatch):
     margins = Margins()
-    for module in (launch, launch_qk):
+    for module in (launch, launch_backward, launch_qk):
         monkeypatch.setattr(module, "torch", margins)
     return margins
 

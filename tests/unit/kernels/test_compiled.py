@@ -1,4 +1,4 @@
-"""Arguments reach a kernel's parameters by name, in whatever order either side has them."""
+"""How a kernel is started: its arguments by name, the device that is current, and what is loaded of it."""
 
 import inspect
 from types import SimpleNamespace
@@ -8,47 +8,51 @@ import torch
 
 pytest.importorskip("triton", reason="there is nothing to launch without Triton")
 
+from hf_rmsnorm import count_launches  # noqa: E402
 from hf_rmsnorm.kernels import compiled, launch, launch_qk  # noqa: E402
 from hf_rmsnorm.kernels.compiled import VECTOR, Kernel  # noqa: E402
 from hf_rmsnorm.kernels.failure import KernelUnavailable  # noqa: E402
 
 KERNELS = {kernel.name: kernel for kernel in (*launch.KERNELS, *launch_qk.KERNELS)}
+CPU = torch.device("cpu")
 
 
-def parameters(kernel):
-    return inspect.signature(kernel._variants[True].fn).parameters
+def numbered(kernel):
+    """Every parameter that is bound, each with a number of its own."""
+    return {name: VECTOR * i for i, name in enumerate(kernel.fixed) if name != "UNIT"}
 
 
-def bound_by_number(kernel):
-    """What is bound of a kernel, each value a number of its own, and these by name."""
-    given = set(inspect.signature(kernel._pack).parameters)
-    fixed = {name: VECTOR * i for i, name in enumerate(parameters(kernel)) if name not in given | {"UNIT"}}
-    return kernel.bind((1, 1, 1), 4, fixed, "key"), fixed, given - {"values"}
+def bound(kernel, aligned=True, device=CPU):
+    return kernel.bind((1, 1, 1), 4, numbered(kernel), device, aligned)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_parameter_gets_what_has_its_name(name):
+def test_pointers_come_first_and_every_other_parameter_gets_what_has_its_name(name):
     kernel = KERNELS[name]
-    bound, fixed, given = bound_by_number(kernel)
+    parameters = list(inspect.signature(kernel.variants[True].fn).parameters)
+    assert parameters == kernel.pointers + kernel.fixed
     for aligned, unit in ((False, 1), (True, VECTOR)):
-        args = bound.pack(bound.values[aligned], **{operand: operand for operand in given})
-        assert len(args) == len(parameters(kernel))
-        for value, (parameter, declared) in zip(args, parameters(kernel).items(), strict=True):
-            stride = declared.annotation is not inspect.Parameter.empty and "int64" in str(declared.annotation)
-            expected = {"UNIT": unit} | fixed | {operand: operand for operand in given}
-            assert value == (expected[parameter] // unit if stride else expected[parameter]), parameter
+        values = dict(zip(kernel.fixed, bound(kernel, aligned).tail, strict=True))
+        for parameter, number in numbered(kernel).items():
+            assert values[parameter] == (number // unit if parameter in kernel.strides else number)
+        assert values.get("UNIT", unit) == unit
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_name_too_few_or_too_many_is_an_error(name):
-    kernel = KERNELS[name]
-    bound, fixed, given = bound_by_number(kernel)
+    kernel, named = KERNELS[name], numbered(KERNELS[name])
     with pytest.raises(TypeError, match=f"{name} is not bound by BLOCK"):
-        kernel.bind((1, 1, 1), 4, {k: v for k, v in fixed.items() if k != "BLOCK"}, "key")
+        kernel.bind((1, 1, 1), 4, {k: v for k, v in named.items() if k != "BLOCK"}, CPU, True)
     with pytest.raises(TypeError, match=f"{name} is not bound by doubled"):
-        kernel.bind((1, 1, 1), 4, fixed | {"doubled": True}, "key")
-    with pytest.raises(TypeError):
-        bound.pack(bound.values[False], **{operand: operand for operand in given}, other=None)
+        kernel.bind((1, 1, 1), 4, named | {"doubled": True}, CPU, True)
+
+
+def test_vectors_need_strides_and_columns_that_they_divide():
+    kernel = KERNELS["norm_forward"]
+    assert bound(kernel).aligned and not bound(kernel, aligned=False).aligned
+    for name, aligned in (("N", False), ("x_outer", False), ("other_inner", False), ("x_len", True)):
+        named = numbered(kernel) | {name: VECTOR + 1}
+        assert kernel.bind((1, 1, 1), 4, named, CPU, True).aligned == aligned
 
 
 def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
@@ -62,67 +66,151 @@ def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
         assert compiled.device_limits.__wrapped__("cpu", None) == limits
 
 
-@pytest.mark.skipif(compiled.INTERPRETED, reason="the interpreter loads nothing")
-def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(monkeypatch):
+class Loaded:
+    """A kernel that Triton has compiled; `run` loads it, and fails while `capturing`."""
+
+    _run, function, packed_metadata, capturing = None, "function", "metadata", False
+
+    def __init__(self, launcher):
+        self.launcher, self.told = launcher, []
+
+    @property
+    def run(self):
+        if self._run is None:
+            self._run = self.launcher
+            if self.capturing:
+                raise RuntimeError("operation not permitted when stream is capturing")
+        return self._run
+
+    def __getitem__(self, grid):
+        return lambda *args: self.told.append(("compiled", grid, args))
+
+
+class CudaLauncher:
+    """Triton's, by its name and by what is read of it."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = "coop", "pdl", "annotations", "signature"
+
+    def __init__(self):
+        self.told = []
+
+    def launch(self, *args):
+        self.told.append(args)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """``load(known, plain)``: (start of a kernel, what Triton made of it, the kernel's own calls)."""
+
+    def make(launchers=True, plain=True, by_compiled=True):
+        kernel, made, calls = Kernel(KERNELS["reduce_partials"].variants[True]), Loaded(CudaLauncher()), []
+        if not plain:
+            made.launcher = SimpleNamespace()
+
+        class Variant:
+            def warmup(self, *args, **options):
+                return made
+
+            def __getitem__(self, grid):
+                return lambda *args, **options: calls.append((grid, args, options))
+
+        kernel.variants = {True: Variant(), False: Variant()}
+        monkeypatch.setattr(compiled, "INTERPRETED", False)
+        monkeypatch.setattr(compiled, "KNOWN_LAUNCHERS", launchers)
+        monkeypatch.setattr(compiled, "KNOWN_COMPILED", by_compiled)
+        driver = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}", get_current_device=lambda: 5)
+        monkeypatch.setattr(compiled.triton.runtime, "driver", SimpleNamespace(active=driver))
+        return bound(kernel), made, calls
+
+    return make
+
+
+def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkeypatch):
+    start, made, _ = load()
+    for _ in range(2):
+        start.on(("partials", "out"))
+    *direct, arguments = made.launcher.told[-1]
+    assert direct == [1, 1, 1, "stream of 5", "function", "coop", "pdl", "metadata", *[None] * 5, "annotations",
+                      "signature"]  # fmt: skip
+    assert arguments == ("partials", "out", *start.tail)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled._hooks, name, lambda about: None)
+            start.on((name, "out"))
+        assert made.told[-1] == ("compiled", (1, 1, 1), (name, "out", *start.tail))
+    with count_launches() as launches:
+        start.on(("partials", "out"))
+    assert launches == {"reduce_partials": 1}
+
+
+@pytest.mark.parametrize("known", [{"plain": False}, {"launchers": False}], ids=["another launcher", "an older Triton"])
+def test_a_launcher_that_is_not_known_is_called_by_triton(known, load):
+    start, made, calls = load(**known)
+    start.on(("partials", "out"))
+    assert made.told == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))] and not calls
+
+
+def test_any_other_triton_is_given_the_function(load):
+    start, made, calls = load(launchers=False, by_compiled=False)
+    start.on(("partials", "out"))
+    assert calls == [((1, 1, 1), ("partials", "out", *start.tail), start.kernel.options(start))] and not made.told
+
+
+def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(load):
     """As in a CUDA graph that is captured, where Triton takes it for loaded ever after."""
-    kernel, told = KERNELS["reduce_partials"], []
-
-    class Loaded:
-        _run, function, packed_metadata = None, "function", "metadata"
-
-        @property
-        def run(self):
-            if self._run is None:
-                self._run = lambda *args: told.append(args)
-                if capturing:
-                    raise RuntimeError("operation not permitted when stream is capturing")
-            return self._run
-
-    made = Loaded()
-    bound, _, _ = bound_by_number(kernel)
-    monkeypatch.setattr(kernel, "_compiled", {})
-    monkeypatch.setattr(kernel, "_variants", {True: SimpleNamespace(warmup=lambda *args, **options: made)})
-    capturing = True
+    start, made, _ = load()
+    made.capturing = True
     with pytest.raises(RuntimeError, match="capturing"):
-        kernel(torch.device("cpu"), bound, (1, 2), True)
-    assert made._run is None and not kernel._compiled and not told
-    capturing = False
-    kernel(torch.device("cpu"), bound, (1, 2), True)
-    assert [args[-2:] for args in told] == [(1, 2)]
+        start.on((1, 2))
+    assert made._run is None and not made.told
+    made.capturing = False
+    start.on((1, 2))
+    assert len(made.told) == 1
 
 
-@pytest.mark.skipif(compiled.INTERPRETED, reason="the interpreter loads nothing")
-def test_what_fails_to_compile_is_unavailable_and_what_fails_once_loaded_is_not(monkeypatch):
-    def raises(*_, **__):
+def test_what_fails_to_compile_is_unavailable_and_is_not_tried_again(load):
+    start, _, _ = load()
+    tried = []
+
+    def warmup(*_, **__):
+        tried.append(1)
         raise FileNotFoundError("not there")
 
-    kernel, loaded = KERNELS["reduce_partials"], SimpleNamespace(run=raises, function=0, packed_metadata=0)
-    bound, _, _ = bound_by_number(kernel)
-    for warmup, error in ((raises, KernelUnavailable), (lambda *_, **__: loaded, FileNotFoundError)):
-        monkeypatch.setattr(kernel, "_compiled", {})
-        monkeypatch.setattr(kernel, "_variants", {True: SimpleNamespace(warmup=warmup)})
-        with pytest.raises(error, match="not there"):  # of the latter, as a hook of Triton raises it
-            kernel.load_and_launch(torch.device("cpu"), bound, (1, 2), True)
+    start.kernel.variants[True].warmup = warmup
+    with pytest.raises(KernelUnavailable, match="not there"):
+        start.on((1, 2))
+    compiled.failed[CPU] = "said before"
+    try:
+        with pytest.raises(KernelUnavailable, match="said before"):
+            start.on((1, 2))
+    finally:
+        del compiled.failed[CPU]
+    assert len(tried) == 1
 
 
-def test_both_variants_and_every_way_have_a_code_of_their_own():
-    kernel = KERNELS["reduce_partials"]
-    _, fixed, _ = bound_by_number(kernel)
-    codes = kernel.bind((1, 1, 1), 4, fixed, "one way", "another").codes
-    assert len({code for of_variant in codes for code in of_variant}) == 4
-    assert codes == kernel.bind((1, 1, 1), 4, fixed, "one way", "another").codes
+def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_launched(load, monkeypatch):
+    now, seen = [0], []
 
+    class Device:
+        def __init__(self, device):
+            self.index = device.index
 
-def test_vectors_need_strides_and_columns_that_they_divide():
-    kernel = KERNELS["norm_forward"]
-    bound, fixed, _ = bound_by_number(kernel)
-    assert bound.vectorised
-    for name in ("N", "x_outer", "other_inner"):
-        assert not kernel.bind((1, 1, 1), 4, fixed | {name: VECTOR + 1}, "key").vectorised
-    assert kernel.bind((1, 1, 1), 4, fixed | {"x_len": VECTOR + 1}, "key").vectorised
+        def __enter__(self):
+            self.before, now[0] = now[0], self.index
 
+        def __exit__(self, *_):
+            now[0] = self.before
 
-def test_a_kernel_is_made_of_a_function_and_its_operands():
-    again = Kernel(KERNELS["reduce_partials"]._variants[True], ("OUT", "PARTIALS", "NOT_READ"))
-    bound = again.bind((1, 1, 1), 4, {"parts": 3, "N": 64, "BLOCK": 64, "ROWS": 32}, "key")
-    assert bound.pack(bound.values[True], NOT_READ=0, OUT="out", PARTIALS="in") == ("in", "out", 3, 64, 64, 32)
+    monkeypatch.setattr(compiled, "current_device", lambda kind: lambda: now[0])
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(device=Device))
+    start, made, _ = load()
+    start = bound(start.kernel, device=torch.device("cuda", 1))
+    warmup = start.kernel.variants[True].warmup
+    start.kernel.variants[True].warmup = lambda *args, **options: (seen.append(now[0]), warmup(*args, **options))[1]
+    for current in (0, 1, 0):
+        now[0] = current
+        start.on(("partials", "out"))
+        assert now[0] == current
+    assert seen == [1]
+    assert len(made.launcher.told) == 1 and len(made.told) == 2  # directly where it is current

@@ -13,10 +13,8 @@ from hf_rmsnorm.reference import reference_norm
 
 pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 if device_refusal("cpu") is None:
-    from hf_rmsnorm.kernels import launch
-    from hf_rmsnorm.kernels.plan import backward_plan, forward_plan
+    from launched import norm_backward, norm_forward
 
-LIMITS = 2, 232_448
 WIDE = 16_376
 RMS = NormSpec(False, 1e-2, rounding="before_weight")
 BIASED = NormSpec(False, 1e-2, has_bias=True)
@@ -46,14 +44,14 @@ def test_values_and_strides_are_those_of_plain_torch(spec, x_layout, other_layou
     residual = [*layouts(rows(2, 3, 24, seed=1))][other_layout] if has_residual else None
     w, b = rows(24, seed=2) + 1.5, rows(24, seed=3) if spec.has_bias else None
     total = x if residual is None else residual + x
-    y, rstd, mean, h = launch.norm_forward(x, w, b, spec, True, None, residual)
+    y, rstd, mean, h = norm_forward(x, w, b, spec, True, None, residual)
     expected = reference_norm(total, w, b, spec)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     assert y.stride() == expected.stride()
     assert residual is None and h is None or torch.equal(h, total) and h.stride() == total.stride()
     total = total.detach().requires_grad_()
     dy = [*layouts(rows(2, 3, 24, seed=4))][other_layout]
-    found = launch.norm_backward(dy, total.detach(), w, b, rstd, mean, spec, (True, True, b is not None), None, dy)
+    found = norm_backward(dy, total.detach(), w, b, rstd, mean, spec, (True, True, b is not None), None, dy)
     (right,) = torch.autograd.grad(reference_norm(total, w, b, spec), total, dy)
     torch.testing.assert_close(found[0], right + dy, rtol=1e-4, atol=1e-4)
 
@@ -64,11 +62,11 @@ def test_gates_in_any_strides(gate, x_layout, other_layout):
     spec = NormSpec(False, 1e-2, gate=gate)
     x, g = [*layouts(rows(2, 3, 24))][x_layout], [*layouts(rows(2, 3, 24, seed=1))][other_layout]
     w, dy = rows(24, seed=2) + 1.5, [*layouts(rows(2, 3, 24, seed=4))][other_layout]
-    y, rstd, mean, _ = launch.norm_forward(x, w, None, spec, True, g)
+    y, rstd, mean, _ = norm_forward(x, w, None, spec, True, g)
     leaves = [t.detach().requires_grad_() for t in (x, w, g)]
     expected = reference_norm(leaves[0], leaves[1], None, spec, leaves[2])
     torch.testing.assert_close(y, expected.detach(), rtol=1e-5, atol=1e-5)
-    dx, dw, db, dg = launch.norm_backward(dy, x, w, None, rstd, mean, spec, (True, True, False, True), g)
+    dx, dw, db, dg = norm_backward(dy, x, w, None, rstd, mean, spec, (True, True, False, True), g)
     assert db is None
     for got, right in zip((dx, dw, dg), torch.autograd.grad(expected, leaves, dy), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
@@ -83,9 +81,9 @@ NEEDS = [need for need in itertools.product((True, False), repeat=3) if any(need
 @pytest.mark.parametrize("from_output", [False, True])
 def test_what_is_needed_is_computed_and_nothing_else(spec, columns, need, from_output):
     x, w, b, dy = rows(3, columns), rows(columns, seed=1).abs() + 0.5, rows(columns, seed=2), rows(3, columns, seed=3)
-    y, rstd, mean, _ = launch.norm_forward(x, w, b, spec, True)
+    y, rstd, mean, _ = norm_forward(x, w, b, spec, True)
     with count_launches() as launches:
-        found = launch.norm_backward(dy, y if from_output else x, w, b, rstd, mean, spec, need, None, None, from_output)
+        found = norm_backward(dy, y if from_output else x, w, b, rstd, mean, spec, need, None, None, from_output)
     parameters = need[1] + need[2]
     apart = spec.centered and columns > 8_192 and need[0] and parameters > 0
     expected = {"norm_backward": 1 + apart, "reduce_partials": parameters}
@@ -105,7 +103,7 @@ def test_gated_norms_have_the_bits_of_eager(has_weight, gate, rounding):
     spec = NormSpec(False, 1e-6, has_weight=has_weight, rounding=rounding if has_weight else "once", gate=gate)
     x, other = rows(64, 96).to(HALF), rows(64, 96, seed=1).to(HALF)
     w = rows(96, seed=2).to(HALF) if has_weight else None
-    y, *_ = launch.norm_forward(x, w, None, spec, False, other)
+    y, *_ = norm_forward(x, w, None, spec, False, other)
     assert (y == reference_norm(x, w, None, spec, other)).double().mean() >= 0.999  # its sums have another order
 
 
@@ -117,8 +115,8 @@ def test_what_is_needed_of_a_gated_norm_is_computed_and_nothing_else(gate, need)
     dy = rows(3, 24, seed=3)
     expected = torch.autograd.grad(reference_norm(*leaves[:2], None, spec, leaves[2]), leaves, dy)
     x, w, g = (t.detach() for t in leaves)
-    _, rstd, mean, _ = launch.norm_forward(x, w, None, spec, True, g)
-    dx, dw, _, dg = launch.norm_backward(dy, x, w, None, rstd, mean, spec, (*need[:2], False, need[2]), g)
+    _, rstd, mean, _ = norm_forward(x, w, None, spec, True, g)
+    dx, dw, _, dg = norm_backward(dy, x, w, None, rstd, mean, spec, (*need[:2], False, need[2]), g)
     for got, right, needed in zip((dx, dw, dg), expected, need, strict=True):
         assert (got is not None) == needed
         if needed:
@@ -137,9 +135,9 @@ def test_formulas_in_short_wide_and_widest_rows(spec, columns):
     expected = reference_norm(x, w, None, spec, gate)
     right = torch.autograd.grad(expected, leaves if spec.gate else leaves[:2], dy)
     x, w, gate = (t if t is None else t.detach() for t in (x, w, gate))
-    y, rstd, mean, _ = launch.norm_forward(x, w, None, spec, True, gate)
+    y, rstd, mean, _ = norm_forward(x, w, None, spec, True, gate)
     torch.testing.assert_close(y, expected.detach(), rtol=1e-4, atol=1e-4)
-    found = launch.norm_backward(dy, x, w, None, rstd, mean, spec, (True, True, False, gate is not None), gate)
+    found = norm_backward(dy, x, w, None, rstd, mean, spec, (True, True, False, gate is not None), gate)
     for got, wanted in zip([t for t in found if t is not None], right, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
 
@@ -154,9 +152,9 @@ def test_a_weight_for_each_head(columns, centered):
     dy = rows(5, 3, columns, seed=3)
     expected = reference_norm(*leaves, spec)
     x, w, b = (t.detach() for t in leaves)
-    y, rstd, mean, _ = launch.norm_forward(x, w, b, spec, True)
+    y, rstd, mean, _ = norm_forward(x, w, b, spec, True)
     torch.testing.assert_close(y, expected.detach(), rtol=1e-5, atol=1e-5)
-    found = launch.norm_backward(dy, x, w, b, rstd, mean, spec, (True, True, True))
+    found = norm_backward(dy, x, w, b, rstd, mean, spec, (True, True, True))
     for got, wanted in zip(found, torch.autograd.grad(expected, leaves, dy), strict=False):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -167,65 +165,6 @@ def test_strides_of_a_product_with_a_weight_for_each_head(rows_of_heads):
     for x in layouts(rows(*rows_of_heads, 24)):
         w = rows(rows_of_heads[1], 24, seed=1) + 1.5
         expected = reference_norm(x, w, None, RMS)
-        y, *_ = launch.norm_forward(x, w, None, RMS, False)
+        y, *_ = norm_forward(x, w, None, RMS, False)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
         assert y.stride() == expected.stride()
-
-
-X, W, B = rows(2, 3, 24), rows(24), rows(24)
-
-
-@pytest.mark.parametrize("has_residual", [False, True])
-def test_what_needs_no_copy_is_known_when_it_is_planned(has_residual):
-    transposed, gaps = [*layouts(X)][1:]
-    for x, other in ((X, X), (transposed, transposed), (transposed, X), (gaps, X), (X, gaps)):
-        found = forward_plan(x, W, None, None, RMS, other if has_residual else None).in_place
-        assert found == (x is not gaps and not (has_residual and other is gaps))
-    both = transposed if has_residual else None  # whose sum lies as they do, and its functional norm does not
-    assert forward_plan(transposed, W, B, None, FUNCTIONAL, both).in_place == (not has_residual)
-
-
-CALLS = [
-    (X, W, None, None, RMS), (X.to(HALF), W, None, None, RMS), (X, W.to(HALF), None, None, RMS),
-    (X, W, B, None, BIASED), (X, W, B.to(HALF), None, BIASED), (X, None, B, None, NormSpec(False, 1e-2, False, True)),
-    (X, W, None, X, NormSpec(False, 1e-2, gate="silu_after")),
-    (X, W, None, X.to(HALF), NormSpec(False, 1e-2, gate="silu_after")),
-    (X.to("meta"), W.to("meta"), None, None, RMS),
-]  # fmt: skip
-
-
-def codes(plans):
-    return [code for plan in plans for of_variant in plan for code in of_variant]
-
-
-def test_what_compiled_code_depends_on_has_a_code_of_its_own():
-    """By these codes a compiled kernel is found again: dtypes, absent operands, whether there are statistics."""
-    plans = [forward_plan(*call[:4], call[4]) for call in CALLS]
-    plans += [forward_plan(X, W, None, None, RMS, other) for other in (X, X.to(HALF))]
-    found = codes(plan.launch.codes for plan in plans)
-    assert len(set(found)) == len(found) == 4 * len(plans)
-    assert forward_plan(*CALLS[0][:4], RMS) is plans[0]
-
-
-def test_what_a_compiled_backward_depends_on_has_a_code_of_its_own():
-    need = (True, True, True, False)
-    backwards = [(call[0], *call[:4], call[4], need) for call in CALLS]
-    backwards += [(X.to(HALF), *CALLS[3][:4], BIASED, need), (X, *CALLS[3][:4], BIASED, need, X)]
-    backwards += [(X, *CALLS[3][:4], BIASED, need, X.to(HALF))]
-    backwards += [(X, *CALLS[3][:4], BIASED, (*each, False)) for each in NEEDS if not all(each)]
-    plans = [backward_plan(*call[:7], LIMITS, *call[7:]) for call in backwards]
-    plans.append(backward_plan(X, *CALLS[3][:4], BIASED, need, LIMITS, None, True))
-    found = codes(plan.launch.codes for plan in plans)
-    assert len(set(found)) == len(found) == 2 * len(plans)
-    of_sums = {of_sum.codes for plan in plans for of_sum in plan.sums}
-    assert len(of_sums) == 5  # each dtype or none, here; and float32 elsewhere, where there is no bias either
-    assert plans[0] is not backward_plan(X, *CALLS[0][:4], RMS, need, (3, LIMITS[1]))
-
-
-def test_programs_of_a_backward_are_no_more_than_rows_and_multiprocessors_need():
-    for count, parts in ((1, 1), (64, 1), (65, 2), (10_000, 12)):
-        x = torch.ones(1, 24).expand(count, 24)
-        plan = backward_plan(x, x, W, None, None, RMS, (True, True, False), LIMITS)
-        assert plan.partials.shape == (parts, 24) and plan.launch.grid == (parts, 1, 1)
-    heads = backward_plan(X, X, rows(3, 24), None, None, RMS, (True, True, False), LIMITS)
-    assert heads.partials.shape == (1, 72) and heads.launch.grid == (1, 3, 1)

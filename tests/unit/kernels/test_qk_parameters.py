@@ -8,7 +8,8 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_pos_emb
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import fused_qk_norm, qk_norm_backend
+from hf_rmsnorm.ops import fused_qk_norm
+from hf_rmsnorm.ops.backend import why_not_qk
 from hf_rmsnorm.reference import as_normed, by_heads
 from tests.unit.kernels.test_qk import (
     BF16,
@@ -46,12 +47,7 @@ def norm_of(kind, heads, head_dim, dtype, seed):
 
 def fused(q, k, parameters, spec, tables=(None, None)):
     q_weight, k_weight, *biases = parameters
-    return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, *biases)
-
-
-def fits(q, k, parameters, spec, tables=(None, None)):
-    q_weight, k_weight, *biases = parameters
-    return qk_norm_backend(q, k, q_weight, k_weight, spec, *tables, *biases)
+    return fused_qk_norm(q, k, q_weight, k_weight, spec, *tables, biases=tuple(biases))
 
 
 def case(kind, q_heads, k_heads, head_dim, dtype, turn=False, layout=projected, rows=3):
@@ -88,7 +84,7 @@ def test_the_layers_of_hugging_face(kind, turn, sizes, dtype):
             reference = fused(q, k, parameters, spec, tables)
             exact = fused(*doubled(q, k), doubled(*parameters), spec, doubled(*tables))
         with use_backend("triton"), count_launches() as launches:
-            assert fits(q, k, parameters, spec, tables) == "triton"
+            assert why_not_qk(spec, q, k, tuple(parameters), tuple(tables)) is None
             got = fused(q, k, parameters, spec, tables)
     assert launches == {"qk_norm_forward": 1}
     assert_strides(reference, expected)
@@ -154,4 +150,4 @@ def test_frozen_parameters_take_no_gradient(kind):
 def test_what_one_launch_does_not_take():
     for kind, sizes in {"over all heads": (96, 8, 128), "a bias": (4, 2, 16)}.items():
         q, k, parameters, spec, tables, _ = case(kind, *sizes, BF16, turn=True)
-        assert fits(q, k, parameters, spec, tables) == "original"  # too wide; and a rotation behind a bias
+        assert why_not_qk(spec, q, k, tuple(parameters), tuple(tables))  # too wide; and a rotation behind a bias

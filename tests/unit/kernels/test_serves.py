@@ -9,10 +9,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from launched import norm_backward, norm_forward, qk_norm_forward
 from places import ROOT
 
 from hf_rmsnorm import NormSpec, use_backend
-from hf_rmsnorm.kernels import launch, launch_qk
 from hf_rmsnorm.kernels.serves import SERVES
 from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm, input_needed, resolve_backend
 from hf_rmsnorm.ops.backend import device_refusal
@@ -73,23 +73,23 @@ def assert_same(found, expected):
 def run_norm(spec):
     x, _, dy, weight, bias, gate = operands(spec, 2, 64)
     need = (True, weight is not None, bias is not None, gate is not None)
-    y, rstd, mean, _ = launch.norm_forward(x, weight, bias, spec, True, gate)
+    y, rstd, mean, _ = norm_forward(x, weight, bias, spec, True, gate)
     assert_same([y], [reference_norm(x, weight, bias, spec, gate)])
-    found = launch.norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate)
+    found = norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate)
     assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
 
 
 def run_sum(spec):
     x, residual, _, weight, bias, gate = operands(spec, 2, 64)
-    y, _, _, h = launch.norm_forward(x, weight, bias, spec, False, gate, residual)
+    y, _, _, h = norm_forward(x, weight, bias, spec, False, gate, residual)
     assert_same([h, y], [residual + x, reference_norm(residual + x, weight, bias, spec, gate)])
 
 
 def run_from_output(spec):
     x, _, dy, weight, bias, gate = operands(spec, 2, 64)
     need = (True, weight is not None, bias is not None, False)
-    y, rstd, *_ = launch.norm_forward(x, weight, bias, spec, True, gate)
-    found = launch.norm_backward(dy, y, weight, bias, rstd, None, spec, need, gate, None, True)
+    y, rstd, *_ = norm_forward(x, weight, bias, spec, True, gate)
+    found = norm_backward(dy, y, weight, bias, rstd, None, spec, need, gate, None, True)
     assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
 
 
@@ -97,7 +97,7 @@ def run_qk(spec):
     q, k = (operands(spec, 1, 5, heads, 16)[0].transpose(1, 2) for heads in (4, 2))
     *_, weight, bias, _ = operands(spec, 16)
     table = None if spec.has_bias else torch.randn(1, 5, 16)
-    *found, rstd, mean = launch_qk.qk_norm_forward(q, k, (weight, weight, bias, bias), table, table, spec, True)
+    *found, rstd, mean = qk_norm_forward(q, k, (weight, weight, bias, bias), table, table, spec, True)
     assert_same(found, reference_qk_norm(q, k, weight, weight, spec, table, table, bias, bias))
 
 

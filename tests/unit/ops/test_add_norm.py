@@ -14,9 +14,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.kernels import launch
-from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm
-from hf_rmsnorm.ops.norm import plan_of
+from hf_rmsnorm.kernels.compiled import INTERPRETED
+from hf_rmsnorm.ops import fused_add_norm, fused_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_kernels import DTYPES, LAYOUTS, SPECS, packed, parameters, rows, transposed, unaligned
 
@@ -68,7 +67,7 @@ def check(spec, x, residual, weight, bias, dh, dy):
         assert t is None or torch.equal(t, copy), "the incoming gradient was overwritten"
     assert torch.equal(fused[0], residual + x)
     # A GPU sums unaligned rows in other tiles, where the sum of them, a new tensor, would be aligned.
-    if launch.INTERPRETED or x.shape[-1] % 8 or not any(t.data_ptr() % 16 for t in (x, residual)):
+    if INTERPRETED or x.shape[-1] % 8 or not any(t.data_ptr() % 16 for t in (x, residual)):
         assert torch.equal(fused[1], apart)
     expected = run(eager, leaves)
     assert [strides(t) for t in fused[:2]] == [strides(t) for t in expected[:2]]
@@ -252,7 +251,7 @@ def test_what_nobody_needs_is_not_computed():
         (["residual"], [dresidual], only_rows),
         (["weight"], [dweight], only_weight),
     ):
-        got, launches = run(needed, (dh, dy))
+        got, launches = run(needed, (dh if needed != ["weight"] else None, dy))  # of which h asks for none then
         assert all(torch.equal(a, b) for a, b in zip(got, grads, strict=True)), needed
         assert launches == expected, needed
     (dx, dresidual), launches = run(["x", "residual"], (dh, None))
@@ -349,28 +348,6 @@ def test_a_layer_as_models_write_it():
         assert_as_accurate(a, b, c, name)
 
 
-def test_which_calls_are_served():
-    x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
-    weight = torch.ones(64, dtype=torch.bfloat16, device=DEVICE)
-    llama = SPECS["llama"]
-    with use_backend("triton"):
-        assert add_norm_backend(x, residual, weight, None, llama) == "triton"
-        assert add_norm_backend(x, residual.float(), weight, None, llama) == "triton"
-        assert add_norm_backend(x, residual.half(), weight, None, llama) == "original"
-        assert add_norm_backend(x, residual.double(), weight, None, llama) == "original"
-        assert add_norm_backend(x, residual[:, :1], weight, None, llama) == "original"
-        assert add_norm_backend(x, residual.to("meta"), weight, None, llama) == "original"
-        assert add_norm_backend(x, residual, torch.ones(3, 64, device=DEVICE), None, llama) == "original"
-        assert add_norm_backend(x, residual, weight, None, SPECS["silu_after"]) == "original"
-        grouped = SPECS["grouped_silu_after"]
-        assert add_norm_backend(x, residual, weight, None, grouped) == "original"
-        with pytest.raises(RuntimeError, match="float64"):
-            add_norm_backend(x.double(), residual.double(), weight, None, llama)
-    with use_backend("reference"):
-        assert add_norm_backend(x, residual, weight, None, llama) == "reference"
-    assert add_norm_backend(x.double(), residual.double(), weight, None, llama) == "original"
-
-
 def test_what_is_not_served_is_added_and_normalised_apart():
     x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
     weight = torch.ones(64, dtype=torch.bfloat16, device=DEVICE)
@@ -427,53 +404,42 @@ def test_x_and_residual_may_be_changed_before_the_backward():
 
 
 def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
+    monkeypatch.setattr("hf_rmsnorm.ops.norm._autocast_anywhere", lambda: True)
     monkeypatch.setattr("hf_rmsnorm.ops.norm.autocasts_functional", lambda *of: True)
     spec = NormSpec(True, 1e-5, has_bias=True, functional=True)
     x, residual, _, _ = operands((3, 64), torch.float32)
     half = torch.rand(64, device=DEVICE).bfloat16(), torch.rand(64, device=DEVICE).bfloat16()
     with use_backend("triton"), torch.no_grad():
-        expected = fused_add_norm(x, residual, *(t.float() for t in half), spec, "triton")
-        for a, b in zip(fused_add_norm(x, residual, *half, spec, "triton"), expected, strict=True):
+        expected = fused_add_norm(x, residual, *(t.float() for t in half), spec)
+        for a, b in zip(fused_add_norm(x, residual, *half, spec), expected, strict=True):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("at", range(4))
-def test_the_operand_alone_that_asks_for_a_gradient(at, planned):
+def test_the_operand_alone_that_asks_for_a_gradient(at):
     spec = NormSpec(True, 1e-5, has_bias=True)
     x, residual, dh, dy = operands((3, 64), torch.float32)
     leaves = [x, residual, torch.rand(64, device=DEVICE) + 0.5, torch.rand(64, device=DEVICE)]
     leaves[at] = leaves[at].detach().requires_grad_()
-    plan = plan_of(x, leaves[2], leaves[3], spec, residual) if planned else None
 
     def gradient(h, y):
         return torch.autograd.grad((h * dh).sum() + (y * dy).sum(), leaves[at])[0]
 
     with use_backend("triton"):
-        found = gradient(*fused_add_norm(*leaves, spec, plan=plan))
+        found = gradient(*fused_add_norm(*leaves, spec))
         with torch.no_grad():
-            assert not any(t.requires_grad for t in fused_add_norm(*leaves, spec, plan=plan))
+            assert not any(t.requires_grad for t in fused_add_norm(*leaves, spec))
     h = leaves[1] + leaves[0]
     torch.testing.assert_close(found, gradient(h, reference_norm(h, *leaves[2:], spec)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("which", ["weight", "bias"])
-def test_parameters_of_heads_are_added_apart(which):
-    x, residual, _, _ = operands((2, 3, 64), torch.float32)
-    spec = NormSpec(True, 1e-5, has_weight=which == "weight", has_bias=which == "bias")
-    parameter = torch.ones(3, 64, device=DEVICE)
-    given = (parameter, None) if which == "weight" else (None, parameter)
-    with use_backend("triton"):
-        assert add_norm_backend(x, residual, *given, spec) == "original"
-        assert add_norm_backend(x, residual, *(t if t is None else t[0] for t in given), spec) == "triton"
-
-
 def test_a_sum_in_half_precision_is_not_a_functional_norms_under_autocast(monkeypatch):
-    spec = NormSpec(True, 1e-5, functional=True)
-    weight = torch.ones(64, device=DEVICE)
-    monkeypatch.setattr("hf_rmsnorm.ops.add_norm.autocasts_functional", lambda *of: True)
+    spec, weight = NormSpec(True, 1e-5, functional=True), torch.ones(64, device=DEVICE)
+    monkeypatch.setattr("hf_rmsnorm.ops.norm._autocast_anywhere", lambda: True)
+    for module in ("norm", "backend"):
+        monkeypatch.setattr(f"hf_rmsnorm.ops.{module}.autocasts_functional", lambda *of: True)
     x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
-    with use_backend("triton"):
-        assert add_norm_backend(x, residual, weight, None, spec) == "original"
-        assert add_norm_backend(x.float(), residual, weight, None, spec) == "triton"
-        assert add_norm_backend(x, residual, weight, None, SPECS["llama"]) == "triton"
+    with use_backend("triton"), torch.no_grad():
+        for left, dtype in ((x, torch.bfloat16), (x.float(), torch.float32)):
+            h, y = fused_add_norm(left, residual, weight, None, spec)
+            assert (h.dtype, y.dtype) == (dtype, torch.float32)

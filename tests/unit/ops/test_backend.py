@@ -5,7 +5,15 @@ import torch
 
 from hf_rmsnorm import NormSpec
 from hf_rmsnorm.kernels.sizes import MAX_HIDDEN_SIZE, forward_config
-from hf_rmsnorm.ops.backend import MAX_HEAD_DIM, MAX_HEADS, MAX_ROWS, _device_refusal, device_refusal, qk_fits, refusal
+from hf_rmsnorm.ops.backend import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_ROWS,
+    _device_refusal,
+    device_refusal,
+    why_not,
+    why_not_qk,
+)
 
 D, RMS, BIASED = 8, NormSpec(False, 1e-6, rounding="before_weight"), NormSpec(False, 1e-6, has_bias=True)
 W = torch.ones(D)
@@ -45,7 +53,7 @@ def of(rows, columns=D):
     ],
 )  # fmt: skip
 def test_what_no_kernel_serves_is_refused_in_words(said, x, weight, bias, spec, gate):
-    assert said in refusal(x, weight, bias, spec, gate)
+    assert said in why_not(spec, x, weight, bias, gate)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_what_no_kernel_serves_is_refused_in_words(said, x, weight, bias, spec, 
 )
 @pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 def test_the_largest_and_the_smallest_are_served(x, weight, bias, spec, gate):
-    assert refusal(x, weight, bias, spec, gate) is None
+    assert why_not(spec, x, weight, bias, gate) is None
 
 
 @pytest.mark.parametrize(
@@ -100,13 +108,29 @@ def test_row_numbers_stay_below_32_bits_in_the_last_tile():
 
 
 def pair(batch=2, length=3, head_dim=4, heads=(4, 2), dtype=torch.float32, tables=4, **of):
-    """Operands that `qk_fits` takes, but for what is given: q, k, parameters, spec, cos, sin."""
+    """Operands that one launch takes, but for what is given: spec, q, k, parameters, tables."""
     q, k = (torch.ones(batch, count, length, head_dim, dtype=dtype) for count in heads)
     made = {"q": q, "k": k, "q_weight": torch.ones(head_dim), "k_weight": torch.ones(head_dim), "q_bias": None,
             "k_bias": None, "spec": RMS} | {name: torch.ones(1, length, tables) for name in ("cos", "sin")}  # fmt: skip
     made |= of
     parameters = tuple(made[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias"))
-    return [made["q"], made["k"], parameters, *(made[name] for name in ("spec", "cos", "sin"))]
+    return [made["spec"], made["q"], made["k"], parameters, (made["cos"], made["sin"])]
+
+
+SUMS = [
+    ("residual is torch.float64", of(2), of(2).double(), W, RMS),
+    ("residual is torch.float32 of shape (1, 8)", of(2), of(1), W, RMS),
+    ("on meta, x", of(2), of(2).to("meta"), W, RMS),
+    ("the sum of torch.bfloat16 and torch.float16 is neither", of(2).bfloat16(), of(2).half(), W, RMS),
+    ("a parameter of heads is not read behind a sum", of(2)[None], of(2)[None], of(2), RMS),
+    ("which the kernels do not compute", of(2), of(2), W, NormSpec(False, 1e-6, gate="silu_after")),
+    ("which the kernels do not compute", of(2), of(2), W, NormSpec(False, 1e-6, group_size=4)),
+]
+
+
+@pytest.mark.parametrize("said, x, residual, weight, spec", SUMS)
+def test_what_no_kernel_adds_is_refused_in_words(said, x, residual, weight, spec):
+    assert said in why_not(spec, x, weight, None, None, residual)
 
 
 class Tagged(torch.Tensor):
@@ -135,8 +159,9 @@ WEIGHTLESS = NormSpec(False, 1e-6, has_weight=False)
         pair(q=of(MAX_ROWS // 2, 4)[None, None], k=of(MAX_ROWS // 2, 4)[None, None], cos=None, sin=None),
     ],
 )  # fmt: skip
+@pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 def test_queries_and_keys_that_one_launch_takes(operands):
-    assert qk_fits(*operands)
+    assert why_not_qk(*operands) is None
 
 
 @pytest.mark.parametrize(
@@ -191,4 +216,4 @@ def test_queries_and_keys_that_one_launch_takes(operands):
     ],
 )  # fmt: skip
 def test_queries_and_keys_that_one_launch_does_not_take(operands):
-    assert not qk_fits(*operands)
+    assert why_not_qk(*operands)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import add_norm_backend, fused_add_norm, fused_norm, norm
-from hf_rmsnorm.ops.direct import launch_key
+from hf_rmsnorm.ops import backend, fused_add_norm, fused_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton", "reference"]
@@ -104,12 +103,13 @@ def test_inductor(block, backend):
 
 def test_use_backend_leaves_nothing_behind():
     weight, x = torch.ones(64, device=DEVICE), some_input(4, 64)
-    key = launch_key(x, weight, None, False)
-    assert key is not None
-    for name in ("reference", "triton", "auto"):
-        with use_backend(name):
-            assert (launch_key(x, weight, None, False) is None) == (name == "reference")
-        assert launch_key(x, weight, None, False) == key
+    for name, count in (("auto", 1), ("reference", 0), ("triton", 1), ("auto", 1)):
+        with use_backend(name), count_launches() as launches:
+            rms_norm(x, weight)
+        assert launches.total() == count
+        with count_launches() as launches:
+            rms_norm(x, weight)
+        assert launches.total() == 1
 
 
 def test_backward_uses_the_backend_of_its_forward():
@@ -183,11 +183,8 @@ def test_an_accelerators_autocast_computes_functional_norms_in_float32(autocast_
 
 def test_an_accelerators_autocast_takes_a_sum_and_a_functional_norm_apart(autocast_of_cuda):
     """F.layer_norm returns float32 there, while the stream stays as it is."""
-    llama, layer = NormSpec(False, 1e-6, rounding="before_weight"), NormSpec(True, 1e-5, has_bias=True, functional=True)
+    layer = NormSpec(True, 1e-5, has_bias=True, functional=True)
     x, weight = (torch.empty(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((2,), ()))
-    assert add_norm_backend(x, x, weight, weight, layer) == "original"
-    assert add_norm_backend(x, x, weight, None, llama) == "triton"
-    assert add_norm_backend(x.float(), x.float(), weight, weight, layer) == "triton"
     for operand in (x, x.float()):
         h, y = fused_add_norm(operand, operand, weight, weight, layer)
         assert (h.dtype, y.dtype) == (operand.dtype, torch.float32)
@@ -305,9 +302,9 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     """On accelerators these compute in float32: here autocast of an accelerator is what the CPU says it is."""
     half = [t.bfloat16() for t in (some_input(3, 64), some_input(64), some_input(64, seed=4))]
     spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
-    assert norm.autocast_to_float32(spec, *half) == tuple(half)
-    monkeypatch.setattr(norm, "autocasts_functional", lambda *of: True)
-    cast = norm.autocast_to_float32(spec, *half[:2], None)
+    assert backend.autocast_to_float32(spec, *half) == tuple(half)
+    monkeypatch.setattr(backend, "autocasts_functional", lambda *of: True)
+    cast = backend.autocast_to_float32(spec, *half[:2], None)
     assert [t if t is None else t.dtype for t in cast] == [torch.float32] * 2 + [None]
     with use_backend("triton"):
         y = fused_norm(*half, spec)
@@ -319,7 +316,7 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
 )
 def test_which_autocast_computes_functional_norms_in_float32(device_type, enabled, casts, monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda of: enabled)
-    assert norm.autocasts_functional(NormSpec(True, 1e-6, functional=True), device_type) == casts
+    assert backend.autocasts_functional(NormSpec(True, 1e-6, functional=True), device_type) == casts
     for listed in (True, False):  # torch 2.12 put F.rms_norm on the list, where F.layer_norm was
-        monkeypatch.setattr(norm, "_lists_rms_norm", listed)
-        assert norm.autocasts_functional(NormSpec(False, 1e-6, functional=True), device_type) == (casts and listed)
+        monkeypatch.setattr(backend, "_lists_rms_norm", listed)
+        assert backend.autocasts_functional(NormSpec(False, 1e-6, functional=True), device_type) == (casts and listed)

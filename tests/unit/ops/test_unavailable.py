@@ -15,7 +15,7 @@ from hf_rmsnorm import patch_model, rms_norm, use_backend
 from hf_rmsnorm.kernels import failure
 from hf_rmsnorm.ops import backend, describe_backend
 from hf_rmsnorm.ops.backend import device_refusal
-from hf_rmsnorm.ops.direct import forget_plans
+from hf_rmsnorm.ops.launches import forget_launches
 
 pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 if device_refusal("cpu") is None:
@@ -33,24 +33,25 @@ IDS = torch.tensor([[1, 2, 3]])
 @pytest.fixture
 def fail(monkeypatch):
     """``fail(error, word)``: from now on each kernel whose name holds the word raises; the names of those that did."""
-    real = Kernel.__call__
+    real = Kernel.load
 
     def start(error, word=""):
         tried = []
 
-        def call(self, *args, **kwargs):
+        def load(self, *args):
             if word not in self.name:
-                return real(self, *args, **kwargs)
+                return real(self, *args)
             tried.append(self.name)
             raise error
 
-        monkeypatch.setattr(Kernel, "__call__", call)
+        monkeypatch.setattr(Kernel, "load", load)
+        forget_launches()
         return tried
 
     yield start
     for state in (failure.failed, backend._left):
         state.clear()
-    forget_plans()
+    forget_launches()
 
 
 def llama():

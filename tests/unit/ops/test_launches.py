@@ -1,4 +1,4 @@
-"""The second call on operands like those of a first skips its checks: what must be noticed all the same."""
+"""The second call on operands like those of a first finds its launch: what must be noticed all the same."""
 
 import re
 

@@ -1,0 +1,103 @@
+"""The one cache of launches: what starts the kernels of a formula, by a key of the tensors that it is for."""
+
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from ..formula import NormSpec
+from .direct import DIRECT_TYPES
+
+MISSING = object()
+_HIP = torch.version.hip is not None
+_all: weakref.WeakSet = weakref.WeakSet()
+
+
+class Launches:
+    """Launch key -> what allocates the outputs and starts the kernels, or None where the kernels do not serve.
+
+    Forwards, with or without a residual sum, a gate or a modulation, and their backwards are in one dictionary, each
+    under the key of what arrives. It is no dictionary itself: Dynamo would guard on what is in it.
+
+    Args:
+        spec: the formula.
+        fits: ``fits(x, weight, bias, gate)`` says whether the formula is what such tensors are to be computed by;
+            asked once for each key.
+
+    Attributes:
+        kept: the dictionary.
+    """
+
+    MOST = 8_192  # generation with a growing prompt makes one per length
+
+    def __init__(self, spec: NormSpec, fits: Callable[..., bool] | None = None):
+        self.spec = spec
+        self.fits = fits
+        self.kept: dict[tuple, object] = {}
+        _all.add(self)
+
+    def keep(self, key: tuple, launch):
+        """The launch, which is kept from now on; of too many all others are dropped."""
+        if len(self.kept) >= self.MOST:
+            self.kept.clear()
+        self.kept[key] = launch
+        return launch
+
+
+@lru_cache(1_024)
+def launches_of(spec: NormSpec) -> Launches:
+    """The launches of a formula that belongs to no module."""
+    return Launches(spec)
+
+
+def forget_launches() -> None:
+    """Empty the caches of launches: each call is asked anew what serves it."""
+    for launches in list(_all):
+        launches.kept.clear()
+
+
+def key_of(kind: tuple, read: tuple, kept: tuple = ()) -> tuple | None:
+    """The launch key of such operands: all that decides whether and how they are served; None of those of a subclass.
+
+    Args:
+        kind: hashable; what is to be launched.
+        read: the tensors that kernels read, or None.
+        kept: tensors of which the layout alone counts.
+
+    Returns:
+        A tuple, the last entry of which is `memory_of` what is read.
+    """
+    memory = memory_of(read)
+    return None if memory is None else (kind, *map(layout, read), *map(layout, kept), memory)
+
+
+def layout(t: torch.Tensor | None) -> tuple | None:
+    """What a launch depends on of a tensor, but for its memory."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
+
+
+def memory_of(tensors: tuple) -> bool | tuple | None:
+    """What compiled code depends on of the memory of tensors; None where one is of a subclass, which may have none.
+
+    That is whether all start at multiples of 16 bytes; and on AMD, where Triton compiles for offsets of 32 bits, which
+    storages are below 2 GiB.
+    """
+    pointers = 0
+    for t in tensors:
+        if t is not None:
+            if type(t) not in DIRECT_TYPES:
+                return None
+            pointers |= t.data_ptr()
+    aligned = not pointers & 15
+    return (aligned, *map(_is_small, tensors)) if _HIP else aligned
+
+
+def is_aligned(key: tuple) -> bool:
+    """Whether what is read starts at multiples of 16 bytes, by its launch key."""
+    memory = key[-1]
+    return memory[0] if _HIP else memory
+
+
+def _is_small(t: torch.Tensor | None) -> bool:
+    return t is None or t.untyped_storage().nbytes() < 2**31

@@ -1,0 +1,33 @@
+"""Launches of the kernels on tensors as they are: worked out and called, without the cache of `hf_rmsnorm.ops`."""
+
+from hf_rmsnorm.kernels.launch import NormForward, Operands
+from hf_rmsnorm.kernels.launch_backward import NormBackward
+from hf_rmsnorm.kernels.launch_qk import QKBackward, QKForward
+from hf_rmsnorm.ops.launches import memory_of
+
+
+def norm_forward(x, weight, bias, spec, stats, gate=None, residual=None, keep_sum=True, **modulation):
+    """(y, rstd, mean, h)."""
+    operands = Operands(x, weight, bias, gate, residual=residual, **modulation)
+    return NormForward(spec, operands, memory_of(operands), stats, keep_sum).launch(*operands)
+
+
+def norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate=None, dh=None, from_output=False):
+    """(dx, dweight, dbias, dgate)."""
+    need = (*need, False)[:4]
+    read = dy, x, weight, bias, gate, dh
+    launch = NormBackward(spec, (*read, rstd, mean), memory_of(read), need, from_output)
+    return launch.launch(*read, rstd, mean)
+
+
+def qk_norm_forward(q, k, parameters, cos, sin, spec, stats, way=""):
+    """(q', k', rstd, mean)."""
+    operands = q, k, *parameters, cos, sin
+    return QKForward(spec, operands, memory_of(operands), stats, way).launch(*operands)
+
+
+def qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, need):
+    """The gradients of q, k and the parameters."""
+    read = dq, dk, q, k, *parameters[:2], cos, sin
+    kept = *parameters[2:], rstd, mean
+    return QKBackward(spec, (*read, *kept), memory_of(read), need).launch(*read, *kept)
