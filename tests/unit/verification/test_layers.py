@@ -9,6 +9,7 @@ import torch
 from hf_rmsnorm import patch_model, use_backend, verify_equivalence
 from hf_rmsnorm.fused import attention, sums
 from hf_rmsnorm.fused import norm as norm_module
+from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.reference import reference_norm, rotated
 
 IDS = tiny_models.token_ids()
@@ -75,25 +76,46 @@ def ten_eps_in_both(real, q, k, q_weight, k_weight, spec, *tables, **rest):
 
 
 FAULTS = {
-    "a dropped summand": (sums, "fused_add_norm", dropped_summand, torch.bfloat16, SUM),
-    "norm of the unrounded sum": (sums, "fused_add_norm", of_the_unrounded_sum, torch.bfloat16, SUM),
-    "wrong rounding order": (sums, "fused_add_norm", rounded_once, torch.bfloat16, SUM),
-    "ten times eps": (sums, "fused_add_norm", ten_eps, torch.float32, SUM),
-    "another sum": (sums, "fused_add_norm", another_sum, torch.bfloat16, SUM),
-    "ten times eps in q and k": (attention, "fused_qk_norm", ten_eps_in_both, torch.float32, PAIR),
-    "a rotation the other way": (attention, "fused_qk_norm", rotated_back, torch.bfloat16, PAIR),
+    "a dropped summand": (sums, dropped_summand, torch.bfloat16, SUM),
+    "norm of the unrounded sum": (sums, of_the_unrounded_sum, torch.bfloat16, SUM),
+    "wrong rounding order": (sums, rounded_once, torch.bfloat16, SUM),
+    "ten times eps": (sums, ten_eps, torch.float32, SUM),
+    "another sum": (sums, another_sum, torch.bfloat16, SUM),
+    "ten times eps in q and k": (attention, ten_eps_in_both, torch.float32, PAIR),
+    "a rotation the other way": (attention, rotated_back, torch.bfloat16, PAIR),
 }
 
 
-def put(monkeypatch, module, name, wrong):
-    real = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args, **kwargs: wrong(real, *args, **kwargs))
+def put(monkeypatch, module, wrong):
+    """Put a faulty launch where a fused sum, or q and k, are launched."""
+    if module is attention:
+        run = attention.run_qk
+
+        def of_heads(launches, operands, way):
+            q, k, q_weight, k_weight, _, _, *tables = operands
+
+            def real(q, k, q_weight, k_weight, spec, *tables):
+                return run(launches_of(spec), (q, k, q_weight, k_weight, None, None, *tables), way)
+
+            return wrong(real, q, k, q_weight, k_weight, launches.spec, *tables)
+
+        monkeypatch.setattr(attention, "run_qk", of_heads)
+        return
+    start = sums.run
+
+    def of_sums(launches, x, weight, bias, gate, residual, keep_output):
+        def real(x, residual, weight, bias, spec):
+            return start(launches_of(spec), x, weight, bias, gate, residual, keep_output)
+
+        return wrong(real, x, residual, weight, bias, launches.spec)
+
+    monkeypatch.setattr(sums, "run", of_sums)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_fusion_is_named(fault, monkeypatch):
-    module, name, wrong, dtype, place = FAULTS[fault]
-    put(monkeypatch, module, name, wrong)
+    module, wrong, dtype, place = FAULTS[fault]
+    put(monkeypatch, module, wrong)
     report = verify(dtype=dtype, new_tokens=0, num_hidden_layers=1)
     failed = [check.path for check in report.fused if not check.passed]
     assert not report.passed and failed and all(place in path for path in failed)
@@ -102,7 +124,7 @@ def test_a_fault_in_a_fusion_is_named(fault, monkeypatch):
 
 def test_q_and_k_that_are_rounded_less_often_pass_by_the_noise_floor(monkeypatch):
     """Their launch promises no bits: it may differ from the norms apart as much as these differ from float64."""
-    put(monkeypatch, attention, "fused_qk_norm", unrounded_before_rotating)
+    put(monkeypatch, attention, unrounded_before_rotating)
     report = verify(new_tokens=0, num_hidden_layers=1)
     (check,) = [check for check in report.fused if PAIR in check.path]
     assert check.passed and check.differing and check.noise_floor.passed, report
@@ -135,13 +157,11 @@ class _Losing(torch.autograd.Function):
     [("starcoder2", "mean", torch.float32, 64), ("qwen3", "projection", torch.bfloat16, 1024)],
 )
 def test_a_gradient_that_loses_a_mean_is_named(family, lost, dtype, hidden_size, monkeypatch):
-    real = sums.fused_add_norm
-
-    def wrong(x, residual, weight, bias, spec, *rest):
-        total, y = real(x, residual, weight, bias, spec, *rest)
+    def wrong(real, x, residual, weight, bias, spec):
+        total, y = real(x, residual, weight, bias, spec)
         return total, _Losing.apply(total, y, weight, bias, spec, lost)
 
-    monkeypatch.setattr(sums, "fused_add_norm", wrong)
+    put(monkeypatch, sums, wrong)
     report = verify(family, dtype, new_tokens=0, hidden_size=hidden_size, num_hidden_layers=1)
     failed = {check.path.split(": ")[-1] for check in report.gradients if not check.passed}
     assert failed == {SUM}, report
@@ -159,7 +179,12 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
         return (y.float() * factor.view(*x.shape[:-1], 1)).to(y.dtype)
 
     run, fused = norm_module.run, norm_module.fused_norm
-    monkeypatch.setattr(norm_module, "run", lambda of, x, *a: widened(run(of, x, *a), x, of.spec))
+
+    def widened_run(launches, x, *rest):
+        y = run(launches, x, *rest)
+        return None if y is None else widened(y, x, launches.spec)
+
+    monkeypatch.setattr(norm_module, "run", widened_run)
     monkeypatch.setattr(norm_module, "fused_norm", lambda x, *a: widened(fused(x, *a), x, a[2]))
     report = verify("llama", torch.float32)
     assert [check for check in report.norms if not check.passed] and not report.passed
@@ -171,14 +196,11 @@ def test_a_layer_that_raises_is_named(monkeypatch):
 
     model = tiny_models.build("llama").eval()
     patch_model(model)
-    real = sums.fused_add_norm
-    calls = []
 
-    def sometimes(*args, **kwargs):
-        calls.append(args)
-        return broken() if torch.is_grad_enabled() else real(*args, **kwargs)
+    def sometimes(real, *args):
+        return broken() if torch.is_grad_enabled() else real(*args)
 
-    monkeypatch.setattr(sums, "fused_add_norm", sometimes)
+    put(monkeypatch, sums, sometimes)
     with use_backend("triton"):
         report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backward=True)
     assert not report.passed and "raises RuntimeError: no such kernel" in str(report)
