@@ -32,7 +32,7 @@ def run(args) -> Result:
 
     from benchmarks import aot
 
-    if aot.launch.INTERPRETED:
+    if aot.compiled.INTERPRETED:
         raise CliError("triton was imported for its interpreter, which compiles nothing: run this in a process anew")
     found = aot.examine_all([case for text in args.cases for case in parse_cases(text)], args.disassemble)
     lines = [ROW.format(*HEADS)]
