@@ -57,22 +57,36 @@ class KeyMap:
             self.shapes[name], self.offsets[name] = p.shape, self.total
             self.total += p.numel()
             p.data = torch.arange(self.offsets[name], self.total, dtype=torch.float64).reshape(p.shape)
-        buffers = {name for name, _ in numbered.named_buffers()}
-        self.saved: dict[str, torch.Tensor] = {}
-        for key, tensor in saved_tensors(numbered).items():
-            index = tensor.long() if tensor.is_floating_point() else None
-            whole = index is not None and tensor.dtype == torch.float64 and torch.equal(index.double(), tensor)
-            if whole and tensor.numel() and int(index.min()) >= 0 and int(index.max()) < self.total:
-                if int((index - index.min()).flatten().bincount().max()) == 1 and key not in buffers:  # all differ
-                    self.saved[key] = index
-            elif key not in buffers and not any(key.endswith(b.rpartition(".")[2]) for b in buffers):
-                raise ConversionRefused(f"{type(model).__name__} saves {key!r}, which no parameter of it holds")
-        names, starts = list(self.offsets), torch.tensor(list(self.offsets.values()))
+        self.saved = self._numbers_saved(numbered)
         self._keys: dict[str, list[str]] = {}
         for key, index in self.saved.items():
-            places = torch.searchsorted(starts, index.flatten(), right=True).bincount()
-            for place in places.nonzero().flatten().tolist():
-                self._keys.setdefault(names[place - 1], []).append(key)
+            for name in self._parameters_in(index):
+                self._keys.setdefault(name, []).append(key)
+
+    def _numbers_saved(self, numbered: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Key of the checkpoint -> numbers that it holds, for those that hold numbers of parameters."""
+        buffers = {name for name, _ in numbered.named_buffers()}
+        ends = tuple(name.rpartition(".")[2] for name in buffers)
+        saved = {}
+        for key, tensor in saved_tensors(numbered).items():
+            if key in buffers:
+                continue
+            index = tensor.long() if tensor.dtype == torch.float64 else None
+            if index is None or not torch.equal(index.double(), tensor) or not self._in_range(index):
+                if not key.endswith(ends):
+                    raise ConversionRefused(f"{type(numbered).__name__} saves {key!r}, which no parameter of it holds")
+            elif int((index - index.min()).flatten().bincount().max()) == 1:  # all differ
+                saved[key] = index
+        return saved
+
+    def _in_range(self, index: torch.Tensor) -> bool:
+        return bool(index.numel()) and int(index.min()) >= 0 and int(index.max()) < self.total
+
+    def _parameters_in(self, index: torch.Tensor) -> list[str]:
+        """Parameters of which a tensor holds numbers."""
+        names, starts = list(self.offsets), torch.tensor(list(self.offsets.values()))
+        places = torch.searchsorted(starts, index.flatten(), right=True).bincount()
+        return [names[place - 1] for place in places.nonzero().flatten().tolist()]
 
     def of(self, parameter: str) -> list[str]:
         """The keys that hold elements of a parameter; none where it is not saved."""
