@@ -90,16 +90,17 @@ class Launches(Counter):
 
 @contextlib.contextmanager
 def counted():
-    found, real = Launches(), fused_sums.fused_add_norm
+    found, real = Launches(), fused_sums._in_one_launch
 
-    def fused_add_norm(*args):
-        found["sums"] += 1
-        return real(*args)
+    def in_one_launch(*args):
+        both = real(*args)
+        found["sums"] += both is not None
+        return both
 
-    fused_sums.fused_add_norm = fused_add_norm
+    fused_sums._in_one_launch = in_one_launch
     try:
         with use_backend("triton"), count_launches() as launches:
             yield found
         found.update(launches)
     finally:
-        fused_sums.fused_add_norm = real
+        fused_sums._in_one_launch = real

@@ -79,7 +79,7 @@ def is_file(word):
     return (ROOT / word).is_file()
 
 
-def tests_exist(words):
+def has_these_tests(words):
     return all((ROOT / word.partition("::")[0]).exists() for word in words if word.startswith("tests/"))
 
 
@@ -94,8 +94,8 @@ KINDS = {
     "python -m scripts.coverage": lambda words: coverage_parser().parse_args(words),
     "python -m scripts.real_configs": lambda words: real_configs_parser().parse_args(words),
     "python3 -m scripts.trainers": lambda words: words[0] in ROWS,
-    "python -m pytest": tests_exist,
-    "pytest": tests_exist,
+    "python -m pytest": has_these_tests,
+    "pytest": has_these_tests,
     "pip install": are_packages,
     "accelerate launch --config_file": lambda words: is_file(words[0]) and is_file(words[1]),
     "mkdocs": lambda words: words == ["build", "--strict"],

@@ -116,7 +116,10 @@ def test_what_is_near_already_is_left_as_it_is(folders, tmp_path, capsys, main):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"student": "teacher"}, "no LayerNorm of .*teacher runs as RMSNorm: make it with hf-rmsnorm convert"),
+        (
+            {"student": "teacher"},
+            "no LayerNorm of .*teacher runs as RMSNorm: make it with examples/postnorm/convert.py",
+        ),
         ({"student": "nothing"}, "cannot load .*nothing"),
         ({"text": "nothing.txt"}, "cannot read .*nothing.txt"),
         ({"batch": "5000"}, "fewer than one batch of 5000"),
