@@ -144,7 +144,7 @@ def test_what_pickle_holds_is_what_it_says():
 
 
 def test_the_host_costs_are_those_of_the_result():
-    cases = result("host-cpu.json")["cases"]
+    cases = result("nvidia-h100-80gb-hbm3-2026-11-25.json")["sections"]["host"]["data"]["cases"]
 
     def least(case, name, mode):
         return f"{cases[case][name][mode]['us_min']:.1f}"
