@@ -15,10 +15,9 @@ from ..formula import NormSpec
 from ..ops.direct import under_transform
 from ..ops.qk import run_qk
 from .layer import operands_ahead
-from .norm import launches_with
+from .norm import launches_for
 
 _is_compiling = torch.compiler.is_compiling
-_CALL = torch.nn.Module.__call__
 IN_PAIRS = 0  # a rotary function that takes q and k; others take one tensor and the dimension of its heads, 1 or 2
 
 
@@ -58,20 +57,13 @@ def pair_to_rotate(q_norm, k_norm) -> NormPair | None:
     """
     if _is_compiling() or under_transform():
         return None
-    of_q, of_k = _waiting(q_norm), _waiting(k_norm)
+    of_q, of_k = operands_ahead(q_norm), operands_ahead(k_norm)
     if of_q is None or of_k is None:
         return None
     (q_weight, _, spec), (k_weight, _, k_spec) = of_q, of_k
     if spec != k_spec or spec.functional or spec.has_bias:
         return None
     return NormPair(q_norm, k_norm, q_weight, k_weight, spec)
-
-
-def _waiting(norm) -> tuple | None:
-    """(weight, bias, formula) of a patched norm whose call may wait."""
-    if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
-        return None
-    return operands_ahead(norm)
 
 
 def norm_and_rotate(pair: NormPair | None, rotate: Callable, q, k, cos, sin) -> tuple:
@@ -111,9 +103,7 @@ def _in_one_launch(pair: NormPair, rotate: Callable, heads_at: int, q, k, cos, s
     way = _way_of(rotate, heads_at, q, q_weight, spec, cos)
     if way is None:
         return None
-    cls = type(pair.q_norm)
-    launches = launches_with(cls._hf_rmsnorm_launches, cls._hf_rmsnorm_recipe, spec)
-    return run_qk(launches, (q, k, q_weight, k_weight, None, None, cos, sin), way)
+    return run_qk(launches_for(pair.q_norm, spec), (q, k, q_weight, k_weight, None, None, cos, sin), way)
 
 
 def _is_of_heads(weight: torch.Tensor | None, x: torch.Tensor) -> bool:

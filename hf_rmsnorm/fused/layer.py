@@ -9,21 +9,23 @@ from .source import CannotRewrite, guarded, wrapped_alike
 from .subclass import derive, marked
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
+_CALL = torch.nn.Module.__call__
 
 
-def operands_ahead(norm: torch.nn.Module, restricted: bool = False) -> tuple | None:
+def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     """(weight, bias, formula) of a patched norm that may be computed before it is called.
 
-    None where that is patched to be computed by itself, has a hook, of a user or of what manages its weights, or needs
-    more than its one input; unless `restricted`, also where more than the shape of its input decides whether it is
-    served.
+    None where it is no such norm, or has to be called: it is patched to be computed by itself, has a `__call__` of its
+    own or a hook, of a user or of what manages its weights, or needs more than its one input. Unless `restricted`, also
+    where more than the shape of its input decides whether it is served.
     """
+    if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
+        return None
     state, cls = norm.__dict__, type(norm)
-    base = getattr(cls, "_hf_rmsnorm_base", None)
+    patched = getattr(cls, "_hf_rmsnorm_norm", None)
     if (
-        base is None
-        or base.forward is not cls._hf_rmsnorm_forward  # somebody gave the class another, or it other code
-        or getattr(base.forward, "__code__", None) is not cls._hf_rmsnorm_code
+        patched is None
+        or not patched.is_ours(norm)
         or not ((recipe := cls._hf_rmsnorm_recipe).is_simple or (restricted and recipe.is_of_rows))
         or not recipe.fuse_residual
         or "parametrizations" in norm._modules  # a weight that is computed, once a call

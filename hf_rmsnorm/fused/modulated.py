@@ -12,7 +12,6 @@ from ..ops.modulated import modulated_norm
 from .layer import operands_ahead
 
 _is_compiling = torch.compiler.is_compiling
-_CALL = torch.nn.Module.__call__
 
 
 class Product(NamedTuple):
@@ -88,8 +87,6 @@ def _in_one_launch(norm, x, residual, gate, scale, *shift) -> tuple | None:
         return None
     summands = [t for t in (x, residual, gate) if t is not None]
     if not all(type(t) is torch.Tensor for t in (*summands, scale, *shift)):
-        return None
-    if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
         return None
     parameters = operands_ahead(norm, restricted=True)
     if parameters is None:

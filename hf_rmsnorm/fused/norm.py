@@ -47,8 +47,7 @@ def fused_class(base: type, recipe: Recipe) -> type:
             marks = {
                 "_hf_rmsnorm_base": base,
                 "_hf_rmsnorm_recipe": recipe,
-                "_hf_rmsnorm_forward": norm.forward,
-                "_hf_rmsnorm_code": norm.code,
+                "_hf_rmsnorm_norm": norm,
                 "_hf_rmsnorm_launches": norm.launches,
                 "__repr__": _repr_of(base),
             }
@@ -103,8 +102,8 @@ class PatchedNorm:
     def is_ours(self, module: torch.nn.Module) -> bool:
         """Whether the module is still patched, and its class and that class's code as they were then.
 
-        Somebody may have kept this method and unpatched the module since, or given its class another forward, or its
-        forward other code, as IPython's autoreload does.
+        This method may be kept while its module is unpatched. The class may get another forward, and the forward other
+        code, as IPython's autoreload does.
         """
         return (
             (self.any_class or getattr(type(module), "_hf_rmsnorm_recipe", None) is self.recipe)
@@ -206,6 +205,12 @@ def lay_out(norm: PatchedNorm, call: tuple, y: torch.Tensor) -> torch.Tensor:
     if norm.recipe.layout == "channels_first":
         y = y.movedim(-1, 1)
     return y.contiguous() if norm.recipe.row_major else y
+
+
+def launches_for(norm: torch.nn.Module, spec: NormSpec) -> Launches:
+    """The launches of a patched norm, with the formula that it has now."""
+    cls = type(norm)
+    return launches_with(cls._hf_rmsnorm_launches, cls._hf_rmsnorm_recipe, spec)
 
 
 def launches_with(launches: Launches, recipe: Recipe, spec: NormSpec) -> Launches:

@@ -9,12 +9,11 @@ from ..formula import HALF_DTYPES
 from ..ops.direct import under_transform
 from ..ops.norm import run
 from .layer import operands_ahead
-from .norm import launches_with
+from .norm import launches_for
 from .recipe import Recipe
 from .summands import keep_summands
 
 _is_compiling = torch.compiler.is_compiling
-_CALL = torch.nn.Module.__call__
 
 
 def add_and_norm(left, right, norm):
@@ -70,8 +69,6 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
     if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return None
-    if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
-        return None
     parameters = operands_ahead(norm)
     if parameters is None:
         return None
@@ -79,5 +76,4 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     recipe: Recipe = type(norm)._hf_rmsnorm_recipe
     if not recipe.rounds_sum:
         return None
-    launches = launches_with(type(norm)._hf_rmsnorm_launches, recipe, spec)
-    return run(launches, right, weight, bias, None, left, recipe.keeps_output)
+    return run(launches_for(norm, spec), right, weight, bias, None, left, recipe.keeps_output)
