@@ -119,6 +119,11 @@ def guarded(forward: Callable, base: type, always: bool = False) -> Callable:
     return stepping_aside
 
 
+def name_of_self(function: Callable) -> str:
+    """What a forward calls its module; "" if it has no parameters."""
+    return next(iter(inspect.signature(function).parameters), "")
+
+
 def call(function: str, where: ast.AST, *arguments) -> ast.Call:
     """``function(*arguments)`` at the place of a node; a string that is an identifier is a name, else a constant."""
     nodes = [a if isinstance(a, ast.AST) else ast.Constant(a) for a in arguments]
@@ -138,7 +143,7 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
         CannotRewrite: as in `forward_source`.
     """
     function, definition = forward_source(cls)
-    definition = change(copy.deepcopy(definition), next(iter(inspect.signature(function).parameters)))
+    definition = change(copy.deepcopy(definition), name_of_self(function))
     _without_annotations(definition)
     # A function around it gives `super()` its class, and keeps the new names out of the module's globals.
     names = ["__class__", *helpers]

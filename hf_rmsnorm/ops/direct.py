@@ -1,8 +1,5 @@
 """Which calls start a kernel directly: those on plain tensors, in a thread where nothing watches the operators."""
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -15,7 +12,6 @@ _is_compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_cuda_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # which torch.cuda's own calls
 _count_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -54,17 +50,6 @@ def starts_kernels(x: torch.Tensor) -> bool:
 def under_transform() -> bool:
     """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
     return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
-
-
-@cache
-def _is_capturing(device_type: str) -> Callable[[], bool]:
-    """What tells whether a graph is captured of the current stream; `bool()` is False."""
-    return getattr(getattr(torch, device_type, None), "is_current_stream_capturing", bool)
-
-
-def capturing(t: torch.Tensor) -> bool:
-    """Whether a graph is captured on the device of a tensor: what is launched now runs again, on other values."""
-    return _cuda_capturing() if t.is_cuda else not t.is_cpu and _is_capturing(t.device.type)()
 
 
 def version(t: torch.Tensor | None) -> int | None:

@@ -89,11 +89,11 @@ def _modulation(node: ast.expr) -> _Modulation | None:
     product, shift = node, None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         product, shift = node.left, node.right
-        if not _is_product(product):
+        if not is_product(product):
             product, shift = shift, product
         if not _is_pure(shift):
             return None
-    if not _is_product(product):
+    if not is_product(product):
         return None
     for normed, factor in ((product.left, product.right), (product.right, product.left)):
         scale = _scale(factor)
@@ -111,7 +111,7 @@ def _is_first(part: ast.expr, node: ast.expr) -> bool:
     return part is node
 
 
-def _is_product(node: ast.expr) -> bool:
+def is_product(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 

@@ -15,14 +15,13 @@ leaves them apart. The rotation may stand under an `if` without `else`, and so m
 
 import ast
 import copy
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...fused import attention as run_time
-from ...fused.source import CannotRewrite, call, compiled_again, forward_source
+from ...fused.source import CannotRewrite, call, compiled_again, forward_source, name_of_self
 from .rotary import is_rotary
 from .uses import Replace, captured, reads
 
@@ -95,7 +94,7 @@ def find_qk(cls: type, norms: Set[str], children: Set[str]) -> QKFusion | Single
         CannotRewrite: it rotates nothing of them directly, or not by a function that the kernels compute.
     """
     function, definition = forward_source(cls)
-    itself = next(iter(inspect.signature(function).parameters))
+    itself = name_of_self(function)
     singles = list(_singles(definition, itself, norms))
     if singles:
         rotary = singles[0].rotary

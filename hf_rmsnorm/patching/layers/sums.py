@@ -18,15 +18,14 @@ result (`modulation`) is computed with it, and so is a gate of one summand:
 
 import ast
 import copy
-import inspect
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...fused import modulated as of_modulations
 from ...fused import sums as of_sums
-from ...fused.source import call, compiled_again, forward_source
-from .modulation import MODULATED, MarkModulations
+from ...fused.source import call, compiled_again, forward_source, name_of_self
+from .modulation import MODULATED, MarkModulations, is_product
 from .uses import Replace, alias_of, captured, leaves, reads, stays_own, unconditional
 
 _PREFIX = "_hf_rmsnorm_"
@@ -104,7 +103,7 @@ def find_sums(cls: type, norms: Set[str], rows: Set[str], unrounded: bool = Fals
         CannotRewrite: the forward has no source that can be compiled again.
     """
     function, original = forward_source(cls)
-    definition, itself = copy.deepcopy(original), next(iter(inspect.signature(function).parameters), "")
+    definition, itself = copy.deepcopy(original), name_of_self(function)
     sites = _exchange(definition, itself, norms, rows)
     keeps = unrounded and _keep_summands(definition, itself) > 0
     return SumFusion(frozenset(norms), frozenset(rows), sites, keeps) if sites or keeps else None
@@ -352,15 +351,11 @@ def _of_both(name: str, total: ast.BinOp, norm: ast.Call) -> ast.Call:
     left, right = total.left, total.right
     if not _is_modulated(norm):
         return call(f"{_PREFIX}{name}", total, left, right, norm.func)
-    if _is_product(right):
+    if is_product(right):
         right = call(_PRODUCT, right, right.left, right.right)
-    elif _is_product(left):
+    elif is_product(left):
         left = call(_PRODUCT, left, left.left, left.right)
     return call(f"{_PREFIX}{name}", total, left, right, *norm.args[1:])
-
-
-def _is_product(node: ast.expr) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
 
 
 def _keep_summands(definition: ast.FunctionDef, itself: str) -> int:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from ...fused.source import CannotRewrite, definition_of
+from ...fused.source import CannotRewrite, definition_of, name_of_self
 from ..swap import unfused
 
 _Values = dict[str, frozenset]  # name -> what stands for each value that it may hold
@@ -38,7 +38,7 @@ def _written(cls: type, _, norms: frozenset[str]) -> frozenset[str]:
         definition = definition_of(function.__code__)
     except CannotRewrite:
         return frozenset()
-    scan = _Scan(next(iter(inspect.signature(function).parameters), ""), norms)
+    scan = _Scan(name_of_self(function), norms)
     scan.block(definition.body, {})
     return frozenset(scan.written)
 
