@@ -32,6 +32,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -73,9 +74,15 @@ class Section:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write through a temporary file, so that a crash leaves either the old content or the new."""
+    """Write through a temporary file, so that a crash leaves either the old content or the new.
+
+    Of the machine's folders only what is below the checkout or the installed packages is written.
+    """
+    text = json.dumps(content, indent=1)
+    for folder in (ROOT, sysconfig.get_path("purelib")):
+        text = text.replace(f"{folder}/", "")
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)
 
 
