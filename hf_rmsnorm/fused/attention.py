@@ -1,4 +1,4 @@
-"""What a patched attention runs: q norm, k norm and the rotary embedding behind them in one launch.
+"""The fused part of a patched attention: q norm, k norm and their rotary embedding in one launch.
 
 A forward calls these functions once it was compiled again from its own source, by `patching.layers.qk`. The norms wait
 for the rotation: only transposes stand between, and those do not move the last dimension, along which both work.
@@ -22,7 +22,7 @@ IN_PAIRS = 0  # a rotary function that takes q and k; others take one tensor and
 
 
 class NormPair(NamedTuple):
-    """Two norms that wait for the rotation, with what they compute."""
+    """Two norms that wait for the rotation, with their weights and formula."""
 
     q_norm: torch.nn.Module
     k_norm: torch.nn.Module
@@ -53,7 +53,7 @@ rotary_proofs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def pair_to_rotate(q_norm, k_norm) -> NormPair | None:
     """The two norms, if they may be computed where q and k are rotated; None if they are to be called where they stand.
 
-    A norm that has a hook is called where it stands, as the hook sees what it is given there.
+    A norm that has a hook is called at its place in the forward, because the hook sees its input there.
     """
     if _is_compiling() or under_transform():
         return None

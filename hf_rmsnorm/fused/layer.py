@@ -1,4 +1,4 @@
-"""The class of a module whose forward was compiled again, and what a norm needs to be computed by its surroundings."""
+"""The class of a module whose forward was compiled again, and the operands of a norm that such a forward computes."""
 
 import threading
 
@@ -15,30 +15,38 @@ _CALL = torch.nn.Module.__call__
 def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     """(weight, bias, formula) of a patched norm that may be computed before it is called.
 
-    None where it is no such norm, or has to be called: it is patched to be computed by itself, has a `__call__` of its
-    own or a hook, of a user or of what manages its weights, or needs more than its one input. Unless `restricted`, also
-    where more than the shape of its input decides whether it is served.
+    None if the module is not patched, or has to be called. It has to be called if fusion is off, if its class defines
+    `__call__`, if a user or a manager of weights has hooked it, or if it takes a second input. Unless `restricted`, it
+    has to be called too if more than the shape of its input decides whether a kernel serves it.
     """
     if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
         return None
-    state, cls = norm.__dict__, type(norm)
-    patched = getattr(cls, "_hf_rmsnorm_norm", None)
-    if (
-        patched is None
-        or not patched.is_ours(norm)
-        or not ((recipe := cls._hf_rmsnorm_recipe).is_simple or (restricted and recipe.is_of_rows))
-        or not recipe.fuse_residual
-        or "parametrizations" in norm._modules  # a weight that is computed, once a call
-        or _any_global_hook()
+    patched = getattr(type(norm), "_hf_rmsnorm_norm", None)
+    if patched is None or not patched.is_ours(norm):
+        return None
+    recipe = patched.recipe
+    if not recipe.fuse_residual:
+        return None
+    if not (recipe.is_simple or (restricted and recipe.is_of_rows)):
+        return None
+    if _is_hooked(norm):
+        return None
+    return operands(norm, recipe)
+
+
+def _is_hooked(norm: torch.nn.Module) -> bool:
+    """Whether anything but the forward of its class runs when a norm is called."""
+    state = norm.__dict__
+    return bool(
+        "forward" in state
+        or "_hf_hook" in state
         or norm._forward_pre_hooks
         or norm._forward_hooks
         or norm._backward_hooks
         or norm._backward_pre_hooks
-        or "forward" in state
-        or "_hf_hook" in state
-    ):
-        return None
-    return operands(norm, recipe)
+        or "parametrizations" in norm._modules  # its weight is computed once a call
+        or _any_global_hook()
+    )
 
 
 _classes: dict[tuple, type] = {}
@@ -60,7 +68,10 @@ def fused_layer_class(base: type, fusion) -> type:
         if key not in _classes:
             marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
             always = getattr(fusion, "keeps", False)
-            cls = derive(base, guarded(fusion.rewrite(base), base, always), marks, fused_layer_class, fusion)
+            owner: list[type] = []
+            forward = guarded(fusion.rewrite(base), base, owner, always)
+            cls = derive(base, forward, marks, fused_layer_class, fusion)
+            owner.append(cls)
             if not wrapped_alike(cls.forward, base.forward):
                 raise CannotRewrite("something has wrapped its forward that its source does not show")
             _classes[key] = cls

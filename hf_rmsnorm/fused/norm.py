@@ -1,7 +1,7 @@
 """The forward that a patched norm runs, and the class that carries it.
 
-A fused class is a subclass of the module's current class that overrides `forward`, so that parameters, buffers, hooks,
-`isinstance`, `extra_repr` and saved bytes stay what they were. `repr` says that the module is patched.
+A fused class is a subclass of the module's current class that overrides `forward`. So parameters, buffers, hooks,
+`isinstance`, `extra_repr` and saved bytes do not change. `repr` shows that the module is patched.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import torch
 
 from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
-from ..ops.backend import left_alone
+from ..ops.backend import compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
 from ..ops.unrounded import norm_of_summands
@@ -30,8 +30,8 @@ _classes_lock = threading.Lock()
 def fused_class(base: type, recipe: Recipe) -> type:
     """A subclass of base, with base's name and module, whose forward is the fused norm.
 
-    Calls that the kernels do not serve (another device or dtype, a weight that is absent, on meta or of another shape,
-    any argument besides the input) run ``base.forward`` untouched. The same arguments give the same class again.
+    A call that the kernels do not serve runs ``base.forward``: another device or dtype, any argument besides the input,
+    or a weight that is absent, on meta or of another shape. The same arguments give the same class again.
 
     Args:
         base: the current class of the module, an `nn.Module` subclass.
@@ -73,7 +73,7 @@ def _forward_for_any(base: type, _, recipe: Recipe):
 
 
 class PatchedNorm:
-    """What the forward of a patched norm knows of the class that it was made for.
+    """The class and recipe of a patched norm, as its forward reads them.
 
     Args:
         any_class: the module's class need not be the fused one.
@@ -88,7 +88,7 @@ class PatchedNorm:
         self.signature = inspect.signature(base.forward)
         self.input_name = list(self.signature.parameters)[1]
         self.launches = Launches(recipe.spec, recipe.suits)
-        # Where nothing but eps can change, what it was found with; None is also what is not there.
+        # The attribute of eps and its value when it was recognised, if nothing else can change. No name: absent.
         only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
         self.eps, self.eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
         # Not asked of the recipe in a call: Dynamo does not trace its cached properties.
@@ -120,6 +120,8 @@ class PatchedNorm:
 
 def _forward_of(norm: PatchedNorm):
     def forward(self, *args, **kwargs):
+        if _is_compiling() and compiles_original():
+            return norm.run_own(self, args, kwargs)
         call = read(norm, self, args, kwargs)
         if call is None:
             return norm.run_own(self, args, kwargs)
@@ -136,46 +138,54 @@ def _forward_of(norm: PatchedNorm):
 
 
 def read(norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-    """What `run` is given of a call; None where that is for the module's own forward.
+    """The arguments of `run` for a call; None if the module's own forward has to serve it.
 
     x is the rows along the last dimension, the input or a view of it, and the formula of the launches has the eps that
     the module holds now.
     """
-    recipe, gate = norm.recipe, None
-    if len(args) == 1 and not kwargs:
-        x = args[0]
-    else:
-        x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
-    if not isinstance(x, torch.Tensor) or (x.is_cpu and not norm.replaces and left_alone(x)):
+    recipe = norm.recipe
+    x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
+    if not isinstance(x, torch.Tensor):
+        return None
+    if x.is_cpu and not norm.replaces and left_alone(x):
         return None
     if not norm.is_ours(module):
         return None
-    parameters = module._parameters  # without the look-up of attributes of nn.Module, which takes long
-    weight, bias = parameters.get(recipe.weight), parameters.get(recipe.bias)
-    if (weight is None and recipe.weight is not None) or (bias is None and recipe.bias is not None):
-        weight, bias = (name if name is None else tensor_of(module, name) for name in (recipe.weight, recipe.bias))
-        if (weight is None and recipe.weight is not None) or (bias is None and recipe.bias is not None):
+    parameters = module._parameters  # the look-up of attributes of nn.Module takes long
+    weight = parameters.get(recipe.weight)
+    if weight is None and recipe.weight is not None:
+        weight = tensor_of(module, recipe.weight)
+        if weight is None:
             return None
-    launches = norm.launches
-    if not norm.is_usual or module.__dict__.get(norm.eps) is not norm.eps_value:
-        x, spec = _unusual(norm, module, x, weight, gate)
-        if x is None or spec is None:
+    bias = parameters.get(recipe.bias)
+    if bias is None and recipe.bias is not None:
+        bias = tensor_of(module, recipe.bias)
+        if bias is None:
             return None
-        launches = launches_with(launches, recipe, spec)
-    return launches, x, weight, bias, gate, None, norm.keeps_output
+    if norm.is_usual and module.__dict__.get(norm.eps) is norm.eps_value:
+        return norm.launches, x, weight, bias, gate, None, norm.keeps_output
+    return _read_unusual(norm, module, x, weight, bias, gate)
 
 
-def _unusual(norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, gate) -> tuple:
-    """(rows of x, formula) of a norm with another eps, a gate, another layout, limits or two dtypes; or Nones."""
+def _read_unusual(norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, bias, gate) -> tuple | None:
+    """`read` of a norm with another eps, a gate, another layout, limits or two dtypes."""
     recipe = norm.recipe
     spec = recipe.spec_of(module)
-    if recipe.gate is not None and gate is None and spec is not None:
-        spec = _ungated(spec) if recipe.gate_optional else None
-    if spec is None or not (gate is None or isinstance(gate, torch.Tensor)):
-        return None, None
+    if spec is None:
+        return None
+    if recipe.gate is not None and gate is None:
+        if not recipe.gate_optional:
+            return None
+        spec = _ungated(spec)
+    if gate is not None and not isinstance(gate, torch.Tensor):
+        return None
     if norm.mixes and weight is not None and x.dtype != weight.dtype:
         spec = _of_two_dtypes(spec, x.dtype, weight.dtype)
-    return recipe.rows_of(x) if norm.restricted else x, spec
+    rows = recipe.rows_of(x) if norm.restricted else x
+    if rows is None:
+        return None
+    launches = launches_with(norm.launches, recipe, spec)
+    return launches, rows, weight, bias, gate, None, norm.keeps_output
 
 
 def run_unrounded(module: torch.nn.Module, call: tuple):
@@ -238,7 +248,9 @@ def _in_plain_torch(norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwa
 
 
 def _inputs(args: tuple, kwargs: dict, input_name: str, gate_name: str | None) -> tuple:
-    """(input, gate) of a call, or (None, None) where it holds anything else."""
+    """(input, gate) of a call, or (None, None) if it holds anything else."""
+    if len(args) == 1 and not kwargs:
+        return args[0], None
     names = (input_name,) if gate_name is None else (input_name, gate_name)
     if len(args) > len(names):
         return None, None
@@ -268,7 +280,7 @@ def fused_part(cls: type) -> type | None:
 
 
 def recipe_of(module: torch.nn.Module) -> Recipe | None:
-    """What a patched module computes; None where it is not patched."""
+    """The recipe of a patched module; None for a module that is not patched."""
     return getattr(type(module), "_hf_rmsnorm_recipe", None)
 
 

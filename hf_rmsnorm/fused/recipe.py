@@ -1,4 +1,4 @@
-"""How one norm module is computed: its formula, and where the module keeps what the formula needs."""
+"""How one norm module is computed: its formula, and the names under which the module keeps the operands."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ InputLayout = Literal["last", "channels_first"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compute one norm module: the formula, and where the module keeps what the formula needs.
+    """How to compute one norm module: the formula, and the names under which the module keeps the operands.
 
     Args:
         spec: the formula, with the eps found when the module was recognised.
@@ -43,7 +43,7 @@ class Recipe:
             RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
         numerics: whose order of rounding this is: ``"model"``, or that of a server (`patching.numerics`); then too the
             module's own forward is never run.
-        own: the recipe of the module itself, where that is another.
+        own: the recipe of the module itself, if it differs.
         rounds_sum: a residual sum is rounded before it is normalised; else the norm reads it as float32 holds it.
         memory_efficient: the kernels' backward is to read the norm's output instead of its input.
         input_needed: why it reads the input all the same; "" where it need not.
@@ -126,7 +126,7 @@ class Recipe:
         return self.layout == "last" and not (self.gate or self.other_input or self.spec.group_size or self.row_major)
 
     def fits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
-        """Whether the formula is what the module computes of these."""
+        """Whether the module computes the formula for these tensors."""
         return shapes_fit(x, weight, bias, gate, self.spec) and self.suits(x, weight, bias, gate)
 
     def suits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
@@ -153,7 +153,7 @@ class Recipe:
         return x
 
     def notes(self) -> str:
-        """What is not fused, and the layout if it is not the usual one, in words for a report; "" if nothing."""
+        """The calls that are not fused, and an unusual layout, in words for a report; "" if there are none."""
         words = {
             "over dimension 1": self.layout == "channels_first",
             "in float32 only: in half precision it rounds in its own order, by its own forward": self.only_float32,
@@ -175,7 +175,7 @@ class Recipe:
         return replace(self, memory_efficient=True, input_needed=input_needed(weight, bias, self.spec))
 
     def memory_note(self) -> str:
-        """What the module keeps for the backward under `memory_efficient`, in words; "" without that."""
+        """The tensor that the module saves for the backward under `memory_efficient`, in words; "" without that."""
         if not self.memory_efficient:
             return ""
         if self.keeps_output:

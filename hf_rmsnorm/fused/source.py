@@ -14,10 +14,13 @@ import threading
 import types
 from collections.abc import Callable, Mapping
 
+import torch
+
 from ..ops.backend import left_alone
 
 _FACTORY = "_hf_rmsnorm_make"
 _GUARD = "stepping_aside"
+_is_compiling = torch.compiler.is_compiling
 _syntax_trees = threading.Lock()  # Python 3.11 raises SystemError where two threads make syntax trees at once
 
 
@@ -81,7 +84,7 @@ def _is_repeatable(decorator: ast.expr) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(text: str) -> dict[tuple[str, int], types.CodeType]:
-    """The functions of a module's text by name and line. Compiled whole: what it imports decides on some bytecode."""
+    """The functions of a module's text by name and line. The whole is compiled: its imports decide on some bytecode."""
     found: dict[tuple[str, int], types.CodeType] = {}
     waiting = [compile(text, "", "exec", dont_inherit=True)]
     while waiting:
@@ -97,11 +100,12 @@ def _gist(code) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def guarded(forward: Callable, base: type, always: bool = False) -> Callable:
-    """A forward that runs the class's own one where that was exchanged since, or where no kernel serves its input.
+def guarded(forward: Callable, base: type, owner: list[type], always: bool = False) -> Callable:
+    """A forward that runs the class's own one under `torch.compile`, if it was exchanged, or if no kernel serves x.
 
     Args:
-        always: run also where no kernel serves the input.
+        owner: will hold the subclass of base that gets this forward.
+        always: the class's own forward runs only if it was exchanged.
     """
     original = base.forward
     inner = inspect.unwrap(original)
@@ -109,6 +113,9 @@ def guarded(forward: Callable, base: type, always: bool = False) -> Callable:
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
+        if _is_compiling() and not always:
+            # Dynamo does not trace `base.forward` of a class that is allowed in graphs, as many of diffusers' are.
+            return super(owner[0], self).forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
         if getattr(x, "is_cpu", False) and not always and left_alone(x):
             return base.forward(self, *args, **kwargs)
@@ -120,7 +127,7 @@ def guarded(forward: Callable, base: type, always: bool = False) -> Callable:
 
 
 def name_of_self(function: Callable) -> str:
-    """What a forward calls its module; "" if it has no parameters."""
+    """The first parameter of a forward, mostly "self"; "" if it has no parameters."""
     return next(iter(inspect.signature(function).parameters), "")
 
 
@@ -159,7 +166,7 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
             code = compile(tree, function.__code__.co_filename, "exec")
         exec(code, function.__globals__, made)
         forward = made[_FACTORY](owner, *helpers.values())
-    except Exception as error:  # a decorator may name what is there in the class's body alone, and raise anything
+    except Exception as error:  # a decorator may use a name of the class's body, and raise anything
         raise CannotRewrite(f"its forward cannot be compiled again: {type(error).__name__}: {error}") from error
     inner = inspect.unwrap(forward)
     inner.__defaults__, inner.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
@@ -168,7 +175,7 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
 
 
 def _without_annotations(definition: ast.FunctionDef) -> None:
-    """Take off what the compiled function gets from the original: it may name what only the class's body has."""
+    """Take off annotations and defaults, which may use names of the class's body; the original's are set later."""
     arguments = definition.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
         argument.annotation = None
@@ -180,7 +187,7 @@ def _without_annotations(definition: ast.FunctionDef) -> None:
 def wrapped_alike(made: Callable, original: Callable) -> bool:
     """Whether the same functions are around a `guarded` forward as around the original.
 
-    What `__init_subclass__` wraps around the forward of each subclass anew counts once.
+    A wrapper that `__init_subclass__` puts around the forward of each subclass counts once.
     """
     codes, ours = _wrappers(original), _wrappers(made)
     added = ours[: next((i for i, code in enumerate(ours) if _is_guard(code)), 0)]

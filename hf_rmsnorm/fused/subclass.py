@@ -43,7 +43,7 @@ def marked(cls: type, mark: str) -> type | None:
 
 
 def exchanged(cls: type, part: type, other: type) -> type:
-    """cls with `part` replaced by `other` among its ancestors; made anew only if someone subclassed `part`."""
+    """cls with `part` replaced by `other` among its ancestors; a new class only if `part` has subclasses among them."""
     if cls is part:
         return other
     if part not in cls.__mro__:

@@ -1,7 +1,7 @@
 """The two summands of a residual sum, kept for a norm that reads their sum before it is rounded.
 
-They hang on the storage of the sum. So they are found through views, `detach`, and what a checkpoint has saved, and go
-when the sum goes.
+They are kept with the storage of the sum. So views, `detach` and the tensors that a checkpoint saved lead to them, and
+they are freed with the sum.
 """
 
 import warnings
@@ -31,20 +31,20 @@ def keep_summands(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, 
 
     Args:
         returned: a module returns the sum.
-        again: there may be a checkpoint around what reads it, which reads what is returned once more.
+        again: a checkpoint may run the reader of the returned sum a second time.
     """
     for summand in (left, right):
         storage = summand.untyped_storage()
         before = vars(storage).get(_HELD)
         if before is not None and not (before.returned and again):
             delattr(storage, _HELD)
-    if total.dtype in HALF_DTYPES:  # a sum in float32 is what it is
+    if total.dtype in HALF_DTYPES:  # a sum in float32 is not rounded
         parts = (t.detach().expand(total.shape) for t in (left, right))
         setattr(total.untyped_storage(), _HELD, _Summands(version(total), _place(total), *parts, returned))
 
 
 def summands_of(norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The summands of x, in its shape; None where it is no sum that was kept, with one warning if it was before."""
+    """The summands of x, in its shape; None if none were kept, with one warning if they were kept before."""
     if x.dtype not in HALF_DTYPES or type(x) not in DIRECT_TYPES or under_transform():
         return None
     kept = vars(x.untyped_storage()).get(_HELD)
@@ -68,6 +68,6 @@ def _place(t: torch.Tensor) -> tuple:
 
 
 def _seen_as(x: torch.Tensor, t: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-    """What x, a view of a sum that lies so, is of the summand t."""
+    """The part of the summand t that x, a view of the sum in this layout, is of the sum."""
     laid_out = torch.empty_strided(shape, stride, dtype=t.dtype, device=t.device).copy_(t)
     return laid_out.as_strided(x.shape, x.stride(), x.storage_offset() - offset)

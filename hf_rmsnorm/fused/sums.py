@@ -1,4 +1,4 @@
-"""What a forward runs in place of a residual sum and the norm that reads it: both in one launch, if that is the same.
+"""Functions that replace a residual sum and the norm that reads it: one launch if that gives the same bits.
 
 A forward calls these functions once it was compiled again from its own source, by `patching.layers.sums`.
 """
@@ -25,7 +25,7 @@ def add_and_norm(left, right, norm):
 def add_and_norm_of_seen(left, right, norm):
     """`add_and_norm` of a sum that something else gets hold of: one by one where gradients are asked for.
 
-    In one launch the gradient of the sum, as a hook on it sees it, would lack what comes by the norm.
+    In one launch a hook on the sum would see a gradient without the part that comes through the norm.
     """
     return _one_by_one(left, right, norm) if torch.is_grad_enabled() else add_and_norm(left, right, norm)
 

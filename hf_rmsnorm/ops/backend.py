@@ -125,6 +125,11 @@ def _is_exported() -> bool:
     return _is_exporting() if _is_compiling() else _is_tracing()
 
 
+def compiles_original() -> bool:
+    """Whether a graph is being compiled that holds the model's own code."""
+    return _is_compiling() and settings.while_compiling == "original" and chosen.backend == "auto"
+
+
 def why_not(spec: NormSpec, x, weight, bias, gate=None, residual=None) -> str | None:
     """Why the kernels do not serve the norm of x, or of ``residual + x``, or None where they do."""
     if x.is_nested:
@@ -218,7 +223,7 @@ def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
     """
     if chosen.backend == "reference":
         return "reference"
-    if chosen.backend == "auto" and (_is_exported() or (settings.while_compiling == "formula" and _is_compiling())):
+    if chosen.backend == "auto" and (compiles_original() or _is_exported()):
         return "original"
     reason = why_not(spec, x, weight, bias, gate)
     if reason is None:

@@ -1,6 +1,6 @@
-"""Where a norm may keep its output for the backward instead of its input: what the linear behind it keeps anyway.
+"""When a norm may save its output for the backward, in place of its input: the next linear layer saves it anyway.
 
-``xhat = (y - bias) / (weight_offset + weight)`` then stands for the normalised input, with the rounding of y. So no
+``xhat = (y - bias) / (weight_offset + weight)`` then replaces the normalised input, with the rounding of y. So no
 scale may be so small that y has lost xhat, and no bias so large that y is mostly bias. That is decided once, when a
 model is patched. A scale that becomes zero later counts as one in the backward, where its xhat is zero.
 """

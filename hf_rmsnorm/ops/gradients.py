@@ -1,4 +1,4 @@
-"""The gradients of the fused norms, whoever asks for them: eager autograd, `create_graph`, functorch or a compiler."""
+"""The gradients of the fused norms, for eager autograd, `create_graph`, functorch and compilers."""
 
 from collections.abc import Callable
 
@@ -44,9 +44,9 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...], fo
     Args:
         kept: of the forward (its launches, its launch, the strides by which the rows that it saved are numbered,
             whether these are the output).
-        saved: (x, weight, bias, gate, rstd, mean); x is what the norm returned where that was saved.
+        saved: (x, weight, bias, gate, rstd, mean); the norm's output is in the place of x if that was saved.
         dh: another gradient of x, which is in dx; or None.
-        formula: what computes the output of x, weight, bias and gate in plain torch, where that is not the spec.
+        formula: computes the output from x, weight, bias and gate in plain torch; None: the spec does.
 
     Raises:
         RuntimeError: an operand has another shape, dtype or device than the forward read.
@@ -75,7 +75,7 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...], fo
 
 
 def _launched(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...]):
-    """The gradients by the kernels; that what was saved is as the forward read it is checked once for each key."""
+    """The gradients by the kernels. Saved tensors are compared with those of the forward once for each key."""
     launches, forward, strides, from_output = kept
     x, weight, bias, gate, rstd, mean = saved
     reads_bias = from_output or (gate is not None and need[3] and launches.spec.gate != "silu_before")

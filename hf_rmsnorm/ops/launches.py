@@ -18,7 +18,7 @@ class Launches:
     """Launch key -> what allocates the outputs and starts the kernels, or None where the kernels do not serve.
 
     Forwards, with or without a residual sum, a gate or a modulation, and their backwards are in one dictionary, each
-    under the key of what arrives. It is no dictionary itself: Dynamo would guard on what is in it.
+    under the key of what arrives. It is no dictionary itself: Dynamo would guard on its items.
 
     Args:
         spec: the formula.
@@ -52,7 +52,7 @@ def launches_of(spec: NormSpec) -> Launches:
 
 
 def forget_launches() -> None:
-    """Empty the caches of launches: each call is asked anew what serves it."""
+    """Empty the caches of launches, so that each call chooses its backend again."""
     for launches in list(_all):
         launches.kept.clear()
 
@@ -61,19 +61,19 @@ def key_of(kind: tuple, read: tuple, kept: tuple = ()) -> tuple | None:
     """The launch key of such operands: all that decides whether and how they are served; None of those of a subclass.
 
     Args:
-        kind: hashable; what is to be launched.
+        kind: hashable; the kind of launch.
         read: the tensors that kernels read, or None.
         kept: tensors of which the layout alone counts.
 
     Returns:
-        A tuple, the last entry of which is `memory_of` what is read.
+        A tuple. Its last entry is `memory_of` the tensors that the kernel reads.
     """
     memory = memory_of(read)
     return None if memory is None else (kind, *map(layout, read), *map(layout, kept), memory)
 
 
 def layout(t: torch.Tensor | None) -> tuple | None:
-    """What a launch depends on of a tensor, but for its memory."""
+    """The properties of a tensor on which a launch depends, except its address."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
 
 
@@ -94,7 +94,7 @@ def memory_of(tensors: tuple) -> bool | tuple | None:
 
 
 def is_aligned(key: tuple) -> bool:
-    """Whether what is read starts at multiples of 16 bytes, by its launch key."""
+    """Whether every tensor that is read starts at a multiple of 16 bytes, by the launch key."""
     memory = key[-1]
     return memory[0] if _HIP else memory
 

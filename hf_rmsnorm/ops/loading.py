@@ -1,4 +1,4 @@
-"""What is loaded when it is first needed: launch code, which needs triton, and DTensor's rules, which take long."""
+"""Loads two modules when they are first needed: launch code needs triton, and the rules of DTensor take long."""
 
 import sys
 from functools import cache

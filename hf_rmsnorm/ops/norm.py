@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm`: one call from eager, autograd, compiled, exported and checkpointed code alike.
+"""`rms_norm` and `layer_norm`: one call for eager, autograd, compiled, exported and checkpointed code.
 
 `run` is the entry of eager calls, with or without a residual sum: it starts kernels directly. The registered operator
 of `operators` is the other entry, for whatever needs an operator that it can see.
@@ -67,16 +67,18 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
         keep_output: the backward shall read the output, not x, where `serves_as_input`.
 
     Returns:
-        None where the kernels do not serve such tensors, or operators are to be seen; whoever calls computes it then.
+        None if the kernels do not serve such tensors, or if a mode has to see operators: the caller then computes it.
     """
     if not starts_kernels(x):
         return None
     spec = launches.spec
     if spec.functional and _autocast_anywhere() and autocasts_functional(spec, x.device.type):
-        if residual is not None and torch.float32 not in (x.dtype, residual.dtype):
+        if residual is None:
+            x, weight, bias = _in_float32(x, weight, bias)
+        elif torch.float32 in (x.dtype, residual.dtype):
+            weight, bias = _in_float32(weight, bias)
+        else:
             return None  # the norm has another dtype than the sum
-        weight, bias = (t if t is None else t.float() for t in (weight, bias))
-        x = x if residual is not None else x.float()
     graded = _is_grad_enabled() and _asks(x, weight, bias, gate, residual)
     if graded and residual is not None and not (x.requires_grad or residual.requires_grad):
         return None  # the sum would ask for gradients because the weight does
@@ -91,6 +93,10 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
         give_up(error, x.device)
         return None
     return y if h is None else (h, y)
+
+
+def _in_float32(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [t if t is None else t.float() for t in tensors]
 
 
 def _asks(x, weight, bias, gate, residual) -> bool:
@@ -169,15 +175,16 @@ def fused_norm(x, weight, bias, spec: NormSpec, backend: str | None = None, gate
 
 
 def fused_add_norm(x, residual, weight, bias, spec: NormSpec, keep_output: bool = False):
-    """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch where that is served.
+    """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch if a kernel serves them.
 
-    h is rounded to its dtype before it is normalised, and y is then, bit for bit, what the norm's kernel alone makes of
-    h (on a GPU: where x and residual start and step by multiples of 16 bytes, as a model's do). Only h, the parameters
-    and (rows,) statistics are kept for the backward, which adds the gradient of h to the norm's in one launch too,
-    rounded once: x and residual share it.
+    h is rounded to its dtype before it is normalised. So y has the bits that the norm's kernel alone computes from h.
+    On a GPU this needs x and residual to start and step by multiples of 16 bytes, as a model's tensors do.
+
+    The backward needs h, the parameters and (rows,) statistics. It adds the gradient of h to the norm's in the same
+    launch and rounds once: x and residual share that gradient.
 
     Args:
-        x: (..., hidden_size), any strides: what the attention or MLP returned.
+        x: (..., hidden_size), any strides: the output of the attention or MLP.
         residual: the same shape, any strides; of x's dtype, or one of the two is float32, as under autocast.
         weight, bias: (hidden_size,) or None, as the spec says.
 

@@ -48,10 +48,10 @@ norm_backward_op = _define("norm_backward", _OF_NORM, "bool[] need", 4)
 
 
 def spec_args(spec: NormSpec) -> tuple:
-    """A formula as the operators take it; "" stands for a word that is None.
+    """A formula as the operators take it; "" means None.
 
     Raises:
-        TypeError: a formula in groups, or with fields of its own.
+        TypeError: a formula in groups, or of a subclass with more fields.
     """
     if type(spec) is not NormSpec or spec.group_size is not None:
         raise TypeError(f"the operators do not take {spec!r}")
@@ -73,7 +73,7 @@ def _spec_from(has_weight: bool, has_bias: bool, values: tuple) -> NormSpec:
 
 
 def _by_row(stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parameters) -> torch.Tensor:
-    """Statistics of the kernels, flat, in the shape of x's rows: whoever splits x can then split them alike."""
+    """The kernels' flat statistics in the shape of x's rows, so that both can be split in the same way."""
     if stats is None:
         return _none(x)
     order = row_order(x, spec, heads_of(*parameters))
@@ -84,7 +84,7 @@ def _by_row(stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parame
 
 
 def _flat(stats: torch.Tensor, x: torch.Tensor, spec: NormSpec, *parameters) -> torch.Tensor:
-    """`_by_row` undone; what is flat, as the direct launch keeps it, stays as it is."""
+    """The inverse of `_by_row`. Flat statistics, as a direct launch saves them, are returned unchanged."""
     if stats.dim() < 2:
         return stats.reshape(-1)
     order = row_order(x, spec, heads_of(*parameters))
@@ -188,7 +188,7 @@ for _name, _implementation, _fake in (
 
 
 def by_operator(spec: NormSpec, saved: tuple, dy, dh, need) -> list:
-    """(dx, dweight, dbias, dgate) by the registered operator, which returns tensors for what is not needed too."""
+    """(dx, dweight, dbias, dgate) by the registered operator; None for those that are not needed."""
     *operands, rstd, mean = saved
     mean = rstd.new_empty(0) if mean is None else mean
     grads = norm_backward_op(dy, *operands, dh, rstd, mean, *spec_args(spec), list(need))

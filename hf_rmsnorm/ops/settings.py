@@ -1,11 +1,11 @@
-"""What a user chooses: `hf_rmsnorm.settings` for the process, `use_backend` for the calls of one thread."""
+"""The choices of a user: `hf_rmsnorm.settings` for the process, `use_backend` for the calls of one thread."""
 
 import threading
 from dataclasses import dataclass
 
 import torch
 
-CHOICES = {"while_compiling": ("operator", "formula")}
+CHOICES = {"while_compiling": ("original", "operator")}
 BACKENDS = ("auto", "triton", "reference")
 
 
@@ -14,9 +14,9 @@ class Settings:
     """Choices that hold in every thread, read at each call.
 
     Args:
-        while_compiling: what `torch.compile` sees of a patched norm. ``"operator"``: one opaque operator, the same
-            kernel and bits as in eager. ``"formula"``: the module's own forward, which Inductor fuses with its
-            neighbours and rounds in its own way. A model that is compiled already is compiled anew.
+        while_compiling: what `torch.compile` traces in a patched model. ``"original"``: the model's own code, so that
+            the graph is that of the unpatched model, and Inductor fuses it as it likes. ``"operator"``: each norm is
+            one opaque operator, with the kernel and the bits of eager. A change compiles the model again.
 
     Raises:
         ValueError: a value that is none of these, or a setting that does not exist.
@@ -24,10 +24,10 @@ class Settings:
     Example:
         >>> from hf_rmsnorm import settings
         >>> settings.while_compiling
-        'operator'
+        'original'
     """
 
-    while_compiling: str = "operator"
+    while_compiling: str = "original"
 
     def __setattr__(self, name: str, value):
         if name not in CHOICES:
@@ -58,15 +58,15 @@ class use_backend:
     """Choose, in this thread and inside the ``with``, what computes the norms.
 
     Args:
-        name: ``"auto"`` launches Triton on devices it serves (and anywhere under ``TRITON_INTERPRET=1``); elsewhere
-            and in what is exported a patched module runs its own forward. ``"triton"`` insists on the kernels, in
+        name: ``"auto"`` launches Triton on devices it serves (and anywhere under ``TRITON_INTERPRET=1``); elsewhere,
+            and in an exported graph, a patched module runs its own forward. ``"triton"`` insists on the kernels, in
             exports too, and raises where they cannot run. ``"reference"`` computes the plain-torch formula everywhere.
 
     Raises:
         ValueError: the name is none of these.
 
-    A backward uses the backend that its forward used. A recompute under activation checkpointing uses what is chosen
-    when it runs, on a GPU ``"auto"`` (docs/training.md): keep ``loss.backward()`` inside the ``with``.
+    A backward uses the backend that its forward used. A recompute under activation checkpointing uses the backend that
+    is chosen when it runs, on a GPU ``"auto"`` (docs/training.md). So keep ``loss.backward()`` inside the ``with``.
 
     Example:
         >>> import torch

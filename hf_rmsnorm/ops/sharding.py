@@ -5,8 +5,8 @@ replicated, or the rows split over one of their dimensions. Parameters are repli
 partial sums; where each head has a row of them, heads may be split, and the parameters and their gradients with them.
 A split hidden size is not among these, so DTensor gathers it.
 
-Imported by `loading` when the first DTensor arrives, so that nobody else pays for `torch.distributed.tensor`. The
-operators are asked for by their registered names.
+`loading` imports this when the first DTensor arrives: other programs do not load `torch.distributed.tensor`. The
+operators are looked up by their registered names.
 """
 
 import torch

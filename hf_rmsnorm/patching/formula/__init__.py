@@ -1,1 +1,1 @@
-"""What a module computes: found by running it on crafted inputs and comparing with a family of formulas."""
+"""Finds the formula of a module: it runs on chosen inputs, and its outputs are compared with a family of formulas."""

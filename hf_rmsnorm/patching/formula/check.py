@@ -37,7 +37,7 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
     for dtype in dtypes:
         _check_strange_values(trial, recipe, dtype)
     for leading in ((), (1, 2, 2, 1), (1, 2, 1, 2, 1), (2, 1, 1, 2, 1, 1)):
-        if _takes(trial, recipe, *leading) is False:  # what it does not take never reaches its fused forward
+        if _takes(trial, recipe, *leading) is False:  # its fused forward never gets a shape that it refuses
             raise NotInFamily(f"on {len(leading) + 1}-dimensional input its result is not that of {recipe.spec}")
     _check_gradients(trial, recipe)
     return recipe
@@ -96,7 +96,7 @@ def _takes(trial: Trial, recipe: Recipe, *leading: int) -> bool | None:
 
 
 def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
-    """Whether the output of a permuted input lies in memory as the formula's does; else it is contiguous."""
+    """Whether the output of a permuted input has the strides of the formula's output; else it is contiguous."""
     size, heads, spec = trial.size, trial.probe.head_dim, recipe.spec
     parameters = trial.parameters(recipe)
     if recipe.layout == "channels_first":
@@ -225,11 +225,11 @@ def _module_gradients(trial, inputs: dict, wanted: list[str], dy: torch.Tensor) 
 
 
 def _size_of_terms(name: str, gradient: torch.Tensor, x: torch.Tensor, terms: tuple | None) -> torch.Tensor:
-    """The size of what a gradient is summed of, by row; of long rows that of the gradient itself."""
+    """The size of a gradient's summands, by row; for long rows the size of the gradient itself."""
     size = gradient.abs().nan_to_num_().amax(-1, keepdim=True)
     if terms is None:
         return size
-    # What is left of a short row is the difference of terms that are nearly equal.
+    # The gradient of a short row is the difference of terms that are nearly equal.
     rows, total = terms
     if name == "input":
         summed = rows
@@ -242,7 +242,7 @@ def _size_of_terms(name: str, gradient: torch.Tensor, x: torch.Tensor, terms: tu
 
 @torch.no_grad()
 def _terms(x, weight, dy, gate, spec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The size of what is summed to the gradients: of x, (rows, 1); and of the parameters, ()."""
+    """The size of the gradients' summands: of x, (rows, 1); and of the parameters, ()."""
     x, dy = x.double(), dy.double().nan_to_num()
     weight, gate = (None if t is None else t.double() for t in (weight, gate))
     grouped = (x, gate) if spec.group_size is None else in_groups(spec.group_size, x, gate)

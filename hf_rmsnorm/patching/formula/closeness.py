@@ -1,4 +1,4 @@
-"""How near a module's output must be to a formula's to count as the same, and names for what is nearly a norm."""
+"""How near a module's output must be to a formula's to count as the same, and names for near misses."""
 
 import itertools
 
@@ -77,7 +77,7 @@ def _noise_of_mean(x: torch.Tensor, weight: torch.Tensor | None, spec: NormSpec)
 
 
 def describe(x: torch.Tensor, y: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str | None:
-    """What gives y (..., hidden_size) for rows x so large that eps is nothing, if it is a well-known look-alike."""
+    """The name of the look-alike that gives y (..., hidden_size) for rows x so large that eps is nothing; or None."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.shape == x.shape[-1:]}
     x = x.double()
     centred = x - x.mean(-1, keepdim=True)

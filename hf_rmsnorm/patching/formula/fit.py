@@ -21,7 +21,7 @@ MACHINE_EPS = tuple(torch.finfo(d).eps for d in (torch.float32, torch.float16, t
 
 
 class Fit(Trial):
-    """Finds the recipe of one probed module; `NotANorm`, `NotInFamily` or `Unusable` is raised where there is none."""
+    """Finds the recipe of one probed module; `NotANorm`, `NotInFamily` or `Unusable` is raised if there is none."""
 
     def __init__(self, probe: Probe, attributes: set[str]):
         super().__init__(probe)
@@ -77,7 +77,7 @@ class Fit(Trial):
             ("sigmoid_after", wide * sigmoid, 1.0, 1.0),
             ("silu_before", None, 1 / value, 1.0),
         ):
-            if expected is None:  # what the gate multiplies is normalised, so a gate alike for all elements is no gate
+            if expected is None:  # the product is normalised, so a constant gate changes nothing
                 expected = self.probe.run(x * gate * sigmoid / value, torch.full_like(x, value))
             if close(y, expected, 1e-4):
                 self.probe.neutral = value, before, after
@@ -135,7 +135,7 @@ class Fit(Trial):
         raise NotInFamily(f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly")
 
     def _place_eps(self, recipe: Recipe) -> tuple[Recipe, float]:
-        """(the recipe, with eps inside the root or beside it; eps as the output tells it)."""
+        """(the recipe, with eps inside the root or beside it; eps as the output shows it)."""
         reading = self._read_eps(recipe)
         if not (math.isfinite(reading) and reading >= 0.0):
             raise NotInFamily("its eps is negative or not a number" + self._strange_numbers())
@@ -148,7 +148,7 @@ class Fit(Trial):
         return recipe, reading
 
     def _with_unset_eps(self, recipe: Recipe) -> Recipe:
-        """The recipe with the attribute that would hold eps; F.rms_norm has a default of its own for eps=None."""
+        """The recipe with the attribute that would hold eps; F.rms_norm has a default for eps=None."""
         if recipe.spec.functional:
             for name, value in plain_attributes(self.probe.module).items():
                 if value is None and self._drives_eps(recipe, name, 1e-3):

@@ -1,4 +1,4 @@
-"""What a probed module is fed, and how: rows that tell formulas apart, put to it in the way that it normalises them."""
+"""The inputs of a probed module: rows for which formulas differ, in the layout that the module normalises."""
 
 import contextlib
 import math
@@ -122,7 +122,7 @@ class Trial:
         sizes = sorted({size for size in self.probe.sizes.values() if size}, reverse=True)
         if sizes:
             return sizes
-        # What a module without weights names in its attributes, `normalized_shape` and the like
+        # The sizes that a module without weights has in its attributes, as `normalized_shape`
         rows = [v for v in vars(self.probe.module).values() if isinstance(v, (tuple, list)) and v]
         columns = [row[-1] for row in rows if isinstance(row[-1], int)]
         if max(columns, default=0) > MAX_HIDDEN_SIZE:

@@ -91,7 +91,7 @@ class _Code:
         _Body(self, function, takes_module, owner).read()
 
     def read_attribute(self, name: str) -> None:
-        """Note that the forward reads an attribute of the module; refuse what is no plain value and no own tensor."""
+        """Note that the forward reads an attribute; refuse any but a plain value or a tensor of the module."""
         member = inspect.getattr_static(type(self.module), name, None)
         if isinstance(member, property):
             self.read_function(member.fget, f"self.{name}", takes_module=True)
@@ -295,13 +295,13 @@ class _Body(ast.NodeVisitor):
         return is_function and bool(call.args) and self._is_self(call.args[0])
 
     def _is_global(self, node: ast.expr) -> bool:
-        """Whether an expression is a name of the file, or something in what it names."""
+        """Whether an expression is a name of the file, or an attribute of one."""
         while isinstance(node, ast.Attribute):
             node = node.value
         return isinstance(node, ast.Name) and node.id not in self.local
 
     def _resolve(self, node: ast.expr):
-        """Return what a name of the file, or an attribute of it, stands for; None if it is not one."""
+        """Return the value of a name of the file, or of an attribute of one; None if it is neither."""
         if isinstance(node, ast.Attribute):
             return getattr(self._resolve(node.value), node.attr, None)
         if not isinstance(node, ast.Name) or node.id in self.local:

@@ -25,7 +25,7 @@ class Unusable(Exception):
 
 
 class DrawsRandom(Exception):
-    """Its forward draws random numbers; found out before any was drawn."""
+    """Its forward draws random numbers. This is raised before any is drawn."""
 
 
 class Probe:
@@ -43,7 +43,7 @@ class Probe:
         # A forward under @torch.compile is probed as it was written; compiling it would take seconds.
         self._forward = getattr(forward, "_torchdynamo_orig_callable", forward)
         self._shapes = {name: t.shape for name, t in own_tensors(self.module) if t.dim() in (1, 2)}
-        # Lengths, 0 where not known. A tensor of (heads, head_dim) counts and is set as one row; where there is one,
+        # Lengths, 0 where not known. A tensor of (heads, head_dim) counts and is set as one row; if there is one,
         # the module gets (..., heads, head_dim) for each row.
         self.sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self.head_dim = next((shape[1] for shape in self._shapes.values() if len(shape) == 2), None)
@@ -94,7 +94,7 @@ class Probe:
                 parameter.requires_grad_(False)
 
     def run(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """The output for a copy of x; `Unusable` where that is anything but one floating tensor of x's shape."""
+        """The output for a copy of x; `Unusable` if that is anything but one floating tensor of x's shape."""
         written = x.clone()
         y = self._call(written, gate)
         if written._version:
@@ -198,7 +198,7 @@ def _same_memory(a, b: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def neutral_modes() -> Iterator[None]:
     """Whatever context the caller is in (inference mode, autocast, fake tensors), probe in a plain one."""
-    # A default device is a mode through which every operator goes in Python: none is set where there is none to hide.
+    # A default device is a mode that slows every operator down, so one is set only to hide another.
     hidden = torch.device("cpu") if torch._C._len_torch_function_stack() else contextlib.nullcontext()
     plain = torch.autocast("cpu", enabled=False)
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), plain, hidden:
@@ -223,7 +223,7 @@ def plain_attributes(module: torch.nn.Module) -> dict[str, object]:
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, object]:
-    """What the instance holds that not every module does."""
+    """The attributes of the instance that not every module has."""
     return {name: value for name, value in vars(module).items() if name not in _MODULE_STATE}
 
 

@@ -22,11 +22,11 @@ REDUCTIONS |= {"layer_norm", "rms_norm", "einsum", "matmul", "dot", "bmm"}
 
 
 class Verdict(NamedTuple):
-    """What is known of one module: a recipe; or a reason why it has none; or neither, if it is not a norm at all."""
+    """The result for one module: a recipe; or the reason why it has none; or neither, if it is not a norm at all."""
 
     recipe: Recipe | None = None
     reason: str | None = None
-    cure: str = ""  # what a user may do about the reason
+    cure: str = ""  # how a user may remove the reason
 
 
 NOT_A_NORM = Verdict()
@@ -92,7 +92,7 @@ def _normalises(module: torch.nn.Module) -> bool:
 
 
 def _refusal(module: torch.nn.Module) -> tuple[str, str] | None:
-    """(reason, cure) where the module must not even be run; ("", "") where it is plainly something else."""
+    """(reason, cure) if the module must not even be run; ("", "") if it is plainly something else."""
     cls = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted or traced", "patch the model before torch.jit"

@@ -1,12 +1,16 @@
-"""`torch.compile` of a patched model: no graph breaks, no recompiles, and a choice of what Inductor sees."""
+"""`torch.compile` of a patched model traces the model's own code, unless it is asked to keep the kernels."""
 
 import pytest
+import tiny_diffusion
 import tiny_models
 import torch
+from torch.fx.node import map_arg
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, settings
 
-FAMILIES = ["llama", "qwen3", "gemma2", "gpt2"]
+FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "olmo2", "mistral", "mixtral", "gemma2", "phi3", "qwen2"]
+DIFFUSION = ["DiT", "Flux"]
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +18,7 @@ def fresh():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-    settings.while_compiling = "operator"
+    settings.while_compiling = "original"
 
 
 class Graphs(list):
@@ -24,14 +28,91 @@ class Graphs(list):
         self.append(graph)
         return graph.forward
 
-    def operators(self):
+    def nodes(self) -> list[str]:
+        """Every node of every graph, with numbers in the place of names."""
+        lines = []
+        for graph in self:
+            numbers = {node: f"%{number}" for number, node in enumerate(graph.graph.nodes)}
+            for node in numbers:
+                target = "" if node.op == "placeholder" else node.target
+                arguments = map_arg((node.args, node.kwargs), numbers.__getitem__)
+                lines.append(f"{node.op} {target} {arguments}")
+        return lines
+
+    def operators(self) -> int:
+        """How many nodes are operators of this package."""
         return sum(str(node.target).startswith("hf_rmsnorm.") for graph in self for node in graph.graph.nodes)
 
 
-@pytest.mark.full
+def compiled_nodes(model, run, **options) -> list[str]:
+    torch.compiler.reset()
+    graphs = Graphs()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs, **options)
+    run(compiled)
+    assert len(graphs) == 1
+    return graphs.nodes()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_graph_break_and_no_recompile_over_batch_sizes(family):
-    model = tiny_models.build(family)
+def test_the_graph_of_a_patched_model_is_the_graph_of_the_unpatched_one(family):
+    model = tiny_models.build(family, torch.bfloat16)
+    ids = tiny_models.token_ids()
+
+    def run(compiled):
+        compiled(ids, use_cache=False)
+
+    expected = compiled_nodes(model, run)
+    patch_model(model)
+    assert compiled_nodes(model, run) == expected
+
+
+@pytest.mark.full
+def test_so_is_the_graph_for_any_batch_size():
+    model = tiny_models.build("llama", torch.bfloat16)
+
+    def run(compiled):
+        for batch in (2, 3, 5):
+            compiled(tiny_models.token_ids(batch), use_cache=False)
+
+    expected = compiled_nodes(model, run, dynamic=True)
+    patch_model(model)
+    assert compiled_nodes(model, run, dynamic=True) == expected
+
+
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_so_is_the_graph_of_a_diffusion_model(name):
+    model, inputs = tiny_diffusion.build(name, torch.bfloat16)
+
+    def run(compiled):
+        compiled(**inputs)
+
+    expected = compiled_nodes(model, run)
+    report = patch_model(model)
+    assert any(record.fused for record in report.layers)
+    assert compiled_nodes(model, run) == expected
+
+
+@pytest.mark.full
+def test_so_are_the_graphs_of_layers_that_are_compiled_one_by_one():
+    def nodes(model):
+        torch.compiler.reset()
+        graphs = Graphs()
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend=graphs)
+        model(tiny_models.token_ids(), use_cache=False)
+        return graphs.nodes()
+
+    model = tiny_models.build("qwen3", torch.bfloat16)
+    expected = nodes(model)
+    patch_model(model)
+    assert nodes(model) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("choice", ["original", "operator"])
+def test_no_graph_break_and_no_recompile_over_batch_sizes(choice):
+    settings.while_compiling = choice
+    model = tiny_models.build("qwen3")
     patch_model(model)
     graphs = Graphs()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
@@ -43,7 +124,9 @@ def test_no_graph_break_and_no_recompile_over_batch_sizes(family):
 
 
 @pytest.mark.full
-def test_training_compiles_once_too():
+@pytest.mark.parametrize("choice", ["original", "operator"])
+def test_training_compiles_once_too(choice):
+    settings.while_compiling = choice
     model = tiny_models.build("llama").train()
     patch_model(model)
     graphs = Graphs()
@@ -60,24 +143,55 @@ def test_training_compiles_once_too():
     assert len(graphs) == 1
 
 
-@pytest.mark.nightly
-def test_what_inductor_sees_is_a_setting():
-    model = tiny_models.build("llama")
-    ids = tiny_models.token_ids()
-    expected = model(ids, use_cache=False).logits
+def gradients(function, x, weight) -> list[torch.Tensor]:
+    x.grad = weight.grad = None
+    function(x, x).float().square().sum().backward()
+    return [x.grad.clone(), weight.grad.clone()]
+
+
+@pytest.mark.parametrize("choice", ["original", "operator"])
+@pytest.mark.parametrize("used", ["one tensor given twice", "one norm used twice"])
+def test_what_is_used_twice_has_the_gradients_of_eager(choice, used):
+    settings.while_compiling = choice
+    model = torch.nn.Sequential(LlamaRMSNorm(64)).to(torch.bfloat16)
+    x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def of_one_tensor(a, b):
+        return model(a) + 2 * model(b)
+
+    def of_one_norm(a, b):
+        return model(3 * model(a))
+
+    function = of_one_tensor if used == "one tensor given twice" else of_one_norm
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    weight = model[0].weight
+    unpatched = gradients(function, x, weight)
     patch_model(model)
-    for choice, operators in (("operator", 5), ("formula", 0), ("operator", 5)):
+    patched = gradients(function, x, weight)
+    expected = unpatched if choice == "original" else patched
+    assert all(map(torch.equal, gradients(compiled, x, weight), expected))
+
+
+@pytest.mark.full
+def test_each_norm_may_be_one_operator_with_the_kernels_bits():
+    model = tiny_models.build("llama", torch.bfloat16)
+    ids = tiny_models.token_ids()
+    patch_model(model)
+    expected = model(ids, use_cache=False).logits
+    for choice, operators in (("operator", 5), ("original", 0), ("operator", 5)):
         settings.while_compiling = choice
         graphs = Graphs()
         with torch.no_grad():
             logits = torch.compile(model, fullgraph=True, backend=graphs)(ids, use_cache=False).logits
-        torch.testing.assert_close(logits, expected)
         assert graphs.operators() == operators, choice
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("choice", ["original", "operator"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_static_cache_decodes_the_same_tokens_compiled(family):
+def test_a_static_cache_decodes_the_same_tokens_compiled(family, choice):
+    settings.while_compiling = choice
     model = tiny_models.build(family)
     ids = tiny_models.token_ids(1, 6)
     how = {"max_new_tokens": 12, "do_sample": False}

@@ -287,13 +287,13 @@ def test_wrappers_of_each_subclass_count_once():
     """What `__init_subclass__` wraps around the guarded forward it has wrapped around the original already."""
     base = type("Base", (nn.Module,), {"forward": wrapped(1, Placed.forward)})
     rewritten = wrapped(1, source.compiled_again(Placed, doubled, {"other": None}))
-    made = source.guarded(rewritten, base)
+    made = source.guarded(rewritten, base, [])
     assert source.wrapped_alike(made, base.forward)
     assert source.wrapped_alike(wrapped(1, made), base.forward)
-    assert not source.wrapped_alike(source.guarded(wrapped(2, Placed.forward), base), base.forward)
-    assert not source.wrapped_alike(source.guarded(Placed.forward, base), base.forward)
+    assert not source.wrapped_alike(source.guarded(wrapped(2, Placed.forward), base, []), base.forward)
+    assert not source.wrapped_alike(source.guarded(Placed.forward, base, []), base.forward)
     twice = type("Twice", (nn.Module,), {"forward": wrapped(2, Placed.forward)})
-    assert source.wrapped_alike(wrapped(1, source.guarded(wrapped(2, Placed.forward), twice)), twice.forward)
+    assert source.wrapped_alike(wrapped(1, source.guarded(wrapped(2, Placed.forward), twice, [])), twice.forward)
 
 
 def test_a_guarded_forward_steps_aside_for_another():
@@ -301,7 +301,7 @@ def test_a_guarded_forward_steps_aside_for_another():
         def forward(self, x):
             return x
 
-    forward = source.guarded(lambda self, x: "rewritten", Guarded)
+    forward = source.guarded(lambda self, x: "rewritten", Guarded, [])
     assert forward(Guarded(), 1) == "rewritten"
     own = Guarded.forward
     Guarded.forward = lambda self, x: "another"

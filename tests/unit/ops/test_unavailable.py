@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hf_rmsnorm import patch_model, rms_norm, use_backend
+from hf_rmsnorm import patch_model, rms_norm, settings, use_backend
 from hf_rmsnorm.kernels import failure
 from hf_rmsnorm.ops import backend, describe_backend
 from hf_rmsnorm.ops.backend import device_refusal
@@ -271,7 +271,8 @@ def test_only_the_device_that_fails_is_left(fail, monkeypatch):
 
 
 @pytest.mark.parametrize("word", ["", "backward"])
-def test_a_compiled_graph_goes_on_in_plain_torch(word, fail):
+def test_a_compiled_graph_of_operators_goes_on_in_plain_torch(word, fail, monkeypatch):
+    monkeypatch.setattr(settings, "while_compiling", "operator")
     model = nn.Sequential(nn.RMSNorm(8, eps=1e-6), nn.Linear(8, 8), nn.LayerNorm(8))
     x = torch.randn(2, 8)
     model(x).square().sum().backward()
