@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from places import ROOT
 
 import hf_rmsnorm
@@ -57,6 +58,12 @@ def test_the_stub_names_what_is_there():
     assert {name.name for node in imports for name in node.names} == set(hf_rmsnorm.__all__) - {"__version__"}
     for name in hf_rmsnorm.__all__:
         assert getattr(hf_rmsnorm, name) is not None
+
+
+def test_commits_are_checked_by_the_pinned_linter():
+    (ruff,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert f"ruff=={ruff['rev'].removeprefix('v')}" in pinned
 
 
 @pytest.mark.full
