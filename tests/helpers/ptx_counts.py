@@ -57,6 +57,13 @@ class Counting(machine._Run):
         super()._copy(instruction, mask)
 
 
+def of_launch(executor: machine.Machine, launch: tuple) -> Counter:
+    """What all warps of a launch do, by unit; `launch` is one that the driver kept."""
+    with patch.object(machine, "_Run", Counting), patch.object(Counting, "counts", Counter()):
+        executor.launch(*launch)
+        return Counting.counts
+
+
 def _back(made, leaves, dy):
     outputs = made()
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
@@ -121,13 +128,13 @@ def counted() -> dict:
         with use_backend("triton"):
             run()
         made, driver.active.launches = driver.active.launches, None
-        for kernel, grid, shared, arguments in made:
-            with patch.object(machine, "_Run", Counting), patch.object(Counting, "counts", Counter()):
-                driver.active.machine.launch(kernel, grid, shared, arguments)
-                programs = int(np.prod(grid))
-                share = programs if "reduce" in kernel.name else rows
-                counts = {unit: Counting.counts[unit] / share for unit in UNITS}
-                counts["barriers"] = Counting.counts["barriers"] / (programs * kernel.threads // 32)
+        for launch in made:
+            kernel, grid, *_ = launch
+            all_warps = of_launch(driver.active.machine, launch)
+            programs = int(np.prod(grid))
+            share = programs if "reduce" in kernel.name else rows
+            counts = {unit: all_warps[unit] / share for unit in UNITS}
+            counts["barriers"] = all_warps["barriers"] / (programs * kernel.threads // 32)
             key = f"{name} {kernel.name}"
             if kernel.name == "norm_backward" and key in found:  # a wide LayerNorm launches it twice
                 key += "_sums"

@@ -138,6 +138,12 @@ def test_a_tensor_that_is_read_and_written_by_two_names_is_refused():
         launch(LOAD + STORE, x, x)
 
 
+def test_a_launch_that_may_write_where_it_reads_tells_how_many_bytes_it_moved():
+    x, moved = torch.arange(THREADS, dtype=torch.int32), []
+    launch("ld.global.b32 %r9, [%rd5]; add.s32 %r9, %r9, 1; " + STORE, x, x, in_place=True, watch=moved.append)
+    assert x.tolist() == list(range(1, THREADS + 1)) and moved == [2 * 4 * THREADS]
+
+
 @pytest.mark.parametrize(
     "statement",
     ["tex.1d.v4 %r9;", "bar.sync 1;", "add.sat.s32 %r9, %r1, %r1;", "fma.rz.f32 %r9, %r1, %r1, %r1;",
@@ -221,6 +227,20 @@ def test_bytes_are_picked_out_of_two_registers():
     a, b = np.array([0x3F80_1234, 0x0011_2233], np.int32), np.array([0x4049_5678, 0x7F00_80FF], np.int32)
     for chosen, expected in (("0x7632U", [0x4049_3F80, 0x7F00_0011]), ("0x00C4", [0x3434_0078, 0x3333_FFFF])):
         assert computed(f"prmt.b32 %r9, %r20, %r21, {chosen};", a, b)[:2].tolist() == expected, chosen
+
+
+def test_numbers_too_small_to_be_normal_count_as_zero_where_asked():
+    small = floats(1e-40, -1e-40, 0.25, -0.25)
+    expected = {
+        "abs.ftz.f32 %r9, %r20;": [0, 0, 0.25, 0.25],
+        "rcp.approx.ftz.f32 %r9, %r20;": [np.inf, -np.inf, 4, -4],
+        "ex2.approx.ftz.f32 %r9, %r20;": [1, 1, np.float32(2**0.25), np.float32(2**-0.25)],
+        "fma.rn.ftz.f32 %r9, %r20, %r20, %r20;": [0, 0, 0.3125, -0.1875],
+    }
+    for statement, values in expected.items():
+        assert computed(statement, small)[:4].view(np.float32).tolist() == values, statement
+    got = computed("cvt.rn.f32.s32 %r9, %r20;", np.array([-3, 2**24 + 1], np.int32))
+    assert got[:2].view(np.float32).tolist() == [-3, 2**24]
 
 
 def test_nan_is_found_in_either_operand():

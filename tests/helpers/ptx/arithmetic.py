@@ -80,11 +80,20 @@ def _rsqrt(a):
     return (1.0 / np.sqrt(a.astype(f64))).astype(f32)
 
 
+def _flushed(a):
+    """Numbers too small to be normal become zero."""
+    return np.where(np.abs(a) < f32.type(2.0**-126), 0 * a, a)
+
+
 FLOAT = {
     "add": ("ff", np.add), "sub": ("ff", np.subtract), "mul": ("ff", np.multiply), "fma": ("fff", fma32),
     "div": ("ff", np.divide), "sqrt": ("f", np.sqrt), "rsqrt": ("f", _rsqrt),
-    "rsqrt.ftz": ("f", lambda a: _rsqrt(np.where(np.abs(a) < f32.type(2.0**-126), 0 * a, a))),
+    "rsqrt.ftz": ("f", lambda a: _rsqrt(_flushed(a))),
     "ex2": ("f", lambda a: np.exp2(a.astype(f64)).astype(f32)),
+    "ex2.ftz": ("f", lambda a: _flushed(np.exp2(_flushed(a).astype(f64)).astype(f32))),
+    "rcp.ftz": ("f", lambda a: _flushed(f32.type(1) / _flushed(a))),
+    "fma.ftz": ("fff", lambda a, b, c: _flushed(fma32(*map(_flushed, (a, b, c))))),
+    "abs.ftz": ("f", lambda a: np.abs(_flushed(a))),
     "neg": ("w", lambda a: a ^ 0x8000_0000), "min": ("ff", np.fmin), "max": ("ff", np.fmax),
 }  # fmt: skip
 ROUNDED = {"rn", "full", "approx"}  # those that are approximate are exact here unless they are to be blurred
@@ -129,6 +138,7 @@ EXACT = {
     "cvt.rn.f16x2.f32": ("ff", lambda high, low: _pack(low.astype(f16), high.astype(f16))),
     "cvt.u64.u32": ("w", lambda a: a.astype(u64)), "cvt.s64.s32": ("s", lambda a: a.astype(i64)),
     "cvt.u32.u64": ("d", lambda a: a.astype(u32)), "cvt.u32.u16": ("h", lambda a: a.astype(u32)),
+    "cvt.rn.f32.s32": ("s", lambda a: a.astype(f32)),
     "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "and.pred": ("pp", np.logical_and), "or.pred": ("pp", np.logical_or),
 }  # fmt: skip
 MOVES = {  # of a pair in braces, by whether that is the destination and by width

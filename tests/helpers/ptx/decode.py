@@ -147,9 +147,11 @@ class Kernel:
             made.divides = name[:3] in ("div", "rem") and kinds[0] != "f"
         elif name.startswith("ld.param."):
             param = parts[1].strip("[] ")
-            if self._sizes.get(param) != name[-2:] or (name[-2:] == "64") != parts[0].startswith("%rd"):
+            wider = name == "ld.param.s32" and parts[0].startswith("%rd")
+            if self._sizes.get(param) != name[-2:] or (wider or name[-2:] == "64") != parts[0].startswith("%rd"):
                 raise Unknown(statement)
-            made.function, made.kinds = (lambda a: a), (None,)
+            made.function = operation("cvt.s64.s32" if wider else "mov.b32")[1]
+            made.kinds = (KINDS["s"],) if wider else (None,)
             made.targets, made.sources = (self._slot(parts[0]),), (self._slot(param),)
         else:
             self._decode_action(made, name, parts)

@@ -5,6 +5,7 @@ What threads see of each other's memory is theirs only by luck of that order, so
 between barriers, not by values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
@@ -22,9 +23,17 @@ NOBODY = np.zeros(0, bool)
 
 @dataclass
 class Machine:
-    """Executes launches. `blurred`: what hardware only approximates is an ulp off, one way, the other or not at all."""
+    """Executes launches.
+
+    Args:
+        blurred: what hardware only approximates is an ulp off, one way, the other or not at all.
+        in_place: a launch may write to what it reads.
+        watch: called after each launch with the bytes that it moved.
+    """
 
     blurred: bool = False
+    in_place: bool = False
+    watch: Callable[[int], None] | None = None
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], shared: int, arguments: list) -> list[int]:
         """Run a launch; `arguments` are tensors, numbers or None (a null pointer), one for each parameter.
@@ -39,6 +48,8 @@ class Machine:
         for number, ((kind, name), value) in enumerate(zip(kernel.params, arguments, strict=True)):
             if hasattr(value, "data_ptr"):
                 windows[number] = Window(value, number)
+                if self.watch is not None:
+                    windows[number].keep_what_is_read()
                 value = windows[number].address
             dtype = np.dtype("f4" if kind == "f32" else f"u{int(kind[1:]) // 8}")
             given[name] = dtype.type(value if kind == "f32" else int(value or 0) % 2 ** (8 * dtype.itemsize))
@@ -49,9 +60,11 @@ class Machine:
                 some = np.arange(first, min(first + step, programs))
                 _Run(kernel, grid, some, Shared(len(some), shared, kernel.threads), windows, given, self.blurred).run()
             for window in windows.values():
-                window.close(windows.values())
+                window.close(() if self.in_place else windows.values())
         except Fault as fault:
             raise Fault(f"{kernel.name}: {fault}") from None
+        if self.watch is not None:
+            self.watch(sum(window.moved() for window in windows.values()))
         return [number for number, window in windows.items() if window.owner is not None]
 
 

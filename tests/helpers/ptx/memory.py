@@ -28,6 +28,7 @@ class Window:
         padded = -(-(self.shift + self.size) // 64) * 64
         about = {"data": (real - self.shift, False), "shape": (padded,), "typestr": "|u1", "version": 3}
         self.bytes = np.asarray(SimpleNamespace(__array_interface__=about, tensor=tensor))
+        self.loaded = None  # which elements were read, where that is kept
         self.read, self.owner = False, None  # of each element, the number of the program that wrote it, or 0
         self.allowed = None  # which elements are the view's, where there are others between them
         if tensor.numel() < spanned <= LARGEST:
@@ -54,7 +55,19 @@ class Window:
 
     def load(self, address, width: int, count: int):
         self.read = True
-        return self.bytes.view(UNSIGNED[width]).reshape(-1, count)[self._places(address, width * count)]
+        places = self._places(address, width * count)
+        if self.loaded is not None:
+            self.loaded.reshape(-1, width * count // self.item)[places] = True
+        return self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places]
+
+    def keep_what_is_read(self) -> None:
+        """From now on, keep which elements are read, for `moved`."""
+        self.loaded = np.zeros(len(self.bytes) // self.item, bool)
+
+    def moved(self) -> int:
+        """Bytes that were read and bytes that were written, each byte once."""
+        written = 0 if self.owner is None else np.count_nonzero(self.owner)
+        return self.item * int(np.count_nonzero(self.loaded) + written)
 
     def store(self, address, values, width: int, count: int, program) -> None:
         places = self._places(address, width * count)
