@@ -2,6 +2,7 @@
 
     python -m benchmarks gpu                 everything that only a GPU can tell, in one call of under nine minutes
     python -m benchmarks host                what a call costs the host; needs no GPU
+    python -m benchmarks layer               kernels and bytes of one decoder layer, beside Liger; needs no GPU
     python -m benchmarks cpu                 what a patch costs on a CPU, which no kernel serves
     python -m benchmarks COMMAND --help
 
@@ -14,10 +15,17 @@ import sys
 if not __package__:  # started by its path, which puts this folder on the search path: kernels.py would hide `kernels`
     sys.exit("run this as a module, from the root of the checkout: python -m benchmarks")
 
-from benchmarks import aot_command, command, cpu, gpu_check, gpu_report
+from benchmarks import aot_command, command, cpu, gpu_check, gpu_report, layer
 from hf_rmsnorm.cli.main import Parser, add_command, execute
 
-COMMANDS = {**command.COMMANDS, "cpu": cpu, "gpu": gpu_check, "gpu-report": gpu_report, "aot": aot_command}
+COMMANDS = {
+    **command.COMMANDS,
+    "layer": layer,
+    "cpu": cpu,
+    "gpu": gpu_check,
+    "gpu-report": gpu_report,
+    "aot": aot_command,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -106,14 +106,17 @@ def _one_layer(count: Callable[[int], Counter]) -> dict[str, int]:
     return {name: three[name] - two[name] for name in three}
 
 
-def decoded_layer(shape: ModelShape, patch: bool) -> dict[str, int]:
+def decoded_layer(shape: ModelShape, patch: bool, **options) -> dict[str, int]:
     """What one decoder layer costs per decoded token: ``operators`` dispatched (neither views nor allocations),
-    ``launches`` of this package, and their ``sum``. Counted as the difference of models of three and two layers."""
+    ``launches`` of this package, and their ``sum``; `options` are those of `patch_model`.
+
+    It is the difference between models of three and of two layers.
+    """
 
     def count(layers: int) -> Counter:
         model = build(small(shape), layers).eval()
         if patch:
-            patch_model(model)
+            patch_model(model, **options)
         ids = torch.arange(3, 9)[None]
         with torch.no_grad(), kernels_left_out():
             cache = model(ids, use_cache=True).past_key_values

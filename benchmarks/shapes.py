@@ -45,5 +45,11 @@ SHAPES = {
     "Mistral-7B": ModelShape("mistral", 4096, 14336, 32, 8, 128, 32768),
     "Gemma-2-9B": ModelShape("gemma2", 3584, 14336, 16, 8, 256, 256000, weight_offset=1.0),
 }
+LAYERS = {  # those of which one layer is counted
+    "Llama-3.1-8B": SHAPES["Llama-3-8B"],
+    "Qwen3-8B": SHAPES["Qwen3-8B"],
+    "Gemma-3-12B": ModelShape("gemma3_text", 3840, 15360, 16, 8, 256, 262208, qk_norm=True, weight_offset=1.0),
+    "Mistral-7B": SHAPES["Mistral-7B"],
+}
 TINY = {"tiny": ModelShape("qwen3", 64, 96, 4, 2, 16, 128, qk_norm=True)}  # for a trial of the command
 AGAINST_LAYER_NORM = ((512, 128), (1024, 512), (2048, 2048))  # (hidden size, sequence) of published comparisons

@@ -1,10 +1,8 @@
 """The tables of the documentation show what comes out here, or what a committed result holds."""
 
-import importlib.util
 import io
 import json
 import pickle
-import re
 import subprocess
 import sys
 
@@ -17,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_rmsnorm
+from benchmarks.counting import decoded_layer
+from benchmarks.shapes import ModelShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULTS = ROOT / "scripts/results"
@@ -89,36 +89,13 @@ def test_saved_bytes_are_as_many_as_in_the_table(norm):
     assert [per_row(module), fused] == [int(d) * 512 + int(c) for d, c in (cell.split(" D + ") for cell in shown)]
 
 
-@pytest.fixture(scope="module")
-def drawn():
-    """docs/draw_operators.py."""
-    spec = importlib.util.spec_from_file_location("draw_operators", ROOT / "docs/draw_operators.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.full
-def test_the_picture_shows_what_is_counted(drawn, tmp_path):
-    counts = drawn.count()
-    labels = re.findall(r">([^<>]+)</text>", drawn.FILE.read_text(encoding="utf-8"))
-    before, after = zip(*counts.values(), strict=True)
-    assert [int(label) for label in labels if label.isdigit()] == [*before, *after]
-    assert [label for label in labels if label in counts] == list(counts)
-    pytest.importorskip("matplotlib")
-    drawn.draw(counts, tmp_path / "operators.svg")
-    assert re.findall(r">([^<>]+)</text>", (tmp_path / "operators.svg").read_text(encoding="utf-8")) == labels
-
-
-@pytest.mark.full
-def test_norms_swapped_by_themselves_remove_what_the_table_says(drawn):
-    def counted(kind):
-        three, two = (drawn.decoded_token(kind, layers, True, fuse_residual=False) for layers in (3, 2))
-        return str(three - two)
-
+def test_norms_swapped_by_themselves_remove_what_the_table_says():
     columns = ("llama", "mistral", "qwen2", "qwen3")  # the other rows are test_counts.py's
+    shapes = [ModelShape(kind, 64, 96, 4, 2, 16, 128) for kind in columns]
+    counted = [str(decoded_layer(shape, True, fuse_residual=False)["sum"]) for shape in shapes]
     shown = pages.row("docs/fusion.md", "", "each norm swapped by itself (`fuse_residual=False`)")
-    assert shown == [counted(kind) for kind in columns]
+    assert shown == counted
 
 
 # --- what a page says of pickles --------------------------------------------------------------------------------

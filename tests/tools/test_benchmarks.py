@@ -2,14 +2,17 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
 from places import ROOT
+from ptx.driver import TRITON
 
-from benchmarks import counting, cpu, kernels, models, peers, tables
+from benchmarks import counting, cpu, kernels, layer_table, models, peers, tables, traffic
 from benchmarks.__main__ import main
 from benchmarks.shapes import TINY
 from benchmarks.timing import Stopwatch
@@ -216,3 +219,81 @@ def test_the_cost_of_a_patch_on_a_cpu_is_a_ratio_beside_that_of_chance():
     assert found["turns"] == 5 and found["parameters"] == sum(p.numel() for p in model.parameters())
     assert all(0 < found[kind]["us_min"] <= found[kind]["us"] for kind in (cpu.PLAIN, cpu.PATCHED, cpu.AGAIN))
     assert found["ratio"] > 0 and found["ratio by chance"] > 0 and unpatch_model(model) == 0
+
+
+# --- one decoder layer -------------------------------------------------------------------------------------------
+
+
+def layer(*arguments):
+    """What `layer` counts, in a process where the kernels are compiled and their PTX is executed."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks", "layer", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def executed():
+    if version("triton") != TRITON:
+        pytest.skip(f"executes the PTX of Triton {TRITON}")
+    return layer_table.committed()
+
+
+def test_a_narrow_layer_launches_what_the_committed_result_says(executed):
+    counted = layer("--models", "tiny", "--tokens", "4")["models"]["tiny"]  # a Qwen3
+    for variant in ("eager", "hf_rmsnorm"):
+        for phase in ("decode", "prefill"):
+            for what in ("kernels", "fusible_kernels"):
+                assert counted[variant][phase][what] == executed["models"]["Qwen3-8B"][variant][phase][what]
+    assert counted["hf_rmsnorm"]["saved_bytes_per_token"] < counted["eager"]["saved_bytes_per_token"]
+
+
+@pytest.mark.nightly
+def test_a_layer_of_the_published_size_is_counted_as_in_the_committed_result(executed):
+    name = "Mistral-7B"
+    counted = layer("--models", name)["models"][name]
+    for variant, counts in counted.items():
+        expected = dict(executed["models"][name][variant])
+        expected.pop("equal_to_eager")  # the order in which a CPU adds depends on the CPU
+        assert counts.items() >= expected.items()
+
+
+def test_bytes_that_elements_share_are_counted_once():
+    x = torch.zeros(4, 8, dtype=torch.bfloat16)
+    assert traffic.distinct_bytes(x) == 64
+    assert traffic.distinct_bytes(x[:1].expand(4, 8)) == 16
+    assert traffic.distinct_bytes(x[:, :2]) == 16
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x)).view(-1, 8)
+
+
+def test_norms_and_sums_are_told_from_the_rest_of_a_layer():
+    module, x = _Layer(), torch.zeros(4, 8)
+    with torch.no_grad(), traffic.Traffic(module) as counted:
+        module(x)
+    assert counted.kernels == 3, "the norm, the matrix product and the sum; the view is free"
+    norm = 2 * 4 * 32 + 2 * 32 + 2 * 4 * 4  # x, y, weight and bias, mean and rstd
+    assert counted.fusible == {"kernels": 2, "bytes": norm + 3 * 4 * 32}
+
+
+def test_the_picture_of_a_layer_is_that_of_the_committed_result():
+    path = ROOT / "docs/draw_layer.py"
+    drawing = runpy.run_path(str(path))
+    assert drawing["drawn"](layer_table.committed()["models"]) == drawing["FILE"].read_text(encoding="utf-8")
+
+
+def test_the_table_of_a_layer_has_the_speeds_of_a_gpu():
+    speeds, device = layer_table.gpu_speeds()
+    lines = layer_table.models_table(layer_table.committed())
+    assert device in lines[-1]
+    ours = speeds["Qwen3-8B"]["hf_rmsnorm"]
+    (row,) = (line for line in lines if line.startswith("| Qwen3-8B, hf-rmsnorm |"))
+    assert row.endswith(f"| {' | '.join(ours)} |") and float(ours[0]) > 1

@@ -1,0 +1,96 @@
+"""Count what one decoder layer does: Hugging Face eager, Liger and this package; needs no GPU.
+
+Each layer has its published size and random bfloat16 weights. It runs on a CPU: 64 tokens, then one more behind them.
+Liger is applied by its own `apply_liger_kernel_to_*(model=...)` with its defaults, so it fuses the MLP too.
+A torch operator counts as one kernel, which reads its inputs once and writes its outputs once. Views and allocations
+are free. A Triton kernel is compiled for an H100 (sm_90), and its PTX is executed. Each byte that a launch reads counts
+once, and so does each that it writes. Bytes moved are those of norms, residual sums and rotary embedding, over 64.
+Bytes kept are the storages that autograd saves in the layer, without parameters and the tables of the rotary embedding.
+Equal bits: the share of the elements of the layer's output, for 64 tokens, that equal those of eager on the same CPU.
+Instructions and sectors (32 bytes) are those of the PTX, for one row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.layer_table import committed, models_table, row_table
+from benchmarks.shapes import LAYERS, TINY
+from hf_rmsnorm.cli.common import CliError, Result
+from hf_rmsnorm.cli.env import versions
+from hf_rmsnorm.paths import did_you_mean
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS = 64
+LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--models", metavar="NAMES", help="these alone, comma-separated, and no norm by itself")
+    parser.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"of the prompt (default {TOKENS})")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the JSON there")
+    parser.add_argument("--table", action="store_true", help="count nothing: print the tables of the committed result")
+
+
+def run(args) -> Result:
+    """Count, or show what was counted before."""
+    names = _chosen(args.models)
+    data = committed() if args.table else _counted(names, args.tokens, rows=args.models is None)
+    if args.out:
+        _write(args.out, data)
+    lines = models_table(data, names)
+    if args.models is None:
+        lines += ["", *row_table(data)]
+    return Result(data, "\n".join(lines))
+
+
+def _chosen(names: str | None) -> list[str]:
+    if names is None:
+        return list(LAYERS)
+    known = LAYERS | TINY
+    chosen = names.split(",")
+    for name in chosen:
+        if name not in known:
+            like = did_you_mean(name, known)
+            raise CliError(f"no such shape: {name}; choose among {', '.join(known)}{like}")
+    return chosen
+
+
+def _counted(names: list[str], tokens: int, rows: bool) -> dict:
+    _start_executor()
+    from benchmarks.layer_count import count_layer
+    from benchmarks.layer_rows import count_rows
+
+    used = versions(LIBRARIES)
+    liger = used["liger-kernel"] is not None
+    shapes = LAYERS | TINY
+    data = {"versions": used, "tokens": tokens}
+    data["models"] = {name: count_layer(shapes[name], tokens, liger) for name in names}
+    if rows:
+        data["row"] = count_rows(liger)
+    return data
+
+
+def _start_executor() -> None:
+    """From now on kernels on CPU tensors are executed from their PTX, by what the tests execute them with."""
+    if "triton" in sys.modules:
+        raise CliError("triton is imported already, and may interpret kernels: run this in a process of its own")
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path.insert(0, str(ROOT / "tests/helpers"))
+    from ptx.driver import TRITON, run_kernels_on_cpu
+
+    if not run_kernels_on_cpu():
+        raise CliError(f"this executes the PTX of Triton {TRITON}: pip install triton=={TRITON}")
+    from triton.runtime import driver
+
+    driver.active.machine.in_place = True  # as Liger's rotary embedding and backward write
+
+
+def _write(file: Path, data: dict) -> None:
+    try:
+        file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --out") from error

@@ -1,0 +1,141 @@
+"""One decoder layer of a published shape, counted as Hugging Face runs it, with Liger, and patched by this package."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from triton.runtime import driver
+
+from benchmarks.counting import saved_bytes
+from benchmarks.models import random_model
+from benchmarks.shapes import ModelShape
+from benchmarks.traffic import Traffic
+from hf_rmsnorm import patch_model, unpatch_model, use_backend
+
+CACHE = "past_key_values"
+EAGER, LIGER, OURS = "eager", "liger", "hf_rmsnorm"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model passes to its first layer, with its cache as it is before the call."""
+
+    args: tuple
+    kwargs: dict
+
+    @classmethod
+    def seen(cls, args: tuple, kwargs: dict) -> Call:
+        """A call that is about to run."""
+        return cls(args, kwargs | {CACHE: copy.deepcopy(kwargs.get(CACHE))})
+
+    def of(self, layer: nn.Module) -> Callable[[], torch.Tensor]:
+        """What makes this call once, and returns the layer's output."""
+        arguments = self.kwargs | {CACHE: copy.deepcopy(self.kwargs[CACHE])}
+
+        def run() -> torch.Tensor:
+            output = layer(*self.args, **arguments)
+            return output[0] if isinstance(output, tuple) else output
+
+        return run
+
+    def shared(self) -> list[torch.Tensor]:
+        """Tensors that every layer of a model gets: the rotary embedding's tables, and a mask."""
+        tensors = [*self.kwargs.get("position_embeddings", ()), self.kwargs.get("attention_mask")]
+        return [tensor for tensor in tensors if tensor is not None]
+
+
+class Subject:
+    """A model of one layer in bfloat16, and what the layer is called with: a prompt, and one token behind it."""
+
+    def __init__(self, shape: ModelShape, tokens: int):
+        shape = replace(shape, vocabulary=128)  # what the layer does not see takes no memory
+        self.model = random_model(shape, 1, "cpu", torch.bfloat16).eval()
+        self.layer = self.model.model.layers[0]
+        self.tokens = tokens
+        inputs = torch.randn(1, tokens + 1, shape.hidden_size).to(torch.bfloat16)
+        calls = []
+        hook = self.layer.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append(Call.seen(args, kwargs)), with_kwargs=True
+        )
+        with torch.no_grad():
+            self.model.model(inputs_embeds=inputs[:, :tokens], use_cache=False)
+            cache = self.model.model(inputs_embeds=inputs[:, :tokens], use_cache=True).past_key_values
+            self.model.model(inputs_embeds=inputs[:, tokens:], past_key_values=cache)
+        hook.remove()
+        self.prefill, _, self.decode = calls
+
+    def count(self) -> tuple[dict, torch.Tensor]:
+        """What the layer does as it is now, and its output for the prompt."""
+        prefill, output = self._traffic(self.prefill)
+        decode, _ = self._traffic(self.decode)
+        kept = [*self.model.parameters(), *self.prefill.shared()]
+        saved = saved_bytes(self.prefill.of(self.layer), kept)
+        counted = {"decode": decode, "prefill": prefill, "saved_bytes_per_token": saved / self.tokens}
+        return counted, output
+
+    @torch.no_grad()
+    def _traffic(self, call: Call) -> tuple[dict, torch.Tensor]:
+        tokens = call.args[0].shape[1]
+        run = call.of(self.layer)
+        with watched(Traffic(self.layer)) as traffic:
+            output = run()
+        return {
+            "kernels": traffic.kernels,
+            "fusible_kernels": traffic.fusible["kernels"],
+            "fusible_bytes_per_token": round(traffic.fusible["bytes"] / tokens),
+        }, output
+
+
+@contextmanager
+def watched(traffic: Traffic) -> Iterator[Traffic]:
+    """Count operators and the launches of Triton kernels while the context is open."""
+    machine = driver.active.machine
+    machine.watch = traffic.launched
+    try:
+        with traffic:
+            yield traffic
+    finally:
+        machine.watch = None
+
+
+@contextmanager
+def liger_defaults(model: nn.Module) -> Iterator[None]:
+    """The model with all that Liger swaps by default.
+
+    The model keeps it. What Liger exchanges in the model's module is put back at the end.
+    """
+    from liger_kernel import transformers as liger
+
+    space = vars(sys.modules[type(model).__module__])
+    before = dict(space)
+    try:
+        getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
+        yield
+    finally:
+        space.update(before)
+
+
+def count_layer(shape: ModelShape, tokens: int, liger: bool) -> dict[str, dict]:
+    """By name of the variant, what one layer does; `liger`: Liger can be imported."""
+    torch.manual_seed(0)
+    subject = Subject(shape, tokens)
+    outputs = {}
+    variants = {}
+    variants[EAGER], outputs[EAGER] = subject.count()
+    patch_model(subject.model)
+    with use_backend("triton"):
+        variants[OURS], outputs[OURS] = subject.count()
+    unpatch_model(subject.model)
+    if liger:
+        with liger_defaults(subject.model):
+            variants[LIGER], outputs[LIGER] = subject.count()
+    for name, output in outputs.items():
+        equal = (output == outputs[EAGER]).double().mean().item()
+        variants[name]["equal_to_eager"] = round(equal, 6)
+    return variants
