@@ -41,6 +41,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks import gpu_report
+from benchmarks.compact import compact_json
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.paths import did_you_mean
 
@@ -78,7 +79,7 @@ def write_json(path: Path, content: dict) -> None:
 
     Of the machine's folders only what is below the checkout or the installed packages is written.
     """
-    text = json.dumps(content, indent=1)
+    text = compact_json(content)
     for folder in (ROOT, sysconfig.get_path("purelib")):
         text = text.replace(f"{folder}/", "")
     partial = path.with_suffix(".partial")

@@ -12,11 +12,11 @@ Instructions and sectors (32 bytes) are those of the PTX, for one row.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
+from benchmarks.compact import compact_json
 from benchmarks.layer_table import committed, models_table, row_table
 from benchmarks.shapes import LAYERS, TINY
 from hf_rmsnorm.cli.common import CliError, Result
@@ -91,6 +91,6 @@ def _start_executor() -> None:
 
 def _write(file: Path, data: dict) -> None:
     try:
-        file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        file.write_text(compact_json(data) + "\n", encoding="utf-8")
     except OSError as error:
         raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --out") from error

@@ -76,7 +76,7 @@ class Subject:
         decode, _ = self._traffic(self.decode)
         kept = [*self.model.parameters(), *self.prefill.shared()]
         saved = saved_bytes(self.prefill.of(self.layer), kept)
-        counted = {"decode": decode, "prefill": prefill, "saved_bytes_per_token": saved / self.tokens}
+        counted = {"decode": decode, "prefill": prefill, "saved_bytes_per_token": round(saved / self.tokens)}
         return counted, output
 
     @torch.no_grad()

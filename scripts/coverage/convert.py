@@ -29,6 +29,7 @@ from .report import lines_of
 from .workers import Job, line, run_all
 
 TIME_LIMIT = 120  # seconds a type may take
+LONGEST_ERROR = 300  # characters
 # Verdict -> what a refusal says of such a type.
 WITHOUT = {"RMSNorm": "it uses RMSNorm already", "no LayerNorm": "it has no LayerNorm"}
 UNREACHED = ("the inputs reached", "the inputs made no use of")
@@ -75,7 +76,7 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
     for features in (False, True):
         made = _tiny(cls, config, features, started + TIME_LIMIT / 4 * (1 + features))
         if isinstance(made, str):
-            result["error"] = result["error"] or made
+            result["error"] = result["error"] or made[:LONGEST_ERROR]
             if not result["variants"] and not features:
                 with contextlib.suppress(Exception):  # nor can the type's own config be built: the error above says why
                     found = _convert(cls, config(), None)

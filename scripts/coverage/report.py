@@ -99,7 +99,9 @@ def _sum(entries: list[list]) -> int:
     return sum(n for *_, n in entries)
 
 
-NOT_COMMITTED = {"arguments", "parameters"}  # what the model was built with
+NOT_COMMITTED = {  # what the model was built with; every error but the first; figures of a plan that no page shows
+    "arguments", "parameters", "errors", "margins", "centred", "scaled", "copied", "undetermined",
+}  # fmt: skip
 
 
 def committed(result):

@@ -12,7 +12,7 @@ import torch
 from places import ROOT
 from ptx.driver import TRITON
 
-from benchmarks import counting, cpu, kernels, layer_table, models, peers, tables, traffic
+from benchmarks import compact, counting, cpu, kernels, layer_table, models, peers, tables, traffic
 from benchmarks.__main__ import main
 from benchmarks.shapes import TINY
 from benchmarks.timing import Stopwatch
@@ -219,6 +219,23 @@ def test_the_cost_of_a_patch_on_a_cpu_is_a_ratio_beside_that_of_chance():
     assert found["turns"] == 5 and found["parameters"] == sum(p.numel() for p in model.parameters())
     assert all(0 < found[kind]["us_min"] <= found[kind]["us"] for kind in (cpu.PLAIN, cpu.PATCHED, cpu.AGAIN))
     assert found["ratio"] > 0 and found["ratio by chance"] > 0 and unpatch_model(model) == 0
+
+
+def test_a_committed_result_has_an_entry_a_line_and_five_digits():
+    value = {"name": "x", "of": {str(n): {"us": 1 / 3 + n, "of": [n] * 200} for n in range(3)}, "none": []}
+    text = compact.compact_json(value)
+    assert json.loads(text)["of"]["2"] == {"us": 2.3333, "of": [2] * 200}
+    assert [line.strip()[:4] for line in text.splitlines()] == [
+        "{",
+        '"nam',
+        '"of"',
+        '"0":',
+        '"1":',
+        '"2":',
+        "},",
+        '"non',
+        "}",
+    ]
 
 
 # --- one decoder layer -------------------------------------------------------------------------------------------

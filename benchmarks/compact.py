@@ -1,0 +1,34 @@
+"""JSON of results that are committed: an entry a line, and no digit that a measurement does not repeat."""
+
+from __future__ import annotations
+
+import json
+
+DIGITS = 5  # of a float
+WIDTH = 800  # characters of a line
+
+
+def compact_json(value, indent: int = 0) -> str:
+    """The JSON of a value, whose parts are written on a line of their own where it is too long for one."""
+    value = _rounded(value)
+    line = json.dumps(value, separators=(",", ":"))
+    if len(line) <= WIDTH or not isinstance(value, (dict, list)):
+        return line
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}:{compact_json(part, indent + 1)}" for key, part in value.items()]
+        first, last = "{", "}"
+    else:
+        parts = [compact_json(part, indent + 1) for part in value]
+        first, last = "[", "]"
+    end = "\n" + " " * indent
+    return f"{first}{end} {f',{end} '.join(parts)}{end}{last}"
+
+
+def _rounded(value):
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return value
