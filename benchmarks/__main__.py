@@ -1,9 +1,9 @@
 """Measures what this package promises: times, host costs, memory, machine code. Run it from the root of a checkout.
 
     python -m benchmarks gpu                 everything that only a GPU can tell, in one call of under nine minutes
-    python -m benchmarks host                what a call costs the host; needs no GPU
-    python -m benchmarks layer               kernels and bytes of one decoder layer, beside Liger; needs no GPU
-    python -m benchmarks cpu                 what a patch costs on a CPU, which no kernel serves
+    python -m benchmarks host                time that the host spends on a call; needs no GPU
+    python -m benchmarks layer               kernels and bytes of one decoder layer, and Liger's; needs no GPU
+    python -m benchmarks cpu                 time that a patch costs where no kernel runs
     python -m benchmarks COMMAND --help
 
 Nothing needs to be installed but the package's dependencies, and pytest for the tests that `gpu` runs.

@@ -1,6 +1,6 @@
-"""The commands that measure norms and models and host costs, beside each other in one run.
+"""The commands that measure norms, models and host costs in one run.
 
-What needs a GPU says so at once where there is none; --device cpu leaves that out, and names it.
+A command that needs a GPU says so at once; --device cpu leaves out the part that does, and names it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ WIDTH = 800  # characters of a line
 
 
 def compact_json(value, indent: int = 0) -> str:
-    """The JSON of a value, whose parts are written on a line of their own where it is too long for one."""
+    """The JSON of a value. A value too long for one line has each of its parts on a line."""
     value = _rounded(value)
     line = json.dumps(value, separators=(",", ":"))
     if len(line) <= WIDTH or not isinstance(value, (dict, list)):

@@ -1,4 +1,4 @@
-"""What can be counted exactly anywhere: dispatched operators, kernel launches, bytes saved for backward."""
+"""Exact counts on any machine: dispatched operators, kernel launches, bytes saved for backward."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def no_launch_kept() -> Iterator[None]:
 def kernels_left_out() -> Iterator[None]:
     """In this process, have every device served by kernels that are counted and not run: results are not computed.
 
-    What a call allocates, saves and launches does not depend on values, so it can be counted where there is no GPU,
-    and of models on the meta device too.
+    Values do not change how much a call allocates, saves and launches. So this counts without a GPU, and on the meta
+    device too.
     """
     from hf_rmsnorm.kernels import compiled
 
@@ -131,8 +131,8 @@ def decoded_layer(shape: ModelShape, patch: bool, **options) -> dict[str, int]:
 def saved_by_layer(shape: ModelShape, patch: bool, tokens: int = 16) -> float:
     """Bytes that one decoder layer of the real size saves for backward per token, in bfloat16; nothing is computed.
 
-    The attention is the one that Transformers runs where there is a mask, in plain operators: it keeps more than a
-    fused one, by the same number of bytes with and without the patch.
+    The attention runs in plain operators, as Transformers does with a mask. It keeps more than a fused one, by the
+    same number of bytes with and without the patch.
     """
 
     def count(layers: int) -> Counter:

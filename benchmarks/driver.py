@@ -1,4 +1,4 @@
-"""A Triton driver that names a target and launches nothing, so that kernels compile where there is no GPU."""
+"""A Triton driver that names a target and launches nothing, so that kernels compile without a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StubDriver:
 
 
 class CudaLauncher:
-    """What stands for Triton's launcher of NVIDIA kernels, by its name too; it launches nothing."""
+    """A launcher with the name of Triton's for NVIDIA kernels; it launches nothing."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False

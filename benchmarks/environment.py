@@ -13,7 +13,7 @@ PEERS = ("liger-kernel", "quack-kernels")
 
 
 def ask(*command: str) -> str | None:
-    """The output of a program, or None where it is missing or fails."""
+    """The output of a program, or None if the program is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -21,7 +21,7 @@ def ask(*command: str) -> str | None:
 
 
 def environment(cuda: bool) -> dict:
-    """Versions, platform, commit, and of the current GPU (if `cuda`) what a result depends on; None where unknown."""
+    """Versions, platform, commit and, if `cuda`, the facts of the current GPU; None where unknown."""
     import torch
 
     facts = {"versions": versions(PACKAGES + PEERS), "platform": platform.platform(), "device": None, "driver": None}

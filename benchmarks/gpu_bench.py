@@ -13,7 +13,7 @@ from benchmarks.peers import OURS, Case, other_libraries
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.timing import Stopwatch, copy_bandwidth
 
-CASES = (  # the most telling first: what is left when time runs out is skipped
+CASES = (  # the most important first: the last ones are skipped when time runs out
     Case("RMSNorm", (8192, 4096), compiled=True),
     Case("add + RMSNorm", (8192, 4096), compiled=True),
     Case("q/k norm", (2, 4096, 32, 8, 128), compiled=True),

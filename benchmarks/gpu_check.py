@@ -5,7 +5,7 @@
     python -m benchmarks gpu --dry-run      # every path on the CPU with tiny shapes, in Triton's interpreter
     python -m benchmarks gpu-report FILE    # print the tables of an earlier result
 
-Sections, each in a process of its own (a crashed CUDA context or a hang ends one section, not the run):
+Each section runs in its own process, so that a crash or a hang ends one section and not the run:
 
     tests    pytest -m gpu
     kernels  forward, backward and both, for RMSNorm, LayerNorm, add + norm and strided q/k norms, against Hugging Face
@@ -16,8 +16,8 @@ Sections, each in a process of its own (a crashed CUDA context or a hang ends on
              batch-1 decode, an 8K-token prefill and a training step of a random 8-layer model, unpatched and patched
              in turn, then with Liger's norms
 
-Results go to $OUT/gpu_check.json, else to --out, else to scripts/results/<device>-<date>.json, and are written anew
-after every section. Exit code: 0 if the tests and every gate of this package's own kernels passed (sections skipped
+Results go to $OUT/gpu_check.json, else to --out, else to scripts/results/<device>-<date>.json. They are written after
+every section. Exit code: 0 if the tests and every gate of this package's own kernels passed (sections skipped
 for time are named, and do not count), 1 if not, 2 if the run could not start.
 """
 
@@ -47,12 +47,12 @@ from hf_rmsnorm.paths import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2
-# The share of the budget that must have passed before a section is told to stop; time left over goes to the next.
+# The share of the budget after which a section must stop; time left over goes to the next.
 SECTIONS = {"tests": 0.38, "kernels": 0.72, "host": 0.76, "llama": 0.88, "qwen3": 1.0}
 
 
 class Section:
-    """What a running section is told, and where it leaves its results.
+    """The input of a running section, and the file of its results.
 
     Attributes:
         device: "cuda", or "cpu" in a dry run.
@@ -77,7 +77,7 @@ class Section:
 def write_json(path: Path, content: dict) -> None:
     """Write through a temporary file, so that a crash leaves either the old content or the new.
 
-    Of the machine's folders only what is below the checkout or the installed packages is written.
+    Paths are written relative to the checkout or to the installed packages, so that they name no machine.
     """
     text = compact_json(content)
     for folder in (ROOT, sysconfig.get_path("purelib")):
@@ -94,7 +94,7 @@ def run_environment(section: Section) -> None:
 
 
 def run_tests(section: Section) -> None:
-    """`pytest -m gpu` in a subprocess; when time is up it is interrupted, and reports what it has."""
+    """Run `pytest -m gpu` in a subprocess; when time is up, interrupt it and read its report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         # A dry run rehearses the bodies of those that are written for it.

@@ -57,7 +57,7 @@ CASES = (
 
 
 class _Nothing(torch.autograd.Function):
-    """What any norm in Python costs: its output, what is kept, and two gradients, all of it left unwritten."""
+    """A norm that computes nothing: it allocates its output, its statistics and two gradients."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -70,7 +70,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def untimed() -> str | None:
-    """Why host costs cannot be measured in this process where there is no GPU, or None."""
+    """The reason why this process cannot measure host costs without a GPU, or None."""
     try:
         from hf_rmsnorm.kernels import compiled
     except ImportError as error:
@@ -108,7 +108,7 @@ def launches_left_out() -> Iterator[None]:
 
 
 def host_us(calls: dict, rounds: int, sync: Callable = lambda: None, loops: int = LOOPS) -> dict[str, dict]:
-    """Microseconds that a call keeps the host busy, the calls taking turns so that a busy machine slows them alike.
+    """Microseconds that a call keeps the host busy. The calls alternate, so that a busy machine slows all of them.
 
     Returns:
         By name ``us``, the median over the rounds, and ``us_min``, the least, which other processes disturb least.
@@ -119,7 +119,7 @@ def host_us(calls: dict, rounds: int, sync: Callable = lambda: None, loops: int 
             call()
     for _ in range(rounds):
         for name, call in calls.items():
-            sync()  # then the device runs behind, and nobody waits for it
+            sync()  # then the device runs behind, and the host does not wait
             start = time.perf_counter()
             for _ in range(loops):
                 call()
@@ -196,7 +196,8 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
 def _decoding(device: str, dtype: torch.dtype, rounds: int) -> dict[str, dict]:
     """Microseconds that one decoder layer keeps the host busy for one token, by architecture and kind of patch.
 
-    The difference of a model of six layers and one of two, by four. The models are small: what the host does is not.
+    The difference between a model of six layers and one of two, divided by four. The models are small: the host does
+    the same work for a large one.
     """
     kinds = {"unpatched": None, "norms alone": {"fuse_residual": False}, PATCHED: {}}
     found = {}

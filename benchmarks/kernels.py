@@ -1,4 +1,4 @@
-"""Norms of real models' shapes, every implementation judged against float64 and then timed beside the others."""
+"""Norms in the shapes of real models: each implementation is checked against float64, then timed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cases(shapes: dict[str, ModelShape], tokens: Iterable[int]) -> list[Case]:
 
 
 def time_case(case: Case, watch: Stopwatch, dtype: torch.dtype, libraries: dict, best_copy: float | None) -> dict:
-    """Judge every implementation of one case, count what it saves for its backward, and time it.
+    """Check every implementation of one case, count the bytes that it saves for its backward, and time it.
 
     Args:
         best_copy: GB/s, measured in the same run. None: nothing is timed.
@@ -66,7 +66,7 @@ def time_case(case: Case, watch: Stopwatch, dtype: torch.dtype, libraries: dict,
     sets = [make_set(case, watch.device, dtype) for _ in range(count)]
     verdicts = judge(case, made, norms, *sets[0])
     own_copy = {}
-    if best_copy is not None and watch.cuda:  # a copy of what a direction moves at least: small ones reach less
+    if best_copy is not None and watch.cuda:  # a copy of the fewest bytes a direction moves: small copies reach less
         for direction in DIRECTIONS:
             own_copy[direction] = copy_rate(watch, case.passes(direction) * size // 2)
     result = {
@@ -112,7 +112,7 @@ def same_numerics(entry: dict) -> bool:
 
 
 def _compare(entries: dict) -> None:
-    """Set every time beside ours: ``times_ours``, above 1 where ours is faster; and ours beside the best peer."""
+    """Add ratios: ``times_ours`` is above 1 where ours is faster; ours has one to the best peer."""
     ours = entries[OURS]
     for direction in DIRECTIONS:
         mine = ours.get(direction, {}).get("us")

@@ -36,7 +36,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    """Count, or show what was counted before."""
+    """Count, or show the committed result."""
     names = _chosen(args.models)
     data = committed() if args.table else _counted(names, args.tokens, rows=args.models is None)
     if args.out:
@@ -75,7 +75,7 @@ def _counted(names: list[str], tokens: int, rows: bool) -> dict:
 
 
 def _start_executor() -> None:
-    """From now on kernels on CPU tensors are executed from their PTX, by what the tests execute them with."""
+    """From now on kernels on CPU tensors run from their PTX, by the executor of the tests."""
     if "triton" in sys.modules:
         raise CliError("triton is imported already, and may interpret kernels: run this in a process of its own")
     os.environ.pop("TRITON_INTERPRET", None)

@@ -24,7 +24,7 @@ EAGER, LIGER, OURS = "eager", "liger", "hf_rmsnorm"
 
 @dataclass(frozen=True)
 class Call:
-    """What a model passes to its first layer, with its cache as it is before the call."""
+    """The arguments that a model passes to its first layer, and its cache before the call."""
 
     args: tuple
     kwargs: dict
@@ -35,7 +35,7 @@ class Call:
         return cls(args, kwargs | {CACHE: copy.deepcopy(kwargs.get(CACHE))})
 
     def of(self, layer: nn.Module) -> Callable[[], torch.Tensor]:
-        """What makes this call once, and returns the layer's output."""
+        """A function that makes this call once and returns the layer's output."""
         arguments = self.kwargs | {CACHE: copy.deepcopy(self.kwargs[CACHE])}
 
         def run() -> torch.Tensor:
@@ -51,10 +51,10 @@ class Call:
 
 
 class Subject:
-    """A model of one layer in bfloat16, and what the layer is called with: a prompt, and one token behind it."""
+    """A model of one layer in bfloat16, and two calls of that layer: a prompt, and one token behind it."""
 
     def __init__(self, shape: ModelShape, tokens: int):
-        shape = replace(shape, vocabulary=128)  # what the layer does not see takes no memory
+        shape = replace(shape, vocabulary=128)  # the layer does not see it
         self.model = random_model(shape, 1, "cpu", torch.bfloat16).eval()
         self.layer = self.model.model.layers[0]
         self.tokens = tokens
@@ -71,7 +71,7 @@ class Subject:
         self.prefill, _, self.decode = calls
 
     def count(self) -> tuple[dict, torch.Tensor]:
-        """What the layer does as it is now, and its output for the prompt."""
+        """The counts of the layer in its present state, and its output for the prompt."""
         prefill, output = self._traffic(self.prefill)
         decode, _ = self._traffic(self.decode)
         kept = [*self.model.parameters(), *self.prefill.shared()]

@@ -24,7 +24,7 @@ KERNELS = {
 
 
 def count_rows(liger: bool) -> dict:
-    """By direction and implementation what a row takes; what adds up the weight's gradient is left out of both."""
+    """Counts for a row, by direction and implementation, without the kernel that adds up the weight's gradient."""
     torch.manual_seed(0)
     norms = {OURS: _ours}
     if liger:

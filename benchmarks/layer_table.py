@@ -1,4 +1,4 @@
-"""What `python -m benchmarks layer` counted, as tables of Markdown: `TABLES` has those that the documentation shows."""
+"""Tables of Markdown from the result of `python -m benchmarks layer`: `TABLES` has those of the documentation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def models_table(data: dict, names: list[str] | None = None) -> list[str]:
 
 
 def row_table(data: dict) -> list[str]:
-    """The lines of a table of what the kernels of a norm take for a row, as compiled for an H100."""
+    """The lines of a table with the counts of a norm's kernels for one row, as compiled for an H100."""
     row = data["row"]
     ways, units = ("forward", "backward"), ("instructions", "sectors")
     header = [f"RMSNorm, a row of {row['hidden_size']}, bf16", *(f"{way}: {unit}" for way in ways for unit in units)]

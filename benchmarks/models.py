@@ -33,7 +33,7 @@ def random_model(shape: ModelShape, layers: int, device: str, dtype: torch.dtype
 
 
 class Workload:
-    """Three things to do with the model; each returns what it measured, and what its result was."""
+    """Three tasks for the model; each returns its measurement and its result."""
 
     def __init__(self, shape: ModelShape, sizes: dict, layers: int, device: str, dtype: torch.dtype = torch.bfloat16):
         self.cuda, self.sizes = device == "cuda", sizes
@@ -92,8 +92,11 @@ class Workload:
 
 
 def compare(phase: str, expected, got) -> dict:
-    """The result of a variant beside that of the unpatched model. Informative only: the logits of a random model are
-    nearly flat, so one rounding may change a token. Equality on trained models is what the GPU tests demand."""
+    """Compare the result of a variant with that of the unpatched model.
+
+    This is informative only: the logits of a random model are nearly flat, so one rounding may change a token. The GPU
+    tests demand equality of trained models.
+    """
     if phase == "decode":
         differ = [i for i, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1]]
         return {"tokens_equal": not differ, "first_difference": differ[0] if differ else None}
@@ -137,12 +140,12 @@ def run_phases(
     left: Callable[[], float] = lambda: math.inf,
     save: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Unpatched and patched in turn, round by round, then Liger, whose patch cannot be undone.
+    """Measure unpatched and patched, alternating by round; then Liger, whose patch cannot be undone.
 
     Args:
         name: the model type, by which Liger knows its patch.
-        data: filled with ``phases`` (by phase and variant: medians, samples, ``speedup``), ``skipped``, and what was
-            patched.
+        data: filled with ``phases`` (by phase and variant: medians, samples, ``speedup``), ``skipped``, and the norms
+            that were patched.
         left: seconds that are left; below 20 a measurement is skipped, and named.
         save: called after each measurement.
 

@@ -22,7 +22,7 @@ from hf_rmsnorm.reference import reference_norm
 
 EPS = 1e-6
 OURS, EAGER = "hf_rmsnorm", "hf_eager"
-AGAIN = f"{OURS} again"  # the same once more: what lies between the two is what a difference has to exceed
+AGAIN = f"{OURS} again"  # the same once more: a real difference is larger than between these two
 COMPILED = "torch.compile"
 Kind = Literal["RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm", "q/k norm + rotary"]
 
@@ -300,7 +300,7 @@ def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradient
     eager, verdicts = None, {}
     for name, implementation in made.items():
         poison = [torch.full_like(t, torch.nan, dtype=inputs[0].dtype) for t in exact[: len(outputs)] for _ in range(3)]
-        del poison  # what the implementation leaves unwritten in the memory it gets next is NaN
+        del poison  # so that memory which the implementation does not write holds NaN
         verdict = verdicts[name] = {"failures": [], "errors": {}}
         try:
             ys = _outputs(implementation.call(*inputs))

@@ -1,4 +1,4 @@
-"""Results as text: tables of the rich library where it is installed, aligned columns elsewhere."""
+"""Results as text: tables of the rich library if it is installed, else aligned columns."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def text(result: dict) -> str:
 
 
 def verdict(entry: dict) -> str:
-    """What the gate said of an implementation, in a few words."""
+    """The gate's verdict on an implementation, in a few words."""
     gate = entry["gate"]
     if entry.get("error"):
         return entry["error"]

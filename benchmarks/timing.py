@@ -44,7 +44,7 @@ class Stopwatch:
         graph = torch.cuda.CUDAGraph()
         # The current stream, which the caller has made a side stream: autograd runs a backward on its forward's.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            outputs = [call() for call in calls]  # kept, so that each call writes to memory of its own
+            outputs = [call() for call in calls]  # kept, so that no call writes to the memory of another
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
         def replays(n: int) -> float:

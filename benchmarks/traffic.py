@@ -22,7 +22,7 @@ class Traffic(TorchDispatchMode):
 
     Attributes:
         kernels: of the whole layer.
-        fusible: kernels and bytes of what is computed in its norms, its residual sums and its rotary embedding.
+        fusible: kernels and bytes of its norms, its residual sums and its rotary embedding.
     """
 
     def __init__(self, layer: nn.Module):
@@ -49,7 +49,7 @@ class Traffic(TorchDispatchMode):
     def _is_fusible(self, frame: FrameType | None) -> bool:
         """Whether the innermost module or known function that runs is a norm, the layer itself or a rotary embedding.
 
-        What a layer computes outside of its submodules are its residual sums.
+        Outside of its submodules a layer computes its residual sums alone.
         """
         while frame is not None:
             if frame.f_code.co_name in ROTARY:

@@ -2,7 +2,7 @@
 
 The versions come from ``constraints.txt``, the packages from wherever pip is configured to look. An environment is
 used again as it is while ``constraints.txt``, ``pyproject.toml``, ``scripts/requirements`` and the checkout's place
-stay the same, and is made anew otherwise, or where an earlier run did not finish.
+stay the same. Otherwise, or after a run that did not finish, it is made again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRITON = ("triton==3.9.0; python_version >= '3.11'", "triton==3.8.0; python_vers
 
 
 def answer_help(usage: str) -> None:
-    """Print `usage` and exit where the command line asks for help: nobody waits for an environment to read that."""
+    """Print `usage` and exit if the command line asks for help, before an environment is made."""
     if {"-h", "--help"}.intersection(sys.argv[1:]):
         print(usage.strip())
         sys.exit(0)
@@ -50,7 +50,7 @@ def ensure(*extras: str) -> Path:
 
     `extras` are names of files in scripts/requirements, without ".txt".
 
-    Exits with one line that says what to do where that is impossible.
+    If that is impossible, exits with one line that says how to cure it.
     """
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what meets an older Python
         sys.exit(f"Python 3.10 or newer is needed, this is {platform.python_version()}: run it with a newer python3")

@@ -113,7 +113,7 @@ def naive(model, inputs: dict):
 
 
 def distil(teacher: Path, student, texts: list[str], steps: int, rate: float, threads: int) -> dict:
-    """Train a student as a user would, by `accelerate launch`, and measure what is written; {} where nothing is."""
+    """Train a student as a user would, by `accelerate launch`, and measure the checkpoint; {} without one."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         student.save_pretrained(folder / "student")

@@ -13,7 +13,7 @@ import time
 
 import _bootstrap
 
-EXECUTED = ("tests/ptx", "tests/unit/kernels")  # by themselves: these processes execute what is compiled of the kernels
+EXECUTED = ("tests/ptx", "tests/unit/kernels")  # by themselves: these processes execute compiled kernels
 TIERS = ("--all", "--nightly")
 HAS_GPU = "import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.xpu.is_available()))"
 LOOP_STEPS = 10_000_000

@@ -5,4 +5,4 @@ It is run as a module: by its path, its files would be found under names of well
 
 
 class BadOptions(Exception):
-    """What is wrong with the options, in one line."""
+    """The options are wrong; the message is one line."""

@@ -35,7 +35,7 @@ DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half
 
 
 def chosen(only: str | None) -> set[str] | None:
-    """The types of a comma-separated list; None, all of them, where there is none."""
+    """The types of a comma-separated list; None, for all of them, without a list."""
     types = set(only.split(",")) if only else None
     if types and (unknown := types - {*MAPPINGS["causal"], *MAPPINGS["base"]}):
         raise BadOptions(f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}")
@@ -61,7 +61,7 @@ def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda sta
         config = config_class(model_type)
         own = getattr(cls, "config_class", None)
         if own is not None and not issubclass(config, own):
-            config = own  # the decoder of a composite type, which has a config of its own
+            config = own  # the decoder of a composite type has another config
     except Exception as error:  # an optional dependency is missing, whatever it raises
         return {**result, "error": line(error)}
     result["model_class"] = cls.__name__
@@ -71,7 +71,7 @@ def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda sta
         if run is not None:
             compared = _compare(*run, interpreter, say)
             result["runs"].append(compared)
-            # A model without a forward of its own counts as run where its parts ran every norm.
+            # A model without a forward counts as run if its parts ran every norm.
             swapped = sum(n for *_, n in compared["swapped"])
             result["ran"] |= bool(compared["parts_run"]) and compared["norms_run"] == swapped
             done.add(tuple(run[2]["features"]))
@@ -87,7 +87,7 @@ def _first_that_runs(cls, config, features, started, done, result, say):
     best, kinds = None, defaultdict(set)
     for style in STYLES:
         if any(len(styles) > 2 for styles in kinds.values()) and style != STYLES[-1]:
-            continue  # three ways of choosing sizes failed alike: it is not a matter of size
+            continue  # three ways of choosing sizes gave the same error: the size is not the cause
         if time.monotonic() - started > TIME_LIMIT / 4 * (2 - features):
             break
         say(f"building in style {style}, features {features}")

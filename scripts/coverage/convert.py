@@ -30,7 +30,7 @@ from .workers import Job, line, run_all
 
 TIME_LIMIT = 120  # seconds a type may take
 LONGEST_ERROR = 300  # characters
-# Verdict -> what a refusal says of such a type.
+# Verdict -> words of the refusal.
 WITHOUT = {"RMSNorm": "it uses RMSNorm already", "no LayerNorm": "it has no LayerNorm"}
 UNREACHED = ("the inputs reached", "the inputs made no use of")
 
@@ -208,7 +208,7 @@ def run(options) -> int:
         found[result["type"], result["mapping"]] = result
         text = f"{count} of {len(jobs)}, {result['type']}: {verdict(result)} ({result.get('seconds')} s)"
         print(text, file=sys.stderr, flush=True)
-        if options.out and count % 25 == 0:  # a run of half an hour that is stopped leaves what it found
+        if options.out and count % 25 == 0:  # a run of half an hour that is stopped leaves its results
             _write(options.out, found)
 
     run_all(

@@ -1,4 +1,4 @@
-"""What fusing residual sums and q/k norms changes beside norms that are swapped one by one: no bit, and the work."""
+"""Compare fused residual sums and q/k norms with norms that are swapped one by one: same bits, less work."""
 
 from __future__ import annotations
 

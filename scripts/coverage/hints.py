@@ -1,4 +1,4 @@
-"""What the few types need that neither their config, nor their forward's signature, nor their errors tell.
+"""Arguments of the few types that neither config, nor the forward's signature, nor errors name.
 
 Only this tool knows of these: recognition and kernels do not mention models.
 """

@@ -291,7 +291,7 @@ class Inputs:
         return self._normal(*shape)
 
     def attempts(self) -> Iterator[dict]:
-        """Keyword arguments to try; send the error of each back in to have what it asks for added.
+        """Keyword arguments to try; send the error of each back in, and the next have the argument that it asks for.
 
         An attempt that fails otherwise than the one it was made from has got further, so its variants come first.
         """
@@ -311,7 +311,7 @@ class Inputs:
             }
             missing = [n for n in self.optional if n not in choice and re.search(rf"\b{n}\b", error)]
             named = len(missing)
-            ids = any(n.endswith("input_ids") for n in (*choice, *absent))  # what a forward makes others from
+            ids = any(n.endswith("input_ids") for n in (*choice, *absent))  # a forward makes others from them
             missing += [n for n in absent if n not in {*choice, *missing} and not (ids and DERIVED.search(n))]
             together = [{**choice, **dict.fromkeys(missing, 0)}] if missing else []
             single = [{**choice, n: 0} for n in missing] if len(missing) > 1 else []
@@ -379,7 +379,7 @@ def find_inputs(model, dtype: torch.dtype, budget: float, most: int = 150, hints
 
 
 def fresh(arguments: dict) -> dict:
-    """The arguments for another call: what a call could change is copied."""
+    """The arguments for another call, with copies of all that a call could change."""
     return {n: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in arguments.items()}
 
 

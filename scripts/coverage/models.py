@@ -162,7 +162,7 @@ class Shrinker:
                 setattr(config, name.partition(".")[2], value)
         if self.style != "default" and "mrope_section" in _source(cls):
             _divide_rotation(config)
-        for name, value in values.items():  # what a parent's config hung on this one
+        for name, value in values.items():  # attributes that a parent's config added
             if name not in defaults and not name.startswith("_") and fresh is not None and name not in own:
                 setattr(config, name, self.value(name, value, layers))
         outputs = values.get("_out_indices")
@@ -290,7 +290,7 @@ class Shrinker:
         integers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
         one_a_layer = depth is not None and len(value) == depth and max(value) < depth - 1 if integers else False
         if integers and LAYER_INDICES.search(name) and not one_a_layer:
-            if depth is None and self.style in FIXED and "layer" in name:  # of a part: two layers are what it has
+            if depth is None and self.style in FIXED and "layer" in name:  # of a part: it has two layers
                 return type(value)(max(v, -2) if v < 0 else int(v == max(value)) for v in value)
             if depth is None:
                 return value

@@ -59,7 +59,7 @@ def run(options) -> int:
             verdict = "; ".join(wrong(result)[:2]) or ("ok" if result["ran"] else result["error"])
             text = f"{len(done)} of {count}, {result['type']}: {verdict} ({result.get('seconds')} s)"
             print(text, file=sys.stderr, flush=True)
-            if options.out and len(done) % 25 == 0:  # a run of half an hour that is stopped leaves what it found
+            if options.out and len(done) % 25 == 0:  # a run of half an hour that is stopped leaves its results
                 _write(options.out, found)
 
         run_all(

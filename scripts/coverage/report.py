@@ -1,4 +1,4 @@
-"""What many results of `patch` come to: totals, what was left alone and why, and the table."""
+"""Summaries of many results of `patch`: totals, norms left alone with the reason, and the table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 
 def wrong(result: dict) -> list[str]:
-    """What a patch changed that it must not have, in words."""
+    """Changes that a patch must not make, in words."""
     found = []
     for run in result["runs"]:
         for key in ("bit_equal", "restored_equal"):
@@ -99,7 +99,7 @@ def _sum(entries: list[list]) -> int:
     return sum(n for *_, n in entries)
 
 
-NOT_COMMITTED = {  # what the model was built with; every error but the first; figures of a plan that no page shows
+NOT_COMMITTED = {  # arguments of the model; errors behind the first; figures of a plan that no page shows
     "arguments", "parameters", "errors", "margins", "centred", "scaled", "copied", "undetermined",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Many jobs, each in a forked process of its own with a limit of time and of memory."""
+"""Run many jobs, each in a forked process with a limit of time and of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 Job = tuple[str, str]  # a type and its mapping
-MEMORY_LIMIT = 6 * 2**30  # bytes beyond what the parent holds
+MEMORY_LIMIT = 6 * 2**30  # bytes more than the parent has
 
 
 def line(error: BaseException) -> str:
