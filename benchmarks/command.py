@@ -6,12 +6,12 @@ A command that needs a GPU says so at once; --device cpu leaves out the part tha
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 
+from benchmarks.compact import compact_json
 from hf_rmsnorm.cli.common import (
     DTYPES,
     CliError,
@@ -62,40 +62,30 @@ class Measurement:
 
     def run(self, args) -> Result:
         """Measure on the device that is asked for, which becomes the current one."""
-        from benchmarks.shapes import SHAPES, TINY
-
-        every = SHAPES | TINY
-        names = args.models.split(",") if args.models else list(SHAPES)
-        if unknown := [name for name in names if name not in every]:
-            like = did_you_mean(unknown[0], every)
-            raise CliError(f"no such shape: {', '.join(unknown)}; choose among {', '.join(every)}{like}")
-        device = pick_device(args.device)
-        if self.on_cpu and args.device is None and device.type == "cpu":
-            raise CliError(f"{args.command} needs a GPU, and torch sees none here: --device cpu {self.on_cpu}")
-        if device.type not in ("cpu", "cuda"):
-            raise CliError(f"this measures on cuda devices and on the cpu, not on {device.type}: pass --device cpu")
+        shapes = chosen_shapes(args.models)
+        device = self._device(args)
         picture = getattr(args, "plot", None)
         if picture and device.type not in self.draws:
             raise CliError(f"{args.command} has nothing to draw on this device: host --plot draws host costs")
         plt = load_matplotlib(picture) if picture else None
         if args.command == "kernels":
             interpret_on_cpu(device)  # the others count launches and run no kernel there
-        data = self._result(args, {name: every[name] for name in names}, device)
+        data = self._result(args, shapes, device)
         if plt is not None:
-            if not data["cases"]:
-                raise CliError(f"nothing to draw: {'; '.join(data['not_measured'])}")
-            from benchmarks.plot import draw
-
-            save_figure(plt, draw(plt, data), picture)
-            data["plot"] = str(picture)
+            _draw(plt, data, picture)
         if args.out:
-            try:
-                args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise CliError(f"cannot write {args.out}: {error.strerror}; pass another file with --out") from error
+            write_result(args.out, data)
         from benchmarks.tables import text
 
         return Result(data, text(data))
+
+    def _device(self, args):
+        device = pick_device(args.device)
+        if self.on_cpu and args.device is None and device.type == "cpu":
+            raise CliError(f"{args.command} needs a GPU, and torch sees none here: --device cpu {self.on_cpu}")
+        if device.type not in ("cpu", "cuda"):
+            raise CliError(f"this measures on cuda devices and on the cpu, not on {device.type}: pass --device cpu")
+        return device
 
     def _result(self, args, shapes: dict, device) -> dict:
         import torch
@@ -117,6 +107,45 @@ class Measurement:
         # Graphs are not captured on the default stream.
         with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
             return data | self.measure(args, shapes, device.type, dtype)
+
+
+def chosen_shapes(names: str | None, default: dict | None = None) -> dict:
+    """The shapes of a comma-separated list of names; without one `default`, or all of real models.
+
+    Raises:
+        CliError: a name is none of a shape.
+    """
+    from benchmarks.shapes import LAYERS, SHAPES, TINY
+
+    if names is None:
+        return default or SHAPES
+    known = SHAPES | LAYERS | TINY
+    for name in names.split(","):
+        if name not in known:
+            like = did_you_mean(name, known)
+            raise CliError(f"no such shape: {name}; choose among {', '.join(known)}{like}")
+    return {name: known[name] for name in names.split(",")}
+
+
+def write_result(file: Path, data: dict) -> None:
+    """Write what was measured, as JSON.
+
+    Raises:
+        CliError: the file cannot be written.
+    """
+    try:
+        file.write_text(compact_json(data) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --out") from error
+
+
+def _draw(plt, data: dict, picture: Path) -> None:
+    if not data["cases"]:
+        raise CliError(f"nothing to draw: {'; '.join(data['not_measured'])}")
+    from benchmarks.plot import draw
+
+    save_figure(plt, draw(plt, data), picture)
+    data["plot"] = str(picture)
 
 
 def _numbers(text: str) -> list[int]:

@@ -16,12 +16,11 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.compact import compact_json
+from benchmarks.command import chosen_shapes, write_result
 from benchmarks.layer_table import committed, models_table, row_table
-from benchmarks.shapes import LAYERS, TINY
+from benchmarks.shapes import LAYERS
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.cli.env import versions
-from hf_rmsnorm.paths import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 64
@@ -37,38 +36,27 @@ def add_arguments(parser) -> None:
 
 def run(args) -> Result:
     """Count, or show the committed result."""
-    names = _chosen(args.models)
-    data = committed() if args.table else _counted(names, args.tokens, rows=args.models is None)
+    shapes = chosen_shapes(args.models, LAYERS)
+    data = committed() if args.table else _counted(shapes, args.tokens, rows=args.models is None)
+    if missing := [name for name in shapes if name not in data["models"]]:
+        raise CliError(f"the committed result has no {', '.join(missing)}: leave out --table to count it")
     if args.out:
-        _write(args.out, data)
-    lines = models_table(data, names)
+        write_result(args.out, data)
+    lines = models_table(data, list(shapes))
     if args.models is None:
         lines += ["", *row_table(data)]
     return Result(data, "\n".join(lines))
 
 
-def _chosen(names: str | None) -> list[str]:
-    if names is None:
-        return list(LAYERS)
-    known = LAYERS | TINY
-    chosen = names.split(",")
-    for name in chosen:
-        if name not in known:
-            like = did_you_mean(name, known)
-            raise CliError(f"no such shape: {name}; choose among {', '.join(known)}{like}")
-    return chosen
-
-
-def _counted(names: list[str], tokens: int, rows: bool) -> dict:
+def _counted(shapes: dict, tokens: int, rows: bool) -> dict:
     _start_executor()
     from benchmarks.layer_count import count_layer
     from benchmarks.layer_rows import count_rows
 
     used = versions(LIBRARIES)
     liger = used["liger-kernel"] is not None
-    shapes = LAYERS | TINY
     data = {"versions": used, "tokens": tokens}
-    data["models"] = {name: count_layer(shapes[name], tokens, liger) for name in names}
+    data["models"] = {name: count_layer(shape, tokens, liger) for name, shape in shapes.items()}
     if rows:
         data["row"] = count_rows(liger)
     return data
@@ -87,10 +75,3 @@ def _start_executor() -> None:
     from triton.runtime import driver
 
     driver.active.machine.in_place = True  # as Liger's rotary embedding and backward write
-
-
-def _write(file: Path, data: dict) -> None:
-    try:
-        file.write_text(compact_json(data) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --out") from error

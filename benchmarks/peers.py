@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Literal
 
@@ -278,51 +279,86 @@ _INPUTS = {"add + RMSNorm": ("x", "residual")} | dict.fromkeys(("q/k norm", "q/k
 _OUTPUTS = {"add + RMSNorm": ("h", "y")} | dict.fromkeys(("q/k norm", "q/k norm + rotary"), ("yq", "yk"))
 
 
+@dataclass
+class Exact:
+    """The outputs and gradients of a case in float64, with their names; the outputs come first."""
+
+    names: list[str]
+    values: list[torch.Tensor]
+    outputs: int
+
+
+def exact_results(case: Case, norms: list[nn.Module], inputs: list, gradients: list) -> Exact:
+    """Compute a case in float64."""
+    spec = fused_copy(norms[0])[1]
+    of_norms = [[p.detach().double().requires_grad_() for p in norm.parameters()] for norm in norms]
+    parameters = [p for of_norm in of_norms for p in of_norm]
+    leaves = [*(x.detach().double().requires_grad_() for x in inputs), *parameters]
+    exact_norms = [partial(_exact_norm, spec, of_norm) for of_norm in of_norms]
+    tables = tuple(t.double() for t in tables_of(case, inputs[0].device, inputs[0].dtype))
+    outputs = _outputs(composed(case.kind, exact_norms, tables)(*leaves[: len(inputs)]))
+    found = torch.autograd.grad(outputs, leaves, [g.double() for g in gradients])
+    names = [*_OUTPUTS.get(case.kind, ("y",))]
+    names += [f"d{x}" for x in _INPUTS.get(case.kind, ("x",))]
+    names += [f"d{name}{i or ''}" for i, norm in enumerate(norms) for name, _ in norm.named_parameters()]
+    return Exact(names, [*(y.detach() for y in outputs), *found], len(outputs))
+
+
+def _exact_norm(spec: NormSpec, parameters: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    weight, bias = (*parameters, None)[:2]
+    return reference_norm(x, weight, bias, spec)
+
+
 def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradients: list) -> dict:
     """Compare every implementation's outputs and gradients with float64: name -> {"failures", "errors", ...}.
 
     ``bit_equal_to_hf`` is the share of elements of the (last) output; ``raised`` is there where the call failed.
     """
-    spec = fused_copy(norms[0])[1]
-    doubles = [p.detach().double().requires_grad_() for norm in norms for p in norm.parameters()]
-    leaves = [*(x.detach().double().requires_grad_() for x in inputs), *doubles]
-    per_norm = len(doubles) // len(norms)
-    exact_norms = [
-        lambda x, p=(*doubles[i * per_norm : (i + 1) * per_norm], None): reference_norm(x, p[0], p[1], spec)
-        for i in range(len(norms))
-    ]
-    tables = tuple(t.double() for t in tables_of(case, inputs[0].device, inputs[0].dtype))
-    outputs = _outputs(composed(case.kind, exact_norms, tables)(*leaves[: len(inputs)]))
-    parameters = [f"d{name}{i or ''}" for i, norm in enumerate(norms) for name, _ in norm.named_parameters()]
-    names = [*_OUTPUTS.get(case.kind, ("y",)), *(f"d{x}" for x in _INPUTS.get(case.kind, ("x",))), *parameters]
-    exact = [t.detach() for t in outputs]
-    exact += torch.autograd.grad(outputs, leaves, [g.double() for g in gradients])
+    exact = exact_results(case, norms, inputs, gradients)
     eager, verdicts = None, {}
     for name, implementation in made.items():
-        poison = [torch.full_like(t, torch.nan, dtype=inputs[0].dtype) for t in exact[: len(outputs)] for _ in range(3)]
-        del poison  # so that memory which the implementation does not write holds NaN
+        _fill_free_memory(exact, inputs[0].dtype)
         verdict = verdicts[name] = {"failures": [], "errors": {}}
         try:
-            ys = _outputs(implementation.call(*inputs))
-            grads = torch.autograd.grad(ys, [*inputs, *implementation.parameters], [g.clone() for g in gradients])
+            results = _results(implementation, inputs, gradients)
         except Exception as error:  # a peer may fail in any way it likes; which way is in the result
             verdict["failures"].append(f"{type(error).__name__}: {error}"[:300])
             verdict["raised"] = True
             continue
-        got = [*(y.detach() for y in ys), *grads]
-        eager = eager or got
-        for what, value, theirs, truth in zip(names, got, eager, exact, strict=True):
-            errors = {k: (t.double() - truth).abs().max().item() for k, t in (("own", value), ("hf", theirs))}
-            verdict["errors"][what] = errors
-            if not truth.any():
-                verdict["failures"].append(f"{what}: zero everywhere in float64 too, so nothing was computed")
-            try:
-                assert_as_accurate(value, theirs, truth, what)
-            except AssertionError as error:
-                verdict["failures"].append(str(error))
-        last = len(outputs) - 1
-        verdict["bit_equal_to_hf"] = (got[last] == eager[last]).double().mean().item()
+        eager = eager or results
+        _compare(verdict, exact, results, eager)
     return verdicts
+
+
+def _fill_free_memory(exact: Exact, dtype: torch.dtype) -> None:
+    """Leave NaN in the memory that is handed out next, so that an element that is not written is seen."""
+    outputs = exact.values[: exact.outputs] * 3
+    _ = [torch.full_like(output, torch.nan, dtype=dtype) for output in outputs]  # all at once, then freed
+
+
+def _results(implementation: Implementation, inputs: list, gradients: list) -> list[torch.Tensor]:
+    """Its outputs, and the gradients of the inputs and of the parameters."""
+    outputs = _outputs(implementation.call(*inputs))
+    leaves = [*inputs, *implementation.parameters]
+    found = torch.autograd.grad(outputs, leaves, [g.clone() for g in gradients])
+    return [*(y.detach() for y in outputs), *found]
+
+
+def _compare(verdict: dict, exact: Exact, results: list, eager: list) -> None:
+    for name, ours, theirs, truth in zip(exact.names, results, eager, exact.values, strict=True):
+        verdict["errors"][name] = {"own": _error(ours, truth), "hf": _error(theirs, truth)}
+        if not truth.any():
+            verdict["failures"].append(f"{name}: zero everywhere in float64 too, so nothing was computed")
+        try:
+            assert_as_accurate(ours, theirs, truth, name)
+        except AssertionError as error:
+            verdict["failures"].append(str(error))
+    last = exact.outputs - 1
+    verdict["bit_equal_to_hf"] = (results[last] == eager[last]).double().mean().item()
+
+
+def _error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    return (value.double() - truth).abs().max().item()
 
 
 def calls_of(implementation: Implementation, sets: list) -> dict[str, list[Callable]]:

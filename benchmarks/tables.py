@@ -87,28 +87,42 @@ def kernels(result: dict) -> list[str]:
     if result.get("copy_gb_per_s"):
         made.append(f"copy: {result['copy_gb_per_s']['best']:.0f} GB/s; x ours: its time over ours, * other numerics")
     pairs = result.get("against_layer_norm", [])
-    for case in result.get("cases", []) + [case for pair in pairs for case in pair["cases"]]:
-        timed = any("us" in e.get("forward", {}) for e in case["implementations"].values())
-        header = ["implementation"]
-        if timed:
-            header += [f for way in ("forward", "backward") for f in (f"{way} us", "of copy", "of own copy", "x ours")]
-        rows = [(*header, "saved B/row", "gate")]
-        for name, entry in case["implementations"].items():
-            figures = []
-            for direction in ("forward", "backward") if timed else ():
-                timing = entry.get(direction, {})
-                figures += [timing.get(key) for key in ("us", "of_copy", "of_own_copy")]
-                figures.append(_mark(entry, timing.get("times_ours")))
-            rows.append((name, *figures, entry.get("saved_bytes_per_row"), verdict(entry)[:90]))
-        title = f"{case['case']} {case['dtype']}"
-        if case["cold"] is False:
-            title += ", in cache"
-        made.append(table(f"{title} ({', '.join(case['models'])})" if case["models"] else title, rows))
+    cases = [*result.get("cases", []), *(case for pair in pairs for case in pair["cases"])]
+    made += [_case(case) for case in cases]
+    if pairs:
+        made.append(table("RMSNorm against LayerNorm", _time_saved(pairs)))
+    return made
+
+
+def _case(case: dict) -> str:
+    timed = any("us" in entry.get("forward", {}) for entry in case["implementations"].values())
+    directions = ("forward", "backward") if timed else ()
+    header = ["implementation"]
+    for way in directions:
+        header += [f"{way} us", "of copy", "of own copy", "x ours"]
+    rows = [(*header, "saved B/row", "gate")]
+    for name, entry in case["implementations"].items():
+        figures = [figure for way in directions for figure in _figures(entry, entry.get(way, {}))]
+        rows.append((name, *figures, entry.get("saved_bytes_per_row"), verdict(entry)[:90]))
+    title = f"{case['case']} {case['dtype']}"
+    if case["cold"] is False:
+        title += ", in cache"
+    if case["models"]:
+        title += f" ({', '.join(case['models'])})"
+    return table(title, rows)
+
+
+def _figures(entry: dict, timing: dict) -> list:
+    figures = [timing.get(key) for key in ("us", "of_copy", "of_own_copy")]
+    return [*figures, _mark(entry, timing.get("times_ours"))]
+
+
+def _time_saved(pairs: list[dict]) -> list[tuple]:
     rows = [("time RMSNorm saves", "hidden", "sequence", "forward", "backward", "both")]
     for pair in pairs:
         for name, saved in pair["time_saved"].items():
             rows.append((name, pair["hidden_size"], pair["sequence"], *(f"{v:.1%}" for v in saved.values())))
-    return [*made, table("RMSNorm against LayerNorm", rows)] if pairs else made
+    return rows
 
 
 def host(result: dict) -> list[str]:
