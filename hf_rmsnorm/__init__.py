@@ -20,7 +20,7 @@ _MODULES = {
     "Recentre": "integrations.finetuned",
     "convert_adapter": "conversion",
     "convert_checkpoint": "conversion",
-    "count_launches": "kernels",
+    "count_launches": "patching",
     "inspect_norms": "verification",
     "is_patched": "patching",
     "layer_norm": "ops",

@@ -7,12 +7,12 @@ from .formula import NormSpec as NormSpec
 from .integrations.finetuned import Recentre as Recentre
 from .integrations.finetuned import train_as_rms as train_as_rms
 from .integrations.trainer import HfRmsNormCallback as HfRmsNormCallback
-from .kernels import count_launches as count_launches
 from .ops import layer_norm as layer_norm
 from .ops import rms_norm as rms_norm
 from .ops import use_backend as use_backend
 from .ops.settings import settings as settings
 from .patching import PatchReport as PatchReport
+from .patching import count_launches as count_launches
 from .patching import is_patched as is_patched
 from .patching import patch_model as patch_model
 from .patching import patched as patched

@@ -16,6 +16,7 @@ from ..ops.direct import under_transform
 from ..ops.qk import run_qk
 from .layer import operands_ahead
 from .norm import launches_for
+from .watch import QK, note, watchers
 
 _is_compiling = torch.compiler.is_compiling
 IN_PAIRS = 0  # a rotary function that takes q and k; others take one tensor and the dimension of its heads, 1 or 2
@@ -71,6 +72,8 @@ def norm_and_rotate(pair: NormPair | None, rotate: Callable, q, k, cos, sin) -> 
     if pair is None:
         return rotate(q, k, cos, sin)
     rotated = _in_one_launch(pair, rotate, IN_PAIRS, q, k, cos, sin)
+    if watchers:
+        note(QK, (pair.q_norm, pair.k_norm), q)
     if rotated is not None:
         return rotated
     return rotate(pair.q_norm(q), pair.k_norm(k), cos, sin)
@@ -88,6 +91,8 @@ def norm_and_rotate_one(norm, rotate: Callable, heads_at: int, x, cos, sin):
         q = x.transpose(1, 2) if heads_at == 2 else x
         no_heads = q.detach()[:, :0]
         rotated = _in_one_launch(pair, rotate, heads_at, q, no_heads, cos, sin)
+        if watchers:
+            note(QK, (norm,), q)
         if rotated is not None:
             return rotated[0].transpose(1, 2) if heads_at == 2 else rotated[0]
     return rotate(norm(x), cos, sin, unsqueeze_dim=heads_at)

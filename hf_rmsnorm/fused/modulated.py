@@ -10,6 +10,7 @@ import torch
 from ..ops.direct import under_transform
 from ..ops.modulated import modulated_norm
 from .layer import operands_ahead
+from .watch import MODULATED_SUM, MODULATION, note, watchers
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -28,6 +29,8 @@ def modulated(x, norm, scale, *shift):
         x, scale, shift: whatever the forward computes with; no shift where it adds nothing.
     """
     both = _in_one_launch(norm, x, None, None, scale, *shift)
+    if watchers:
+        note(MODULATION, (norm,), x)
     if both is not None:
         return both[1]
     y = norm(x) * (1 + scale)
@@ -42,6 +45,8 @@ def add_and_modulate(left, right, norm, scale, *shift) -> tuple:
     """
     x, residual, gate = _parts(left, right)
     both = None if residual is None else _in_one_launch(norm, x, residual, gate, scale, *shift)
+    if watchers:
+        note(MODULATED_SUM, (norm,), x)
     if both is not None:
         return both
     total = _computed(left) + _computed(right)

@@ -21,6 +21,7 @@ from ..ops.unrounded import norm_of_summands
 from .recipe import Recipe, operands, shapes_fit, tensor_of
 from .subclass import derive, marked
 from .summands import summands_of
+from .watch import NORM, note, watchers
 
 _is_compiling = torch.compiler.is_compiling
 _classes: dict[tuple, type] = {}
@@ -113,6 +114,8 @@ class PatchedNorm:
 
     def run_own(self, module: torch.nn.Module, args: tuple, kwargs: dict):
         """The module's own forward; or, where it computes another formula than that, its formula in plain torch."""
+        if watchers:
+            note(NORM, (module,), next(iter((*args, *kwargs.values())), None))
         if self.replaces and self.is_ours(module):
             return _in_plain_torch(self, module, args, kwargs)
         return self.base.forward(module, *args, **kwargs)
@@ -130,6 +133,8 @@ def _forward_of(norm: PatchedNorm):
             y = run_by_backend(norm, call)
         if y is None:
             return norm.run_own(self, args, kwargs)
+        if watchers:
+            note(NORM, (self,), call[1])
         return y if norm.is_usual else lay_out(norm, call, y)
 
     forward.__doc__ = norm.forward.__doc__

@@ -12,6 +12,7 @@ from .layer import operands_ahead
 from .norm import launches_for
 from .recipe import Recipe
 from .summands import keep_summands
+from .watch import SUM, note, watchers
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -19,6 +20,8 @@ _is_compiling = torch.compiler.is_compiling
 def add_and_norm(left, right, norm):
     """(``left + right``, ``norm(left + right)``)."""
     both = _in_one_launch(left, right, norm)
+    if watchers:
+        note(SUM, (norm,), right)
     return _one_by_one(left, right, norm) if both is None else both
 
 
@@ -27,7 +30,11 @@ def add_and_norm_of_seen(left, right, norm):
 
     In one launch a hook on the sum would see a gradient without the part that comes through the norm.
     """
-    return _one_by_one(left, right, norm) if torch.is_grad_enabled() else add_and_norm(left, right, norm)
+    if not torch.is_grad_enabled():
+        return add_and_norm(left, right, norm)
+    if watchers:
+        note(SUM, (norm,), right, "something else reads the sum, and gradients are on")
+    return _one_by_one(left, right, norm)
 
 
 def norm_of_sum(left, right, norm):

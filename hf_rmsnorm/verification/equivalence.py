@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from ..fused.norm import recipe_of
-from ..kernels import count_launches
 from ..ops import backend as backends
 from ..ops import chosen_backend, use_backend
-from ..patching import patched, unpatch_model
+from ..patching import count_launches, patched, unpatch_model
 from ..patching.numerics import SERVERS
 from .checks import NormCheck, check_norm
 from .context import evaluating

@@ -1,0 +1,29 @@
+"""Tells `count_launches` of each fused piece that a forward has come to; without such a context nothing is told."""
+
+from collections.abc import Callable
+
+import torch
+
+NORM = "norm"
+SUM = "residual add + norm"
+QK = "q/k norms + rotary embedding"
+MODULATION = "norm + scale and shift"
+MODULATED_SUM = "residual add + norm + scale and shift"
+
+watchers: list[Callable] = []  # a caller asks first whether there are any, so that others pay nothing
+_is_compiling = torch.compiler.is_compiling
+
+
+def note(piece: str, norms: tuple, x, reason: str = "") -> None:
+    """Tell each watcher that a piece was computed, by a kernel or without one.
+
+    Args:
+        piece: one of the names above.
+        norms: the patched norms in it.
+        x: the input of the first, or a summand of it.
+        reason: why it was not one launch, where that does not follow from the norms and x.
+    """
+    if _is_compiling():
+        return
+    for watcher in list(watchers):
+        watcher(piece, norms, x, reason)

@@ -1,0 +1,221 @@
+"""`count_launches`: which kernels a forward launched, and which fused pieces of a model it computed without one."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..fused import watch
+from ..fused.layer import layer_part
+from ..fused.norm import recipe_of
+from ..fused.recipe import tensor_of
+from ..kernels.counting import counting_into
+from ..ops import chosen_backend
+from ..ops.backend import why_not
+from ..ops.direct import starts_kernels
+from ..paths import compact_paths, fitted
+
+NOT_CALLED = "not called from Python: not part of this forward, or inside torch.compile or a CUDA graph"
+COMPILED = "inside torch.compile, which fuses norms itself"
+UNKNOWN = "these inputs are computed one operator after the other"
+
+
+@dataclass
+class Piece:
+    """What became of one fused piece of a model, over all its calls.
+
+    Attributes:
+        path: of the norm; of two norms in one kernel, and of fusions that no call reached, the module that has them.
+        what: ``"norm"``, ``"residual add + norm"``, ``"q/k norms + rotary embedding"``, ...
+        launched: how often a kernel computed it.
+        missed: how often it was computed without one.
+        reason: why, of the last such call; "" where there was none.
+    """
+
+    path: str
+    what: str
+    launched: int = 0
+    missed: int = 0
+    reason: str = ""
+
+
+class LaunchCount(Counter):
+    """Kernel name -> launches; and of a model, what became of its fused `pieces`. Printed, a short table."""
+
+    _watched: "_Watched | None" = None
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """A record for each fused piece of the model; empty without one."""
+        return () if self._watched is None else tuple(self._watched.pieces())
+
+    def __str__(self) -> str:
+        kernels = ", ".join(f"{count} {name}" for name, count in sorted(self.items())) or "none"
+        if self._watched is None:
+            return f"kernels launched: {kernels}"
+        pieces = self.pieces
+        rows = [*_rows(pieces), f"  kernels    {kernels}"]
+        return fitted("\n".join([_verdict(pieces), *rows]), 11)
+
+
+@contextmanager
+def count_launches(model: nn.Module | None = None) -> Iterator[LaunchCount]:
+    """Count kernel launches of this package while the context is open; of a model, say what ran fused and what not.
+
+    Args:
+        model: a patched model. Each norm, residual add + norm, pair of q/k norms + rotary embedding, and norm + scale and
+            shift is listed: how often a kernel computed it, and why not where none did. None counts kernels alone.
+
+    Yields:
+        A `collections.Counter` by kernel name (``norm_forward``, ``norm_backward``, ...), of all threads. Of a model it
+        has `pieces`, and ``print(launches)`` shows them.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: no norm of the model is patched.
+
+    Calls from compiled code and replays of CUDA graphs pass no Python: their kernels are counted at most, and the
+    pieces are listed as not called.
+
+    Example:
+        >>> import torch
+        >>> from hf_rmsnorm import count_launches, patch_model
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        >>> report = patch_model(model)
+        >>> with torch.no_grad(), count_launches(model) as launches:
+        ...     _ = model(torch.ones(2, 8, dtype=torch.float32))
+        >>> piece = launches.pieces[0]
+        >>> piece.path, piece.what, piece.launched + piece.missed
+        ('1', 'norm', 1)
+    """
+    launches = LaunchCount()
+    if model is None:
+        with counting_into(launches):
+            yield launches
+        return
+    watched = launches._watched = _Watched(model, launches)
+    watch.watchers.append(watched.note)
+    try:
+        with counting_into(launches):
+            yield launches
+    finally:
+        watch.watchers.remove(watched.note)
+
+
+class _Watched:
+    """A model whose fused pieces are counted."""
+
+    def __init__(self, model: nn.Module, launches: Counter):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"count_launches needs a torch.nn.Module, got {type(model).__name__}: load the model first")
+        modules = dict(model.named_modules())
+        self.norms = {module: path for path, module in modules.items() if recipe_of(module) is not None}
+        self.layers = {path: module for path, module in modules.items() if layer_part(type(module)) is not None}
+        if not self.norms:
+            raise ValueError(f"no norm of this {type(model).__name__} is patched: call patch_model(model) first")
+        self.compiled = any(_is_compiled(module) for module in modules.values())
+        self.launches = launches
+        self.noted: dict[tuple[str, str], Piece] = {}
+        self.called: set[str] = set()
+        self._launched_before = 0
+
+    def note(self, what: str, norms: tuple, x, reason: str) -> None:
+        """Count a call of a piece: by a kernel if one was launched since the last call."""
+        paths = [self.norms[norm] for norm in norms if norm in self.norms]
+        if not paths:
+            return
+        self.called.update(paths)
+        path = paths[0] if len(paths) == 1 else paths[0].rpartition(".")[0]
+        piece = self.noted.setdefault((path, what), Piece(path, what))
+        launched = sum(count for name, count in self.launches.items() if name.endswith("_forward"))
+        if launched > self._launched_before:
+            piece.launched += 1
+        else:
+            piece.missed += 1
+            piece.reason = reason or why_not_launched(norms[0], x, alone=what == watch.NORM)
+        self._launched_before = launched
+
+    def pieces(self) -> Iterator[Piece]:
+        """Those that were called, in the order of the model's modules; then those that were not."""
+        yield from self.noted.values()
+        not_called = COMPILED if self.compiled else NOT_CALLED
+        for path in self.norms.values():
+            if path not in self.called:
+                yield Piece(path, watch.NORM, reason=not_called)
+        for path, layer in self.layers.items():
+            yield from self._unreached(path, layer)
+
+    def _unreached(self, path: str, layer: nn.Module) -> Iterator[Piece]:
+        """What a layer fuses, if its norms were all called one by one."""
+        inside = {self.norms[child]: child for child in layer.children() if child in self.norms}
+        fused = [piece for (norm, what), piece in self.noted.items() if what != watch.NORM and norm in (path, *inside)]
+        alone = [piece for norm in inside if (piece := self.noted.get((norm, watch.NORM)))]
+        if fused or not alone:
+            return
+        reasons = (piece.reason or _why_called(inside[piece.path]) for piece in alone)
+        reason = next(filter(None, reasons), UNKNOWN)
+        fusion = layer_part(type(layer))._hf_rmsnorm_fusion
+        yield Piece(path, str(fusion), missed=max(piece.launched + piece.missed for piece in alone), reason=reason)
+
+
+def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
+    """Why no kernel was launched for a patched norm of x; not `alone`: nor one for the norm and what surrounds it."""
+    if chosen_backend() == "reference":
+        return "use_backend('reference') is in force"
+    if not isinstance(x, torch.Tensor):
+        return "it was called without a tensor"
+    recipe = recipe_of(norm)
+    spec = recipe.spec_of(norm)
+    if spec is None:
+        return ", ".join(recipe.changes(norm)) or "its eps is no number any more"
+    weight, bias = (None if name is None else tensor_of(norm, name) for name in (recipe.weight, recipe.bias))
+    gate = x if spec.gate is not None else None
+    rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
+    reason = why_not(spec, rows, weight, bias, gate)
+    if reason is not None:
+        return reason
+    if not starts_kernels(x):
+        return f"a {type(x).__name__} under torch.func, forward-mode gradients or tracing"
+    return recipe.notes() if alone else _why_called(norm) or UNKNOWN
+
+
+def _why_called(norm: nn.Module) -> str:
+    """Why a patched norm is called, and not computed ahead of its call; "" where nothing about the norm says so."""
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return "the norm has a hook, which sees what the norm is called with"
+    if "forward" in norm.__dict__ or "_hf_hook" in norm.__dict__:
+        return "the norm's forward is wrapped, by accelerate for example"
+    return ""
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _verdict(pieces: tuple[Piece, ...]) -> str:
+    fused = sum(piece.launched > 0 and not piece.missed for piece in pieces)
+    if fused == len(pieces):
+        return f"all {fused} pieces ran as fused kernels"
+    return f"{fused} of {len(pieces)} pieces ran as fused kernels"
+
+
+def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
+    """A line for the pieces that had the same fate, with their paths below."""
+    alike: dict[tuple, list[Piece]] = {}
+    for piece in pieces:
+        alike.setdefault((piece.what, piece.launched > 0, piece.reason), []).append(piece)
+    for (what, launched, reason), group in alike.items():
+        calls = sum(piece.launched for piece in group), sum(piece.missed for piece in group)
+        yield f"  {'fused' if launched else 'not fused':<10} {len(group)} x {what}: {_fate(*calls, reason)}"
+        yield from (f"      {path}" for path in compact_paths([piece.path for piece in group]))
+
+
+def _fate(launched: int, missed: int, reason: str) -> str:
+    calls = f"{missed} {'call' if missed == 1 else 'calls'}"
+    if not launched:
+        return f"{reason} ({calls})" if missed else reason
+    launches = f"{launched} {'launch' if launched == 1 else 'launches'}"
+    return f"{launches}; {calls} not fused: {reason}" if missed else launches

@@ -1,0 +1,86 @@
+"""count_launches of a model: each fused piece that ran in a kernel, and each that did not with the reason."""
+
+import pytest
+import tiny_models
+import torch
+
+from hf_rmsnorm import count_launches, patch_model, use_backend
+
+
+@pytest.fixture
+def model():
+    model = tiny_models.build("qwen3")
+    patch_model(model)
+    return model
+
+
+def counted(model, backend="auto"):
+    with torch.no_grad(), use_backend(backend), count_launches(model) as launches:
+        model(tiny_models.token_ids(1, 3))
+    return launches
+
+
+def by_piece(launches):
+    """What -> (launched, missed, the reasons)."""
+    found = {}
+    for piece in launches.pieces:
+        launched, missed, reasons = found.get(piece.what, (0, 0, set()))
+        found[piece.what] = launched + piece.launched, missed + piece.missed, reasons | {piece.reason} - {""}
+    return found
+
+
+def test_each_piece_that_ran_in_a_kernel_is_named_and_counted(model):
+    launches = counted(model, "triton")
+    layers = len(model.model.layers)
+    assert by_piece(launches) == {
+        "norm": (layers + 1, 0, set()),
+        "residual add + norm": (layers, 0, set()),
+        "q/k norms + rotary embedding": (layers, 0, set()),
+    }
+    assert launches == {"norm_forward": 2 * layers + 1, "qk_norm_forward": layers}
+    text = str(launches)
+    assert text.startswith(f"all {3 * layers + 1} pieces ran as fused kernels\n")
+    assert f"{layers} x residual add + norm: {layers} launches" in text and "layers.[0-1].self_attn\n" in text
+
+
+def test_a_piece_that_is_not_fused_is_named_with_the_reason(model):
+    launches = counted(model, "reference")
+    pieces = by_piece(launches)
+    assert not launches and all(launched == 0 for launched, _, _ in pieces.values())
+    assert {reason for _, _, reasons in pieces.values() for reason in reasons} == {
+        "use_backend('reference') is in force"
+    }
+    assert str(launches).startswith("0 of ") and "kernels    none" in str(launches)
+
+
+def test_the_reason_is_a_dtype(model):
+    _, missed, reasons = by_piece(counted(model.double()))["norm"]
+    assert missed == 9 and reasons == {"x is torch.float64; the kernels serve float32, float16 and bfloat16"}
+
+
+def test_the_reason_is_a_hook(model):
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm.register_forward_hook(lambda *_: None)
+    pieces = [piece for piece in counted(model, "triton").pieces if piece.missed]
+    (piece,) = pieces
+    assert piece.path == "model.layers.0.post_attention_layernorm" and "has a hook" in piece.reason
+
+
+def test_what_is_not_called_is_listed(model):
+    with count_launches(model) as launches:
+        pass
+    assert {(piece.launched, piece.missed) for piece in launches.pieces} == {(0, 0)}
+    assert len(launches.pieces) == 9 and "not called from Python" in str(launches)
+
+
+def test_a_model_that_is_compiled_is_said_to_be(model):
+    with count_launches(torch.compile(model, backend="eager")) as launches:
+        pass
+    assert "inside torch.compile" in str(launches)
+
+
+def test_bad_models_are_refused_in_one_line():
+    with pytest.raises(ValueError, match="no norm of this LlamaForCausalLM is patched: call patch_model"):
+        counted(tiny_models.build("llama"))
+    with pytest.raises(TypeError, match="count_launches needs a torch.nn.Module, got str"):
+        counted("llama")
