@@ -66,8 +66,8 @@ def count_launches(model: nn.Module | None = None) -> Iterator[LaunchCount]:
     """Count kernel launches of this package while the context is open; of a model, say what ran fused and what not.
 
     Args:
-        model: a patched model. Each norm, residual add + norm, pair of q/k norms + rotary embedding, and norm + scale and
-            shift is listed: how often a kernel computed it, and why not where none did. None counts kernels alone.
+        model: a patched model. Each norm, residual add + norm, pair of q/k norms + rotary embedding, and norm + scale
+            and shift is listed, with its launches or the reason why it had none. None counts kernels alone.
 
     Yields:
         A `collections.Counter` by kernel name (``norm_forward``, ``norm_backward``, ...), of all threads. Of a model it
