@@ -3,8 +3,8 @@
 ``scripts/data/real_configs.json`` has the numbers of each config.json; of longrope's factors only their count is right.
 Each model is built on the meta device and patched, and its conversion is planned. A narrow copy, of the same depth with
 random weights in bfloat16, is verified as `hf-rmsnorm verify` does. No weights are read. What is found goes to
-``scripts/results/real_configs.json``, and as a table to ``docs/real-configs.md``. A model without verdict is run;
-``--again`` runs all, ``--only NAME,NAME`` those, ``--seconds N`` begins no further one after that.
+``scripts/results/real_configs.json``; `python -m scripts.tables --write` makes the table. A model without verdict is
+run; ``--again`` runs all, ``--only NAME,NAME`` those, ``--seconds N`` begins no further one after that.
 """
 
 import argparse
@@ -31,8 +31,6 @@ from hf_rmsnorm.conversion.proxy.model import make_proxy
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "scripts" / "data" / "real_configs.json"
 RESULTS = ROOT / "scripts" / "results" / "real_configs.json"
-PAGE = ROOT / "docs" / "real-configs.md"
-START, END = "<!-- real configs: made by python -m scripts.real_configs -->\n", "<!-- end of real configs -->"
 
 
 def configs() -> dict[str, dict]:
@@ -92,18 +90,6 @@ def row(config: dict) -> dict:
     return {**patched(config), "verified": verified(config), **planned(config)}
 
 
-def table(found: dict) -> str:
-    lines = [
-        "| model | norms swapped | left alone | sums fused | q/k pairs fused | narrow copy verified | conversion |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, each in found.items():
-        verdict = ": ".join(filter(None, (each["verdict"], each["reason"])))
-        counts = " | ".join(str(each.get(key, "")) for key in ("swapped", "skipped", "sums", "pairs", "verified"))
-        lines.append(f"| {name} | {counts} | {verdict.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="names, with commas between them")
@@ -125,8 +111,6 @@ def main(argv=None) -> None:
         print(name, found[name], flush=True)
         ordered = {each: found[each] for each in every if each in found}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
-        before, _, rest = PAGE.read_text().partition(START)
-        PAGE.write_text(before + START + table(ordered) + END + rest.partition(END)[2])
 
 
 if __name__ == "__main__":

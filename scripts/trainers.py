@@ -1,10 +1,11 @@
 """Train a few steps in each trainer that is told by a YAML: ``python3 -m scripts.trainers [ROW ...] [options]``.
 
 A row is PYTHON/TRAINER/VERSION, as in 3.11/axolotl/0.19.0; without any, all rows below. Each gets an environment of its
-own with that trainer and this package, as pip resolves them, and runs the lines of docs/trainers.md on the embedded
+own with that trainer and this package, as pip resolves them, and runs the lines of docs/training.md on the embedded
 LLaMA, offline and on the CPU: with what hf-rmsnorm needs, kernels by Triton's interpreter, and again without. The
 losses have to agree, and what is saved has to have the same tensors. What came of these rows is kept in
-scripts/results/trainers.json and shown in docs/trainers.md. An environment takes 2 to 6 GB.
+scripts/results/trainers.json, from which `python -m scripts.tables --write` makes the table of docs/training.md. An
+environment takes 2 to 6 GB.
 
     --folder FOLDER    keeps the environments there (default: each is removed when its row is done)
     --no-write         prints what came of it, and writes nothing
@@ -25,7 +26,7 @@ from typing import NamedTuple
 from scripts.versions import Table, Unavailable, install, interpreter, take, versions_in
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "scripts/results/trainers.json", ROOT / "docs/trainers.md"
+RESULTS = ROOT / "scripts/results/trainers.json"
 ROWS = ("3.11/axolotl/0.19.0", "3.11/ms-swift/4.6.0", "3.11/llamafactory/0.9.5", "3.11/trl/1.16.0")
 NAMES = ("torch", "transformers", "accelerate", "peft", "triton")
 MARK = "# What hf-rmsnorm needs:\n"  # in a YAML, above the lines to paste
@@ -131,27 +132,8 @@ def run_row(row: str, folder: Path) -> dict:
     return result | {"swapped": patched.swapped, "losses": patched.losses, "without": plain.losses}
 
 
-def table(results: list[dict]) -> str:
-    lines = ["| trainer | Python | Transformers | torch | said | losses | without | failed |", "|" + "---|" * 8]
-    for each in results:
-        _, trainer, version = each["row"].split("/")
-        v, losses = each["versions"], [", ".join(f"{x:.4f}" for x in each.get(k, ())) for k in ("losses", "without")]
-        failed = ", ".join(each["failures"]).replace("|", "\\|") or "none"
-        cells = (
-            f"{trainer} {version}",
-            v["python"],
-            v["transformers"],
-            v["torch"],
-            each.get("swapped"),
-            *losses,
-            failed,
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
 def main() -> int:
-    return take(Table(ROWS, run_row, table, RESULTS, PAGE), __doc__)
+    return take(Table(ROWS, run_row, RESULTS), __doc__)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 A row is PYTHON/TRANSFORMERS/TORCH/TRITON, as in 3.11/4.57.6/2.13.0/3.9.0; without any, all rows below. Each gets an
 environment of its own with the newest packages that these versions allow, and runs tests/promises/test_versions.py in
-it, kernels by Triton's interpreter. What came of these rows is kept in scripts/results/versions.json and shown in
-docs/versions.md. pip looks where it is configured to: an environment with a torch for CUDA takes 6 GB, and one with a
-torch for CPUs, from an index that has those, takes 1 GB.
+it, kernels by Triton's interpreter. The results are kept in scripts/results/versions.json, from which
+`python -m scripts.tables --write` makes the table of docs/supported.md. An environment with a torch for CUDA takes
+6 GB, and one with a torch for CPUs, from an index that has those, takes 1 GB.
 
 A row that is a Transformers alone, as in 4.57.6, has this Python, and links to the torch and the Triton that it has. It
 takes a minute, and CI runs two. The row "newest" has this Python and no pins: what `pip install .` brings.
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "scripts/results/versions.json", ROOT / "docs/versions.md"
+RESULTS = ROOT / "scripts/results/versions.json"
 NEWEST = "newest"
 ROWS = ("3.10/4.57.6/2.8.0/3.4.0", "3.11/5.24.0/2.8.0/3.4.0", "3.11/5.24.0/2.9.1/3.5.1",
         "3.10/4.57.6/2.10.0/3.6.0", "3.12/5.9.0/2.11.0/3.6.0", "3.11/4.57.6/2.13.0/3.9.0", "3.11/5.5.4/2.13.0/3.9.0",
@@ -39,7 +39,6 @@ ROWS = ("3.10/4.57.6/2.8.0/3.4.0", "3.11/5.24.0/2.8.0/3.4.0", "3.11/5.24.0/2.9.1
         "3.11/5.23.0/2.13.0/3.6.0", "3.13/4.57.6/2.15.0/3.9.0", "3.13/5.23.0/2.15.0/3.9.0", NEWEST)  # fmt: skip
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
 TESTS = "tests/promises/test_versions.py"
-PLACE = re.compile(r"(<!-- \w+: made by .*? -->\n).*?(\n<!-- end -->)", re.DOTALL)
 NAMES = ("torch", "transformers", "triton", "accelerate", "huggingface_hub", "tokenizers", "safetensors", "numpy")
 
 
@@ -48,13 +47,11 @@ class Unavailable(Exception):
 
 
 class Table(NamedTuple):
-    """Rows that are taken, what one is run by, and where what came of them is kept and shown."""
+    """Rows that are taken, what one is run by, and where the results are kept."""
 
     rows: tuple[str, ...]
     run: Callable[[str, Path], dict]  # (row, folder of its environment) -> {"row", "passed", "failures", ...}
-    shown: Callable[[list[dict]], str]
     results: Path
-    page: Path
 
 
 def interpreter(wanted: str) -> str:
@@ -139,16 +136,6 @@ def run_row(row: str, folder: Path) -> dict:
     }  # fmt: skip
 
 
-def table(results: list[dict]) -> str:
-    lines = ["| Python | Transformers | torch | Triton | NumPy | passed | failed |", "|---|---|---|---|---|---|---|"]
-    for each in results:
-        v = each["versions"]
-        failed = ", ".join(each["failures"]).replace("|", "\\|") or "none"
-        cells = (v["python"], v["transformers"], v["torch"], v["triton"], v["numpy"], each["passed"], failed)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
 def take(what: Table, doc: str) -> int:
     """Take the rows of a table that the command line names; 1 where one failed or could not be run."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -170,13 +157,12 @@ def take(what: Table, doc: str) -> int:
     if not args.no_write:
         merged = [(kept | now)[row] for row in what.rows if row in kept | now]
         what.results.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
-        page = what.page.read_text(encoding="utf-8")
-        what.page.write_text(PLACE.sub(lambda m: m[1] + what.shown(merged) + m[2], page), encoding="utf-8")
+        print("python -m scripts.tables --write puts this into the documentation")
     return int(bool(unavailable) or any(each["failures"] for each in now.values()))
 
 
 def main() -> int:
-    return take(Table(ROWS, run_row, table, RESULTS, PAGE), __doc__)
+    return take(Table(ROWS, run_row, RESULTS), __doc__)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class use_backend:
         ValueError: the name is none of these.
 
     A backward uses the backend that its forward used. A recompute under activation checkpointing uses the backend that
-    is chosen when it runs, on a GPU ``"auto"`` (docs/training.md). So keep ``loss.backward()`` inside the ``with``.
+    is chosen when it runs, on a GPU ``"auto"`` (docs/start.md). So keep ``loss.backward()`` inside the ``with``.
 
     Example:
         >>> import torch

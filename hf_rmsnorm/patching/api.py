@@ -67,9 +67,9 @@ def patch_model(
             if one does.
         strict: raise, before anything changes, if a norm would be neither swapped nor left out by include or exclude:
             a leaf that normalises over its last dimension, or whose class is named RMSNorm or LayerNorm.
-        fuse_residual: by default True: also compute residual sums in one launch with the norm that reads them, in
-            layers whose own forward shows which those are: sums with gradients, of 2**20 elements or more, or in a CUDA
-            graph; and rotations and modulations of what a norm returns. False: each norm by itself.
+        fuse_residual: by default True: also compute in one launch with a norm the residual sum that it reads, the
+            rotary embedding of q and k, and the scale and shift of its result, in layers whose own forward shows them.
+            False: each norm by itself.
         memory_efficient: by default False. True: keep each norm's output for the backward, which the linear behind it
             keeps anyway, instead of its input; gradients carry the output's rounding. Some norms keep their input all
             the same: docs/training.md says which, and their notes in the report. A write through ``.data`` to the
@@ -77,7 +77,7 @@ def patch_model(
         numerics: in whose order of rounding norms, and residual sums in front of them, are computed: by default
             ``"model"``; ``"vllm"`` or ``"sglang"``, so that a model trains in the numbers by which its server
             generates; ``"torch"``, as `F.rms_norm`. So it is on every device, by every backend. Under
-            ``fuse_residual=False`` sums are rounded first in any case. docs/numerics.md states each order.
+            ``fuse_residual=False`` sums are rounded first in any case. docs/correctness.md states each order.
 
     Returns:
         What was swapped, with which formula, and what was left alone, with the reason.

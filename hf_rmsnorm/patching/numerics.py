@@ -1,6 +1,6 @@
 """In whose order of rounding a norm is computed: the model's own, or that of the server that generates for it.
 
-`docs/numerics.md` states each order, with the source it was read from.
+`docs/correctness.md` states each order, with the source it was read from.
 """
 
 from dataclasses import replace

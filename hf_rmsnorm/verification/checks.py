@@ -27,7 +27,7 @@ class NormCheck:
     At most 0.1 % of the elements in half precision and 1 % in float32 (or one element) may be off, and none by more
     than 4 ulp. In half precision an element is off if it differs at all, and 0.1 % grows by 1 + |mean|/std of the rows
     that a centred norm reads. In float32 it is off beyond 2 ulp, where an ulp is 2^-23 of the largest term in its row:
-    weight * rstd * x, weight * rstd * mean if the norm is centred, or bias. ``docs/proof.md`` says why.
+    weight * rstd * x, weight * rstd * mean if the norm is centred, or bias. ``docs/correctness.md`` says why.
     """
 
     path: str

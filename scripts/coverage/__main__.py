@@ -5,7 +5,6 @@
     python -m scripts.coverage patch --mapping causal --interpreter norms     also the kernels, in the interpreter
     python -m scripts.coverage patch --mapping causal --interpreter fusion    also fused layers there; their operators
     python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
-    python -m scripts.coverage table --write                              the table of docs/formulas.md
 
 Each type runs in a process of its own, with a limit of time and of memory. The table of `patch` and `convert` goes to
 the terminal, and with --out beside the JSON as text.
@@ -44,15 +43,11 @@ def parser() -> argparse.ArgumentParser:
         "--interpreter", choices=("norms", "fusion"), default="", help="also run the kernels in Triton's interpreter"
     )
     convert.add_argument("--rest", action="store_true", help="only what --update does not have")
-    table = commands.add_parser("table", help="print the table of docs/formulas.md, made from the committed results")
-    choice = table.add_mutually_exclusive_group()
-    choice.add_argument("--check", action="store_true", help="exit with 1 where that page says something else")
-    choice.add_argument("--write", action="store_true", help="put it into that page")
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns 1 where a type gave a wrong result, or the page another table."""
+    """Run a command; returns 1 where a type gave a wrong result."""
     options = parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if getattr(options, "interpreter", ""):

@@ -1,13 +1,16 @@
-"""The documentation as the tests read it: its pages, their prose, and the blocks of code in them."""
+"""The documentation as the tests read it: its pages, the blocks of code in them, and what stands between backquotes."""
 
 import re
 from typing import NamedTuple
 
 from places import ROOT
 
-FILES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted(ROOT.glob("docs/**/*.md"))]
+NAMES = ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")
+FILES = [*(ROOT / f"{name}.md" for name in NAMES), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_SPAN = re.compile(r"`([^`]+)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
@@ -23,22 +26,17 @@ class Block(NamedTuple):
         return f"{self.page}:{self.line}"
 
 
-def prose(page: str) -> str:
-    """A page with every run of white space as one space."""
-    return " ".join(PAGES[page].split())
-
-
 def blocks(language: str) -> list[Block]:
     """Every block of a language, on all pages."""
-    found = []
+    result = []
     for page, text in PAGES.items():
         matches = list(_BLOCK.finditer(text))
         for match, following in zip(matches, [*matches[1:], None], strict=False):
             if match[1] == language:
                 directly = following and following[1] == "text" and not text[match.end() : following.start()].strip()
                 line = text.count("\n", 0, match.start()) + 1
-                found.append(Block(page, line, language, match[2], following[2] if directly else ""))
-    return found
+                result.append(Block(page, line, language, match[2], following[2] if directly else ""))
+    return result
 
 
 def commands() -> list[tuple[str, str]]:
@@ -51,21 +49,34 @@ def commands() -> list[tuple[str, str]]:
     ]
 
 
-_INLINE = re.compile(r"`((?:hf-rmsnorm|python3? -m|python3? [a-z]+/|pip install) ?[^`]*)`")
+def without_blocks(page: str) -> str:
+    return _BLOCK.sub("", PAGES[page])
 
 
-def inline_commands() -> list[tuple[str, str]]:
-    """(page, command) for every command within a sentence; what the changelog names may be gone."""
-    return [(page, line) for page in PAGES if page != "CHANGELOG.md" for line in _INLINE.findall(prose(page))]
+def code_spans(page: str) -> list[str]:
+    """What stands between backquotes on a page, each on one line."""
+    return [" ".join(span.split()) for span in _SPAN.findall(without_blocks(page))]
 
 
-def section(page: str, heading: str) -> str:
-    """What stands on a page between a heading and the next; "" for what comes before the first below the title."""
-    text = PAGES[page] if not heading else PAGES[page].partition(f"# {heading}\n")[2]
-    return re.split(r"^##+ ", text, maxsplit=1, flags=re.MULTILINE)[0]
+def links(page: str) -> list[str]:
+    return _LINK.findall(without_blocks(page))
 
 
-def row(page: str, heading: str, start: str) -> list[str]:
-    """The cells of the one table row in a section that starts with `start`, without its first."""
-    (line,) = [line for line in section(page, heading).splitlines() if line.startswith(f"| {start} |")]
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def long_sentences(page: str, most: int = 30) -> list[str]:
+    """The sentences outside of code and tables that have more words than that."""
+    lines = [line for line in without_blocks(page).splitlines() if not line.lstrip().startswith("|")]
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", "\n".join(lines))
+    sentences = [sentence for text in paragraphs for sentence in re.split(r"(?<=[.!?:])\s+", text)]
+    return [" ".join(sentence.split()) for sentence in sentences if len(sentence.split()) > most]
+
+
+def row(page: str, start: str) -> list[str]:
+    """The cells of the one table row of a page that starts with `start`, without its first."""
+    (line,) = [line for line in PAGES[page].splitlines() if line.startswith(f"| {start} |")]
     return [cell.strip() for cell in line.strip()[1:-1].split("|")][1:]

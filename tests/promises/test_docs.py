@@ -1,5 +1,6 @@
-"""Every page of the documentation: its snippets run, its commands and links exist, and its pages build."""
+"""Every page of the documentation: its snippets run, its commands, links and names exist, and the pages build."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -9,10 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
+from functools import cache
 
 import pages
 import pytest
-from places import PYTHONPATH, ROOT
+from places import ROOT
 
 import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
@@ -22,8 +25,18 @@ from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.real_configs import build_parser as real_configs_parser
 from scripts.trainers import ROWS, TRAINERS
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+ADDRESS = URLS["Repository"]
 # Words of snippets that take more than a quick test's time.
-COSTLY = ("convert_checkpoint", "verify_equivalence", "Trainer(", "generate(", "range(3)", "backward()")
+COSTLY = ("convert_checkpoint", "verify_equivalence", "Trainer(", "generate(", "range(3)", "backward()", "inspect_")
+
+
+# --- snippets ---------------------------------------------------------------------------------------------------
 
 
 def examples():
@@ -61,10 +74,7 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, m
         assert re.fullmatch(shown, printed.getvalue()), printed.getvalue()
 
 
-SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
-
-
-PATCHED = {trainer.patched for trainer in TRAINERS.values()}  # scripts/trainers.py runs them
+# --- commands ---------------------------------------------------------------------------------------------------
 
 
 def benchmarks_parser():
@@ -94,48 +104,49 @@ KINDS = {
     "python -m scripts.coverage": lambda words: coverage_parser().parse_args(words),
     "python -m scripts.real_configs": lambda words: real_configs_parser().parse_args(words),
     "python3 -m scripts.trainers": lambda words: words[0] in ROWS,
+    "python -m scripts.tables": lambda words: words in ([], ["--write"]),
     "python -m pytest": has_these_tests,
-    "pytest": has_these_tests,
     "pip install": are_packages,
     "accelerate launch --config_file": lambda words: is_file(words[0]) and is_file(words[1]),
     "mkdocs": lambda words: words == ["build", "--strict"],
     "eval": lambda words: words == ["$(register-python-argcomplete hf-rmsnorm)"],
-    "git": bool,
-    "cd": bool,
-    "python": lambda words: words[0].endswith(".py") and is_file(words[0]),
-    "python3": lambda words: words[0].endswith(".py") and is_file(words[0]),
+    "git clone": lambda words: words == [ADDRESS],
+    "cd": lambda words: words == [ADDRESS.rpartition("/")[2]],
+    "python": lambda words: is_file(words[0]),
+    "python3": lambda words: is_file(words[0]),
 }
 
 
-def is_right(words):
+def is_right(line):
+    words = shlex.split(line, comments=True)
+    if "=" in words[0]:  # a variable of the environment
+        words = words[1:]
+    words[0] = words[0].removeprefix(".venv/bin/")
     for start, check in KINDS.items():
         length = len(start.split())
         if words[:length] == start.split():
             return check(words[length:])
-    return False
+    return any(line == trainer.patched for trainer in TRAINERS.values())
 
 
 @pytest.mark.parametrize(
     "where, line", pages.commands(), ids=[f"{where} {line.split('#')[0].strip()}" for where, line in pages.commands()]
 )
 def test_a_command_exists(where, line):
-    words = shlex.split(line, comments=True)
-    if "=" in words[0]:  # a variable of the environment
-        words = words[1:]
-    words[0] = words[0].removeprefix(".venv/bin/")
-    if line in PATCHED:
-        assert is_file(words[-1])
-    else:
-        assert is_right(words), f"{where}: {line}"
+    assert is_right(line), f"{where}: {line}"
 
 
-@pytest.mark.parametrize("where, line", sorted(set(pages.inline_commands())))
-def test_a_command_within_a_sentence_exists(where, line):
-    words = line.split()
-    if words[0] == "hf-rmsnorm" and len(words) < 3:  # it speaks of the command, and not of a call
-        assert set(words[1:]) <= SUBCOMMANDS
-    elif line != "python -m hf_rmsnorm":
-        test_a_command_exists(where, line)
+SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_the_commands_within_sentences_exist(page):
+    for span in pages.code_spans(page):
+        words = span.split()
+        if words[:1] == ["hf-rmsnorm"] and len(words) == 2:  # the name of a command, and no call
+            assert words[1] in SUBCOMMANDS, span
+        elif span.startswith(("hf-rmsnorm ", "python -m benchmarks", "python -m scripts", "python3 -m scripts")):
+            assert is_right(span), span
 
 
 @pytest.mark.parametrize("name", ["report", "env"])
@@ -153,34 +164,71 @@ def test_a_command_that_only_reads_runs(line, capsys):
     assert main(shlex.split(line)[1:]) == 0
 
 
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-PATH = re.compile(r"`((?:scripts|examples|tests|docs|benchmarks|hf_rmsnorm)/[\w./-]*)`")
-NAME = re.compile(r"`(?:\w+/)*([\w-]+\.py)`")
-FOLDERS = ("hf_rmsnorm", "tests", "benchmarks", "scripts", "examples", "docs")
-SOURCES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+# --- links and names --------------------------------------------------------------------------------------------
+
+
+def local(page: str, target: str) -> str:
+    """A link's target as a path from the root, where it is in this repository; else ""."""
+    for kind in ("blob", "raw"):
+        if target.startswith(f"{ADDRESS}/{kind}/main/"):
+            return target.removeprefix(f"{ADDRESS}/{kind}/main/")
+    if "://" in target:
+        return ""
+    path, _, anchor = target.partition("#")
+    file = (ROOT / page).parent / path if path else ROOT / page
+    return f"{file.resolve().relative_to(ROOT)}#{anchor}"
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
-def test_links_and_paths_lead_somewhere(page):
-    text, folder = pages.PAGES[page], (ROOT / page).parent
-    for target in LINK.findall(text):
-        if target.startswith(("http://", "https://")):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (folder / path).resolve() if path else ROOT / page
-        assert file.exists() and file.is_relative_to(ROOT), target
-        if anchor and file.suffix == ".md" and not anchor.startswith("hf_rmsnorm."):
-            assert anchor in anchors(file.read_text(encoding="utf-8")), target
-    if page == "CHANGELOG.md":  # which names what there was
-        return
-    assert not [path for path in PATH.findall(text) if not (ROOT / path).exists()]
-    assert not [name for name in NAME.findall(text) if name not in SOURCES]
+def test_links_lead_somewhere(page):
+    for target in pages.links(page):
+        path, _, anchor = local(page, target).partition("#")
+        assert not path or (ROOT / path).exists(), target
+        if anchor and path in pages.PAGES and not anchor.startswith("hf_rmsnorm."):
+            assert anchor in pages.anchors(path), target
 
 
-def anchors(text: str) -> set[str]:
-    """As both GitHub and MkDocs make them of headings without punctuation."""
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+def test_the_links_of_the_readme_are_absolute_from_the_one_address():
+    """PyPI shows the README without the files beside it."""
+    ours = [target for target in pages.links("README.md") if local("README.md", target)]
+    assert ours and all(target.startswith(ADDRESS) for target in ours)
+    assert all(url.startswith(ADDRESS) for url in URLS.values())
+
+
+def test_the_readme_is_short():
+    assert len(pages.PAGES["README.md"].encode()) <= 6_144
+
+
+PATHS = ("scripts/", "examples/", "tests/", "docs/", "benchmarks/", "hf_rmsnorm/")
+SOURCES = {path.name for folder in PATHS for path in (ROOT / folder).rglob("*.py")}
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_the_files_that_are_named_exist(page):
+    for span in pages.code_spans(page):
+        if span.startswith(PATHS) and " " not in span and "*" not in span:
+            assert (ROOT / span).exists(), span
+        elif re.fullmatch(r"[\w/]+\.py", span) and not span.endswith("swift_plugin.py"):
+            assert span.rpartition("/")[2] in SOURCES, span
+
+
+@cache
+def defined(path: str) -> set[str]:
+    """The functions, classes and constants of a file of the package."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        names |= {getattr(target, "id", getattr(target, "name", "")) for target in targets}
+    return names
+
+
+def test_what_the_page_on_the_code_names_is_in_its_file():
+    """It writes them as "`ops/norm.py`: `run`", with commas between several names."""
+    named = re.findall(r"`(\S+/\S+\.py)`: ((?:`\w+`(?:, )?)+)", pages.PAGES["docs/architecture.md"])
+    assert len(named) > 20
+    for path, names in named:
+        path = path if (ROOT / path).exists() else f"hf_rmsnorm/{path}"
+        assert set(re.findall(r"\w+", names)) <= defined(path), (path, names)
 
 
 def test_the_interface_page_documents_every_public_name():
@@ -194,10 +242,13 @@ def test_the_interface_page_documents_every_public_name():
     assert type(hf_rmsnorm.settings) in objects
 
 
+# --- the whole --------------------------------------------------------------------------------------------------
+
+
 def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    assert set(re.findall(r": (\S+\.md)$", menu, re.MULTILINE)) == {
-        page.removeprefix("docs/") for page in pages.PAGES if page.startswith("docs/")
+    assert {f"docs/{page}" for page in re.findall(r": (\S+\.md)$", menu, re.MULTILINE)} == {
+        page for page in pages.PAGES if page.startswith("docs/")
     }
 
 
@@ -213,19 +264,8 @@ def test_the_pages_build_without_a_warning(tmp_path):
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site), "the pages load nothing from elsewhere"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["patch_and_prove", "convert_and_look"])
-def test_a_tutorial_runs_and_prints_what_its_page_shows(name, tmp_path):
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, ROOT / f"docs/tutorials/{name}.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    shown = (ROOT / f"docs/tutorials/{name}.txt").read_text(encoding="utf-8")
-    # Which bits a matrix product has depends on the machine: the words are compared, and the whole numbers of a report.
-    fraction = re.compile(r"\b\d+(\.\d+)?(e[+-]?\d+)?\b")
-
-    def words(text):
-        return [fraction.sub("N", line) for line in text.splitlines() if not line.startswith("  PASS        model.")]
-
-    assert words(done.stdout) == words(shown)
-    assert f'--8<-- "tutorials/{name}.py"' in pages.PAGES[f"docs/tutorials/{name}.md"]
+def test_long_sentences_are_listed():
+    """It fails for none: pytest's summary of warnings is the list."""
+    for page in pages.PAGES:
+        for sentence in pages.long_sentences(page):
+            warnings.warn(f"{page}: {len(sentence.split())} words: {sentence}", stacklevel=1)

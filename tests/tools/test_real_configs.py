@@ -1,4 +1,4 @@
-"""Published models: a sample still gives what is committed, and the page has what the results say."""
+"""Published models: each has a result, and a sample still gives what is committed."""
 
 import json
 
@@ -10,9 +10,7 @@ FOUND = json.loads(real_configs.RESULTS.read_text())
 SAMPLE = ("Qwen3-0.6B", "GPT-2", "OPT-350M", "BERT-base")
 
 
-def test_the_page_is_the_table_of_the_results():
-    written = real_configs.PAGE.read_text().partition(real_configs.START)[2]
-    assert written.partition(real_configs.END)[0] == real_configs.table(FOUND)
+def test_every_model_has_a_result():
     assert FOUND.keys() == real_configs.configs().keys()
 
 

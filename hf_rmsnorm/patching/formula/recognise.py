@@ -32,8 +32,8 @@ class Verdict(NamedTuple):
 NOT_A_NORM = Verdict()
 NOTHING = "nothing: it is no norm over the last dimension, and runs its own forward"
 UNRUN = "nothing, if it is no norm or runs kernels of its own; otherwise let its forward run on one CPU tensor"
-REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas in docs/formulas.md"
-PLAINLY = "nothing breaks, it runs its own forward; to have it fused, write it in plain arithmetic: docs/patching.md"
+REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas in docs/supported.md"
+PLAINLY = "nothing breaks, it runs its own forward; to have it fused, write it in plain arithmetic: docs/supported.md"
 _known: dict[tuple, Verdict] = {}
 
 

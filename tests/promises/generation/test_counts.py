@@ -79,7 +79,7 @@ def test_bytes_saved_by_a_decoder_layer(family, sizes, row):
     found = [saved_by_a_layer(family, flag, tokens, **sizes) / tokens for flag in (False, True)]
     assert found[0] - found[1] == 2 * sizes["hidden_size"] * 2, "two norms' inputs in bfloat16"
     if DEVICE == "cpu":  # attention saves other things elsewhere
-        assert [f"{number:,.0f}" for number in found] == pages.row("docs/training.md", "Save memory", row)
+        assert [f"{number:,.0f}" for number in found] == pages.row("docs/training.md", row)
 
 
 def test_launches_are_counted_across_threads_and_contexts():
@@ -128,8 +128,8 @@ LAYERS = {  # operators and launches of a decoded layer: of Hugging Face's, and 
 def test_operators_and_launches_of_a_layer(family):
     counts = [decode_step(family, 3, patch) - decode_step(family, 2, patch) for patch in (False, True)]
     assert tuple(counts) == LAYERS[family]
-    shown = pages.row("docs/fusion.md", "", "operators and launches per layer, views and allocations aside")
+    shown = pages.row("docs/supported.md", "operators and launches per layer, views and allocations aside")
     column = {"llama": "LLaMA", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family)
     if column:
         rows = ("Hugging Face", "patched")
-        assert [str(n) for n in counts] == [pages.row("docs/fusion.md", "", r)[shown.index(column)] for r in rows]
+        assert [str(n) for n in counts] == [pages.row("docs/supported.md", r)[shown.index(column)] for r in rows]

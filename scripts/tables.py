@@ -1,0 +1,191 @@
+"""The tables of the documentation, each made from a committed result and placed between two comments of a page.
+
+    python -m scripts.tables            # says which tables differ from the results
+    python -m scripts.tables --write    # writes them into the pages
+
+A page holds ``<!-- table: NAME -->`` and ``<!-- end -->``. To add a table, write a function that returns its lines, and
+name it in `TABLES`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+GPU = "nvidia-h100-80gb-hbm3-2026-11-25.json"
+LONGEST = 110  # characters of a reason
+
+
+def result(name: str):
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def rows(head: str, cells: Iterable[tuple]) -> list[str]:
+    """The lines of a table; `head` has the names of its columns with ``|`` between."""
+    names = [name.strip() for name in head.split("|")]
+    lines = [names, ["---"] * len(names), *cells]
+    return ["| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines]
+
+
+def speed() -> list[str]:
+    """Speed and memory of whole models on a GPU, over the unpatched model's."""
+    cells = []
+    sections = result(GPU)["sections"]
+    for section, model in (("llama", "LLaMA"), ("qwen3", "Qwen3")):
+        phases = sections[section]["data"]["phases"]
+        for key, name in (("patch_model", "hf-rmsnorm"), ("liger", "Liger's norms")):
+            speeds = [f"{phases[phase][key]['speedup']:.2f}" for phase in ("prefill", "train", "decode")]
+            cells.append((f"{model}, {name}", *speeds, f"{phases['train'][key]['memory_ratio']:.2f}"))
+    return rows("| prefill | training step | decoding | training memory", cells)
+
+
+def kernels() -> list[str]:
+    """Microseconds of single kernels on a GPU, forward and backward together."""
+    cases = {
+        "RMSNorm 8192x4096": "RMSNorm, 8,192 x 4,096",
+        "add + RMSNorm 8192x4096": "residual sum + RMSNorm, 8,192 x 4,096",
+        "q/k norm + rotary 2x4096x32x8x128": "q/k norm + rotary, Qwen3-8B, 8,192 tokens",
+        "q/k norm 2x4096x32x8x128": "q/k norm without rotary",
+        "LayerNorm 8192x4096": "LayerNorm, 8,192 x 4,096",
+        "RMSNorm 1x4096": "RMSNorm, 1 x 4,096",
+    }
+    taken = {case["case"]: case["implementations"] for case in result(GPU)["sections"]["kernels"]["data"]["cases"]}
+
+    def time(case: str, name: str) -> str:
+        return f"{taken[case][name]['forward+backward']['us']:,.1f}" if name in taken[case] else ""
+
+    names = ("hf_rmsnorm", "hf_eager", "F.rms_norm", "torch.compile", "liger")
+    cells = [(words, *(time(case, name) for name in names)) for case, words in cases.items()]
+    return rows("bfloat16 | hf-rmsnorm | Hugging Face | F.rms_norm | torch.compile | Liger", cells)
+
+
+def host() -> list[str]:
+    """Microseconds that a call keeps the host busy."""
+    cases = result(GPU)["sections"]["host"]["data"]["cases"]
+
+    def least(case: str, name: str) -> list[str]:
+        return [f"{cases[case][name][mode]['us_min']:.1f}" for mode in ("inference", "forward+backward")]
+
+    names = {"hf-rmsnorm": "hf_rmsnorm", "Hugging Face": "hf_eager", "Liger": "liger", "`F.rms_norm`": "F.rms_norm"}
+    cells = [
+        (words, *least("RMSNorm 1x1x64", name), *least("add + RMSNorm 1x1x64", name)) for words, name in names.items()
+    ]
+    return rows("| RMSNorm: inference | with backward | residual sum + RMSNorm: inference | with backward", cells)
+
+
+def cpu() -> list[str]:
+    """CPU time of a decoded token where no kernel serves, over the unpatched model's."""
+    models = result("cpu.json")["models"]
+    cells = [(name, f"{m['ratio'] - 1:+.1%}", f"{m['ratio by chance'] - 1:+.1%}") for name, m in models.items()]
+    return rows("model | patched | two unpatched copies", cells)
+
+
+def versions() -> list[str]:
+    names = ("python", "transformers", "torch", "triton", "numpy")
+    cells = [
+        (*(row["versions"][name] for name in names), row["passed"], ", ".join(row["failures"]) or "none")
+        for row in result("versions.json")
+    ]
+    return rows("Python | Transformers | torch | Triton | NumPy | passed | failed", cells)
+
+
+def trainers() -> list[str]:
+    def losses(values: list[float]) -> str:
+        return ", ".join(f"{value:.4f}" for value in values)
+
+    cells = []
+    for row in result("trainers.json"):
+        _, trainer, version = row["row"].split("/")
+        had = row["versions"]
+        ran = row.get("swapped"), losses(row.get("losses", ())), losses(row.get("without", ()))
+        failed = ", ".join(row["failures"]) or "none"
+        cells.append((f"{trainer} {version}", had["transformers"], had["torch"], *ran, failed))
+    return rows("trainer | Transformers | torch | norms | losses, patched | unpatched | failed", cells)
+
+
+def models() -> list[str]:
+    cells = []
+    for name, row in result("real_configs.json").items():
+        counts = (row.get(key, "") for key in ("swapped", "skipped", "sums", "pairs", "verified"))
+        cells.append((name, *counts, _conversion(row)))
+    return rows("model | norms swapped | left alone | sums fused | q/k pairs fused | narrow copy | conversion", cells)
+
+
+def _conversion(row: dict) -> str:
+    if "post-norm" in row["reason"]:
+        return "refused: post-norm"
+    return row["verdict"].replace(" norms become RMSNorm", " norms")
+
+
+def coverage() -> list[str]:
+    """How many norms of all types of Transformers are swapped, and which are left alone."""
+    newest = max(RESULTS.glob("coverage-*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)])
+    document = result(newest.name)
+    mappings = {"causal": "causal language models", "base": "base models"}
+    keys = ("types", "built", "run", "norms_swapped", "norms_left_alone", "with_wrong_results")
+    cells = [(words, *(document["mappings"][name]["totals"][key] for key in keys)) for name, words in mappings.items()]
+    version = document["versions"]["transformers"]
+    head = f"Transformers {version} | types | built | run | norms swapped | left alone | wrong results"
+    return [*rows(head, cells), "", *rows("left alone | because", _left_alone(document))]
+
+
+def _left_alone(document: dict) -> list[tuple[str, str]]:
+    """(classes, reason), the most classes first."""
+    classes: dict[str, set[str]] = {}
+    for mapping in document["mappings"].values():
+        for group in mapping["left_alone"]:
+            classes.setdefault(_short(group["reason"]), set()).add(f"`{group['class']}`")
+    ordered = sorted(classes.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    return [(", ".join(sorted(names)), reason) for reason, names in ordered]
+
+
+def _short(reason: str) -> str:
+    return reason if len(reason) <= LONGEST else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
+
+
+def minilm() -> list[str]:
+    measured = result("minilm.json")
+    cells = []
+    for key, words in (("naive", "a naive swap"), ("fit", "the least-squares fit")):
+        trained = measured[f"{key} distilled"]
+        before, after = measured[key]["rms_norm"]["cosine_mean"], trained["rms_norm"]["cosine_mean"]
+        cells.append((words, f"{before:.6f}", f"{after:.6f}, {trained['steps']} steps"))
+    return rows("| at once | after distilling", cells)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "speed": speed, "kernels": kernels, "host": host, "cpu": cpu, "versions": versions, "trainers": trainers,
+    "models": models, "coverage": coverage, "minilm": minilm,
+}  # fmt: skip
+
+
+def renewed(text: str) -> str:
+    """A page with every table as the results have it now."""
+    return PLACE.sub(lambda place: place[1] + "\n".join(TABLES[place[2]]()) + "\n" + place[4], text)
+
+
+def main(argv: list[str]) -> int:
+    """Check, or write; returns 1 where a page has another table than the results."""
+    differing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if renewed(text) == text:
+            continue
+        differing.append(page.name)
+        if "--write" in argv:
+            page.write_text(renewed(text), encoding="utf-8")
+    if differing and "--write" not in argv:
+        print(f"{', '.join(differing)} differ from the results: run python -m scripts.tables --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
