@@ -104,10 +104,11 @@ def trainers() -> list[str]:
     for row in result("trainers.json"):
         _, trainer, version = row["row"].split("/")
         had = row["versions"]
-        ran = row.get("swapped"), losses(row.get("losses", ())), losses(row.get("without", ()))
+        swapped = row.get("swapped", "").partition(",")[0]
+        ran = swapped, losses(row.get("losses", ())), losses(row.get("without", ()))
         failed = ", ".join(row["failures"]) or "none"
         cells.append((f"{trainer} {version}", had["transformers"], had["torch"], *ran, failed))
-    return rows("trainer | Transformers | torch | norms | losses, patched | unpatched | failed", cells)
+    return rows("trainer | Transformers | torch | stderr | losses, patched | unpatched | failed", cells)
 
 
 def models() -> list[str]:
@@ -115,7 +116,7 @@ def models() -> list[str]:
     for name, row in result("real_configs.json").items():
         counts = (row.get(key, "") for key in ("swapped", "skipped", "sums", "pairs", "verified"))
         cells.append((name, *counts, _conversion(row)))
-    return rows("model | norms swapped | left alone | sums fused | q/k pairs fused | narrow copy | conversion", cells)
+    return rows("model | norms swapped | skipped | sums fused | q/k pairs fused | narrow copy | conversion", cells)
 
 
 def _conversion(row: dict) -> str:
@@ -125,18 +126,18 @@ def _conversion(row: dict) -> str:
 
 
 def coverage() -> list[str]:
-    """How many norms of all types of Transformers are swapped, and which are left alone."""
+    """How many norms of all types of Transformers are swapped, and which are skipped."""
     newest = max(RESULTS.glob("coverage-*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)])
     document = result(newest.name)
     mappings = {"causal": "causal language models", "base": "base models"}
     keys = ("types", "built", "run", "norms_swapped", "norms_left_alone", "with_wrong_results")
     cells = [(words, *(document["mappings"][name]["totals"][key] for key in keys)) for name, words in mappings.items()]
     version = document["versions"]["transformers"]
-    head = f"Transformers {version} | types | built | run | norms swapped | left alone | wrong results"
-    return [*rows(head, cells), "", *rows("left alone | because", _left_alone(document))]
+    head = f"Transformers {version} | types | built | run | norms swapped | skipped | wrong results"
+    return [*rows(head, cells), "", *rows("skipped | because", _skipped(document))]
 
 
-def _left_alone(document: dict) -> list[tuple[str, str]]:
+def _skipped(document: dict) -> list[tuple[str, str]]:
     """(classes, reason), the most classes first."""
     classes: dict[str, set[str]] = {}
     for mapping in document["mappings"].values():
