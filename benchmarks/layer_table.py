@@ -8,7 +8,7 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parents[1] / "scripts/results"
 VARIANTS = {"eager": "Hugging Face", "liger": "Liger", "hf_rmsnorm": "hf-rmsnorm"}
 COUNTED = ("kernels, decoding", "kernels, prefill", "moved per token", "kept per token", "equal bits")
-SPEEDS = {"prefill": "prefill", "train": "training step", "decode": "decoding"}
+SPEEDS = {"prefill": "speed, prefill", "train": "speed, training", "decode": "speed, decoding"}
 SECTIONS = {"Llama-3.1-8B": "llama", "Qwen3-8B": "qwen3"}  # of a result of `python -m benchmarks gpu`
 IN_A_GPU_RESULT = {"eager": "unpatched", "liger": "liger", "hf_rmsnorm": "patch_model"}
 NOTE = (

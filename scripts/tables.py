@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from benchmarks import layer_table
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,16 +36,15 @@ def rows(head: str, cells: Iterable[tuple]) -> list[str]:
     return ["| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines]
 
 
-def speed() -> list[str]:
-    """Speed and memory of whole models on a GPU, over the unpatched model's."""
-    cells = []
+def memory() -> list[str]:
+    """Peak memory of a training step of whole models on a GPU."""
+    names = {"unpatched": "Hugging Face", "patch_model": "hf-rmsnorm", "liger": "Liger's norms"}
     sections = result(GPU)["sections"]
+    cells = []
     for section, model in (("llama", "LLaMA"), ("qwen3", "Qwen3")):
-        phases = sections[section]["data"]["phases"]
-        for key, name in (("patch_model", "hf-rmsnorm"), ("liger", "Liger's norms")):
-            speeds = [f"{phases[phase][key]['speedup']:.2f}" for phase in ("prefill", "train", "decode")]
-            cells.append((f"{model}, {name}", *speeds, f"{phases['train'][key]['memory_ratio']:.2f}"))
-    return rows("| prefill | training step | decoding | training memory", cells)
+        phase = sections[section]["data"]["phases"]["train"]
+        cells.append((model, *(f"{phase[name]['peak_gb']:.1f}" for name in names)))
+    return rows(" | ".join(["peak GB of a training step", *names.values()]), cells)
 
 
 def kernels() -> list[str]:
@@ -162,8 +163,8 @@ def minilm() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "speed": speed, "kernels": kernels, "host": host, "cpu": cpu, "versions": versions, "trainers": trainers,
-    "models": models, "coverage": coverage, "minilm": minilm,
+    "memory": memory, "kernels": kernels, "host": host, "cpu": cpu, "versions": versions, "trainers": trainers,
+    "models": models, "coverage": coverage, "minilm": minilm, **layer_table.TABLES,
 }  # fmt: skip
 
 
