@@ -1,1 +1,1 @@
-"""What fits into the libraries around Transformers, a file for each: Trainers, those told by a YAML, `kernels`."""
+"""Integrations with other libraries, a file for each: Trainers, trainers configured by YAML, `kernels`."""

@@ -9,14 +9,14 @@ from .trainer import HfRmsNormCallback
 
 
 class HfRmsNormArgs(BaseModel):
-    """What the YAML may have besides: ``hf_rmsnorm:``, the arguments of `HfRmsNormCallback`."""
+    """The option ``hf_rmsnorm:`` of the YAML, with the arguments of `HfRmsNormCallback`."""
 
     hf_rmsnorm: dict[str, Any] = {}
 
     @field_validator("hf_rmsnorm")
     @classmethod
     def _known(cls, options: dict[str, Any]) -> dict[str, Any]:
-        HfRmsNormCallback(**options)  # a wrong one is an error now, and not when the model is there
+        HfRmsNormCallback(**options)  # a wrong option is an error now, not after the model is loaded
         return options
 
 
@@ -24,9 +24,9 @@ class HfRmsNormPlugin(BasePlugin):
     """Gives each trainer of Axolotl's the callback, which patches after adapters are there and before FSDP wraps."""
 
     def get_input_args(self) -> str:
-        """The name of the class that checks what this reads of the YAML."""
+        """The name of the class that checks the option of the YAML."""
         return f"{__name__}.HfRmsNormArgs"
 
     def add_callbacks_pre_trainer(self, cfg, model) -> list[HfRmsNormCallback]:
-        """The callback for the trainer that is made next; `cfg` is the YAML that was read, `model` is not touched."""
+        """The callback for the next trainer; `cfg` is the YAML, `model` is not changed."""
         return [HfRmsNormCallback(**(cfg.hf_rmsnorm or {}))]

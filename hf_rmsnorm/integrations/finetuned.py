@@ -20,26 +20,25 @@ TRAINED = (
 class Recentre:
     """Subtracts the mean that an optimizer's step gave a converted model's residual weights.
 
-    A LayerNorm removes that mean, so its logits stay what they are; and as long as there is none, RMSNorm computes the
-    same (Jiang et al. 2023). Call it after each step, on every process:
+    A LayerNorm removes that mean, so the logits do not change. Without a mean, RMSNorm computes the same (Jiang et al.
+    2023). Call it after each step, on every process:
 
         >>> recentre = Recentre(model)          # once; after adapters were added  # doctest: +SKIP
         >>> optimizer.step()                                                       # doctest: +SKIP
         >>> recentre()                                                             # doctest: +SKIP
 
-    Means are taken in float64 and parameters changed in place, in their own dtype. The B of LoRA adapters is centred
-    where it is added to a residual weight. Parameters that need no gradient stay as they are. Under `fully_shard` the
-    shards of a parameter are gathered where the stream lies across them, one at a time. A model that has moved already
-    is centred at once.
+    Means are computed in float64, and parameters are changed in place in their own dtype. The B of a LoRA adapter is
+    centred if it is added to a residual weight. Parameters without gradient are not changed. Under `fully_shard` a
+    parameter that is sharded along the residual stream is gathered, one at a time. A model that has moved already is
+    centred at once.
 
     Args:
         model: a converted model, or one that holds it: under PEFT, DDP, `torch.compile`, `fully_shard`.
 
     Raises:
         TypeError: this is no module.
-        ValueError: no conversion is recorded, or the model was trained as RMSNorm, or something else than the residual
-            weights may give the stream a mean; or the parameters are managed by FSDP1 or ZeRO-3, which keep them
-            elsewhere.
+        ValueError: no conversion is recorded; the model was trained as RMSNorm; another module may give the residual
+            stream a mean; or FSDP1 or ZeRO-3 manage the parameters.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -84,7 +83,7 @@ class Recentre:
                 continue
             sharded = is_dtensor(parameter)
             across = sharded and any(place.is_shard(how["axis"]) for place in parameter.placements)
-            # A shard has the stream whole for some of the rows, unless the stream itself is what was cut.
+            # A shard has some of the rows whole, unless the parameter is sharded along the residual stream.
             tensor = parameter.full_tensor() if across else parameter.to_local() if sharded else parameter
             restore_(tensor, how)
             if across:
@@ -119,7 +118,7 @@ def _to_centre(tensors: Weights, record: dict) -> list[tuple[str, dict]]:
 
 
 def train_as_rms(model: torch.nn.Module) -> None:
-    """Mark a converted model as one that is trained as RMSNorm: `patch_model` then runs its norms so, come what may.
+    """Mark a converted model as one that is trained as RMSNorm. `patch_model` then always runs its norms as RMSNorm.
 
     Call it before `patch_model` and before training; the mark is in the config, as ``"computes": "rms_norm"``, and
     `save_pretrained` keeps it. Adapters do not hold it: mark the base before an adapter is loaded that was trained so.
@@ -132,7 +131,7 @@ def train_as_rms(model: torch.nn.Module) -> None:
         ValueError: no conversion is recorded; or the model computes something else as RMSNorm, since it has moved.
 
     Warns:
-        UserWarning: what a plain load of the saved model computes, and what to do about it.
+        UserWarning: a plain load of the saved model computes LayerNorm; with the cure.
     """
     mark_as_rms(model)
     warnings.warn(TRAINED, stacklevel=2)

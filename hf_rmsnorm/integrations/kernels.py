@@ -1,9 +1,8 @@
 """The fused norms in the shape that Hugging Face's `kernels` library takes, for models with ``use_kernels=True``.
 
-Transformers gives one name to norms of different formulas: "RMSNorm" to those of LLaMA, which round to the output dtype
-before the weight, and to those of OLMo 2, which round once. So a layer of this module does not have a formula: it
-recognises the module that it is bound to, once, as `patch_model` does, and where that fails it runs the module's own
-forward.
+Transformers gives one name to norms of different formulas: LLaMA's "RMSNorm" rounds before the weight, OLMo 2's rounds
+once. So a layer here has no fixed formula. It recognises its module once, as `patch_model` does. If it cannot, it runs
+the module's own forward.
 
     >>> from kernels import Mode, kernelize, use_kernel_mapping                               # doctest: +SKIP
     >>> with use_kernel_mapping(kernel_mapping()):                                            # doctest: +SKIP
@@ -25,7 +24,7 @@ _KEPT = "_hf_rmsnorm_kernel"
 
 
 class _Known:
-    """What a module runs, kept on it; copied and pickled without, as it is found again."""
+    """The forward that a module runs, stored on it. Copies and pickles drop it and find it again."""
 
     forward = None
 
@@ -103,7 +102,7 @@ def kernel_mapping(*, devices: tuple[str, ...] = DEVICES) -> dict[str, dict[str,
 
 
 def kernel_config():
-    """A `KernelConfig` of Transformers with `kernel_mapping`, beside Transformers' own for all other layers.
+    """A `KernelConfig` of Transformers with `kernel_mapping`; other layers keep the mapping of Transformers.
 
     It serves training and inference; Transformers gives both their kernels whenever a model changes between them.
     """

@@ -23,11 +23,11 @@ HELP = "--help says how to call this"
 
 
 class Wrong(Exception):
-    """What is wrong with the command line, in one line."""
+    """An error in the command line, in one line."""
 
 
 class Program(NamedTuple):
-    """What is run: a script or a module, and what it finds in sys.argv."""
+    """The program to run: a script or a module, and its sys.argv."""
 
     name: str
     is_module: bool
@@ -39,7 +39,7 @@ def _say(text: str) -> None:
 
 
 def kinds() -> dict[str, str]:
-    """Of each option what it takes, by the signature of `patch_model`."""
+    """Option -> the kind of its value, from the signature of `patch_model`."""
     found = {name: _kind(parameter.annotation) for name, parameter in PATCH_OPTIONS.items()}
     return found | {"recentre": FLAG, "train_as_rms": FLAG}
 
@@ -63,7 +63,7 @@ def parse(words: list[str]) -> tuple[dict, Program]:
     """The options and the program of a command line.
 
     Raises:
-        Wrong: it is none.
+        Wrong: the command line has an error.
     """
     words, options = list(words), {}
     while words and _is_option(words[0]):

@@ -1,4 +1,4 @@
-"""ms-swift's callback ``hf_rmsnorm``, for a file of two lines that its YAML names under ``external_plugins:``."""
+"""ms-swift's callback ``hf_rmsnorm``, for a plugin file that its YAML names under ``external_plugins:``."""
 
 from swift.callbacks import callbacks_map
 
@@ -6,6 +6,6 @@ from .trainer import HfRmsNormCallback
 
 
 def register(**options) -> None:
-    """Let ``callbacks: hf_rmsnorm`` mean `HfRmsNormCallback` with these arguments; raises what that does."""
-    HfRmsNormCallback(**options)  # a wrong one is an error now, and not when the model is there
+    """Register `HfRmsNormCallback` with these arguments as ``callbacks: hf_rmsnorm``; raises the callback's errors."""
+    HfRmsNormCallback(**options)  # a wrong option is an error now, not after the model is loaded
     callbacks_map["hf_rmsnorm"] = lambda args, trainer: HfRmsNormCallback(**options)

@@ -1,4 +1,4 @@
-"""Puts a fused class on a module and takes it off again, whatever has been hung on the instance in between."""
+"""Gives a module a fused class, and its original class back, with all attributes of the instance."""
 
 import contextlib
 import functools
@@ -16,10 +16,10 @@ _FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 
 def replaced_forward(module: torch.nn.Module) -> str | None:
-    """Who else has set a forward on the instance, so that a class's forward would not run; None if nobody.
+    """The name of a forward that other code has set on the instance; None if there is none.
 
-    accelerate's hooks do not count, nor do wrappers that hold the module's own forward (Transformers' tensor
-    parallelism): they call the forward they found, which `swap` exchanges.
+    The forward of the class would not run. accelerate's hooks do not count, and neither do wrappers around the module's
+    own forward, as in Transformers' tensor parallelism: `swap` exchanges the forward that they call.
     """
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
@@ -32,13 +32,13 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
 
 
 def swap(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Give module a fused subclass of its current class; a TypeError where that cannot be, and nothing has changed."""
+    """Give module a fused subclass of its current class; a TypeError, with nothing changed, if there can be none."""
     base, cls = type(module), fused_class(type(module), recipe)
     _change_class(module, cls, base.forward, cls.forward)
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Undo `swap` if there was one, and say so; classes derived from the fused one are derived from the original."""
+    """Undo `swap`; returns whether there was one. A class derived from the fused one derives from the original then."""
     if (fused := fused_part(type(module))) is not None:
         base = fused._hf_rmsnorm_base
         _change_class(module, exchanged(type(module), fused, base), fused.forward, base.forward)
@@ -59,9 +59,10 @@ def reswap(module: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def fuse(layer: torch.nn.Module, fusion):
-    """Give a layer the subclass of its class that computes this fusion, or none, in place of the one it had, returned.
+    """Give a layer the class that computes a fusion, or none; returns the fusion that it had.
 
-    Where there is no such class `CannotRewrite` or a TypeError says so, and the layer is without a fusion.
+    Raises:
+        CannotRewrite, TypeError: there is no such class. The layer is left without a fusion.
     """
     part = layer_part(type(layer))
     before = None if part is None else part._hf_rmsnorm_fusion
@@ -75,7 +76,7 @@ def fuse(layer: torch.nn.Module, fusion):
 
 
 def fuse_again(model: torch.nn.Module, layer: torch.nn.Module, fusion) -> None:
-    """Give a layer of a model the fusion back that it had, or none if by now no norm of the model is patched."""
+    """Give a layer its earlier fusion back, or none if no norm of the model is patched any more."""
     patched = any(recipe_of(module) is not None for module in model.modules())
     fuse(layer, fusion if patched else None)
 

@@ -1,4 +1,4 @@
-"""Proof that a changed model computes what the original does: `verify_equivalence` and its report."""
+"""Compares a patched or changed model with the original: `verify_equivalence` and its report."""
 
 from .checks import NormCheck
 from .equivalence import verify_equivalence

@@ -1,4 +1,4 @@
-"""How models are run to be compared: on what, in evaluation mode, by their likeliest words, and what they return."""
+"""How models are run to be compared: their inputs, evaluation mode, greedy generation, their outputs."""
 
 import inspect
 import sys
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 # For `generate`, whatever the model's own generation_config asks for.
 GREEDY = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
-# What the vision tower of a CLIP returns is beside the model's own outputs; its `last_hidden_state` is the raw stream.
+# The outputs of CLIP's vision tower come besides the model's; their `last_hidden_state` is not normalised.
 NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss", "vision_model_output")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 TOKENS = (2, 24)  # rows and their length
@@ -29,7 +29,7 @@ def evaluating(model):
 
 
 def max_positions(config) -> int:
-    """The most tokens that a model of this config takes; `sys.maxsize` where that is not said."""
+    """The most tokens that a model of this config takes; `sys.maxsize` if the config has no limit."""
     text = config.get_text_config()
     values = [getattr(text, key, None) for key in _POSITIONS]
     return min((value for value in values if isinstance(value, int) and value > 0), default=sys.maxsize)
@@ -58,7 +58,7 @@ def hooked(model, paths, hook):
 
 
 def one_line(error: BaseException) -> str:
-    """An error as others name it: its type, and what it says without line ends."""
+    """An error on one line: its type and its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -142,7 +142,7 @@ def is_float(value) -> bool:
 
 
 def output_tensors(output) -> Iterator[torch.Tensor]:
-    """What a model returns: logits and whatever else is no cache, loss or hidden state of a layer."""
+    """The tensors that a model returns, except caches, losses and the hidden states of layers."""
     if is_float(output):
         yield output
     elif isinstance(output, dict):

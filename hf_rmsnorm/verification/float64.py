@@ -1,8 +1,7 @@
-"""Run a model in float64 as it stands: no second copy, and no float32 cast left inside it.
+"""Run a model in float64: without a copy, and without the casts to float32 inside it.
 
-``model.double()`` is not enough. It rewrites the weights, and most modules of Transformers then still compute part of
-their forward in float32, because they say so (``hidden_states.to(torch.float32)``, ``softmax(..., dtype=float32)``,
-rotary tables, router scores). Here the arithmetic is lifted underneath the model instead, operator by operator.
+``model.double()`` is not enough. Most modules of Transformers then still compute part of their forward in float32, by
+``hidden_states.to(torch.float32)`` or ``softmax(..., dtype=float32)``. Here each operator is widened below the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,11 +80,10 @@ class _WidenEarly(TorchFunctionMode):
 class Float64Mode(TorchDispatchMode):
     """Inside this mode every floating operator computes in float64, and every cast to a narrower float casts to it.
 
-    Parameters, buffers and inputs stay stored as they are and are widened as each operator reads them, so the values
-    are those of the checkpoint. What a forward computes never narrows again: ``x.float()``, ``x.to(input_dtype)`` and
-    ``dtype=torch.float32`` arguments all mean float64. Two things are taken as given, because they are data and not
-    arithmetic: stored float32 buffers such as the rotary ``inv_freq`` (the cos and sin tables made from them are
-    float64), and constants a forward makes with ``torch.tensor(0.1)``, which round to the dtype they are made in.
+    Parameters, buffers and inputs keep their dtype and are widened when an operator reads them, so their values are
+    those of the checkpoint. Results never narrow again: ``x.float()``, ``x.to(input_dtype)`` and
+    ``dtype=torch.float32`` arguments all mean float64. Two things keep their rounding, as they are data: stored float32
+    buffers such as the rotary ``inv_freq``, and constants that a forward makes with ``torch.tensor(0.1)``.
     A longrope embedding copies the frequencies for a sequence's length over its buffer; that is undone at the end.
 
     Raises:
@@ -121,7 +119,7 @@ class Float64Mode(TorchDispatchMode):
         if func.namespace not in _NAMESPACES_OF_TORCH and any(map(holds_codes, tree_iter((args, kwargs)))):
             return self._read_codes(func, written, args, kwargs)
         if func is not aten.lift_fresh.default and func.is_view:
-            return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened where it is read
+            return func(*args, **kwargs)  # a view of a stored tensor stays a view; it is widened when it is read
         stored = _stored_that_is_written(func, written, args, kwargs)
         if stored is not None:
             return self._write_to(stored, func, args, kwargs)
@@ -140,7 +138,7 @@ class Float64Mode(TorchDispatchMode):
 
     def _write_to(self, stored: torch.Tensor, func, args: tuple, kwargs: dict):
         """Write to a tensor that is stored in a narrow dtype, if it can be undone and loses nothing."""
-        # What it holds exactly was chosen among stored values; float64 arithmetic leaves more digits.
+        # Values that it holds exactly were chosen among stored ones; float64 arithmetic leaves more digits.
         if func is aten.copy_.default and bool((args[1] == args[1].to(stored.dtype)).all()):
             self._overwritten.append((stored, stored.clone()))
             return func(*args, **kwargs)
@@ -175,7 +173,7 @@ def _wide(y):
 
 @contextmanager
 def _plain_state(model: torch.nn.Module):
-    """Choose code paths that exist in float64; nothing of what a forward keeps, as growing rotary tables do, stays."""
+    """Choose code paths that exist in float64, and drop all that a forward stores, such as grown rotary tables."""
     saved = [(live, dict(live)) for m in model.modules() for live in (vars(m), m._buffers, m._parameters)]
     choices = _choices_without_float64(model)
     try:
@@ -205,7 +203,7 @@ def _choices_without_float64(model: torch.nn.Module) -> list[tuple]:
 
 
 def _restore(live: dict, before: dict) -> None:
-    """Make a dictionary what it was, and leave alone what has not changed."""
+    """Undo the changes of a dictionary, and write no value that has not changed."""
     for name in live.keys() - before.keys():
         del live[name]
     live.update({name: value for name, value in before.items() if live.get(name) is not value})

@@ -1,7 +1,7 @@
-"""The mean of each norm's input on real text, and what dropping it would cost: why a naive swap is no conversion.
+"""The mean of each norm's input on real text, and the cost of dropping it.
 
-LayerNorm subtracts the mean of its input, RMSNorm does not. Where the mean is small beside the RMS the two nearly
-agree; where it is not, a LayerNorm that is merely replaced gives another model.
+LayerNorm subtracts the mean of its input, RMSNorm does not. If the mean is small compared with the RMS, the two nearly
+agree. If it is not, a model whose LayerNorms are merely replaced by RMSNorm is another model.
 """
 
 import math
@@ -125,7 +125,7 @@ def _swapped_naively(model: nn.Module, arguments: dict, recipes: dict[str, Recip
 
 
 def _logits(model: nn.Module, arguments: dict, paths: Iterable[str], hook: Callable) -> torch.Tensor | None:
-    """What the model returns with a hook behind the modules at these paths; None where it has no logits."""
+    """The model's logits with a hook after the modules at these paths; None if it returns none."""
     with torch.no_grad(), hooked(model, paths, hook):
         return getattr(model(**arguments), "logits", None)
 

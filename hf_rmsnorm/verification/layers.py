@@ -1,6 +1,7 @@
-"""Each layer that a patch fused, beside the same layer unfused: both run on the input that it got in the model.
+"""Compares each fused layer with the same layer unfused, on the input that it gets in the model.
 
-Nothing here knows how a layer is fused. Unfused it has its own class again, and its norms stay patched, one by one.
+The comparison does not depend on how a layer is fused. Unfused, the layer has its original class, and its norms stay
+patched.
 """
 
 import copy
@@ -27,18 +28,18 @@ from .quantised import quantised_modules
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """Verdict on one fused layer: its outputs against those of the same layer unfused.
+    """One fused layer: its outputs against those of the same layer unfused.
 
-    They are to be equal, bit by bit. Where the fusion does not promise that, as of q and k with their rotary embedding,
-    or where the unfused layer itself gives other bits when it runs again, they are judged by `noise_floor`.
+    They must be equal, bit for bit. Two cases are compared by `noise_floor` instead: a fusion that does not promise
+    equal bits, such as q and k with their rotary embedding, and a layer whose unfused runs differ among themselves.
     """
 
-    path: str  # of the layer, and what is fused in it
+    path: str  # of the layer, and its fused pieces
     class_name: str
     dtype: str = ""
     elements: int = 0
     differing: int = 0  # how many of them are not equal
-    noise_floor: NoiseFloor | None = None  # None where it was not asked
+    noise_floor: NoiseFloor | None = None  # None if the outputs are equal
     passed: bool = True
     reason: str = ""  # why it failed
 
@@ -95,7 +96,7 @@ class LayerCall:
     """One call of a layer, to be made again on copies of its arguments.
 
     Attributes:
-        path: of the layer, and what is fused in it.
+        path: of the layer, and its fused pieces.
         place: of the input, among `args` by its number or among `kwargs` by its name.
         keeps_bits: the fusion promises the bits of the unfused layer.
     """

@@ -50,7 +50,7 @@ class NormCall:
         return call(*args, **kwargs)
 
     def expect(self, call: Callable) -> None:
-        """Set what is expected: what ``call`` makes of the arguments."""
+        """Set the expected output to the result of ``call`` on the arguments."""
         x = self.values[self.place]
         y = self.run(call)
         if isinstance(y, torch.Tensor) and y.shape == x.shape:
@@ -77,7 +77,7 @@ def run_reference(calls: Iterable[NormCall]) -> None:
 
 @torch.no_grad()
 def run_stated_orders(calls: Iterable[NormCall]) -> None:
-    """Set again what is expected of norms that round as a server does: that order, in plain torch."""
+    """Set the expected outputs of norms that round as a server does: that order of rounding, in plain torch."""
     for call in calls:
         if call.place is not None and rounds_otherwise(call.candidate):
             with use_backend("reference"):
@@ -114,9 +114,9 @@ def recording_norms(
 
 
 def _first_rows(x: torch.Tensor, weight, rows: int) -> tuple[int, ...]:
-    """Sizes of the first (at most two) dimensions such that what is kept has about ``rows`` rows.
+    """Sizes to cut the first two dimensions to, at most, so that about ``rows`` rows remain.
 
-    They are of those that are many of the same, which lie before the ones that a weight spans.
+    Dimensions that a weight spans are not cut.
     """
     free = x.dim() - 1
     if isinstance(weight, torch.Tensor):
@@ -139,7 +139,7 @@ def _cut(value, shape: torch.Size, lead: tuple[int, ...]):
 
 
 def _expected(norm: Callable, x: torch.Tensor, y: torch.Tensor) -> Expected:
-    """Of y = norm(x). Found by asking for the output of constant rows, not by knowing the norm's class."""
+    """The expected output y = norm(x), with its bias and centring as the outputs for constant rows show them."""
 
     def constant(value: float) -> torch.Tensor:
         return norm(torch.full_like(x, value)).double().nan_to_num()

@@ -1,7 +1,7 @@
-"""Modules with quantised weights, which no float64 arithmetic reads: found, and the dtype that each is called in.
+"""Finds modules with quantised weights, and the dtype that each is called in.
 
-The codes of a Linear4bit mean something to the forward of its own class alone, and that has no float64. So in a float64
-run such a module is called as in the model's own run: its inputs are rounded to the dtype that they had there.
+Only the forward of a Linear4bit can read its codes, and that forward has no float64. So a float64 run calls such a
+module as the model does: with inputs rounded to the dtype that they have there.
 """
 
 from collections import Counter
@@ -56,7 +56,7 @@ def own_dtype(model: nn.Module) -> torch.dtype:
 
 @contextmanager
 def recording_dtypes(modules: list[nn.Module]) -> Iterator[dict[nn.Module, torch.dtype]]:
-    """Record of each module, as it is called inside, the dtype of the first floating tensor that it is given."""
+    """Inside, record for each module that is called the dtype of its first floating input."""
     dtypes: dict[nn.Module, torch.dtype] = {}
 
     def record(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -1,4 +1,4 @@
-"""A converted checkpoint as what it was trained to be, in plain torch: its LayerNorms are the RMSNorms it records."""
+"""A converted checkpoint in plain torch, with its LayerNorms as the RMSNorms that it records."""
 
 import copy
 
@@ -11,7 +11,7 @@ from ..reference import reference_norm
 
 
 def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a converted model, with the same parameters: its norms compute in plain torch what the record says."""
+    """A copy of a converted model that shares its parameters and computes the recorded formulas in plain torch."""
     result = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     with patched(model, fuse_residual=False, numerics="model") as report:
         recipes = {r.path: recipe_of(model.get_submodule(r.path)) for r in report.swapped if r.converted}

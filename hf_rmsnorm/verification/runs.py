@@ -8,7 +8,7 @@ from .report import GreedyComparison, GreedyDifference
 
 
 def outputs_of(model: nn.Module, batches: list[dict]) -> tuple[list[torch.Tensor], bool]:
-    """((tokens kept by the attention mask, size) of all that is to be compared, whether that is logits)."""
+    """(the outputs to compare, as rows that the attention mask keeps; whether they are logits)."""
     rows, are_logits = [], False
     for batch in batches:
         with torch.no_grad():
@@ -26,7 +26,7 @@ def outputs_of(model: nn.Module, batches: list[dict]) -> tuple[list[torch.Tensor
 
 
 def _compared(out) -> list[torch.Tensor]:
-    """Of what a model returned, the tensors that are to be compared."""
+    """The tensors to compare among the outputs of a model."""
     if hasattr(out, "logits_per_image"):  # products of these, and so few that their largest error is chance
         return [out.text_embeds, out.image_embeds]
     if is_float(getattr(out, "logits", None)):
