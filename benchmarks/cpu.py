@@ -34,9 +34,9 @@ def run(args) -> Result:
 
     from benchmarks.environment import environment
     from hf_rmsnorm.demo import demo_path
-    from hf_rmsnorm.ops.backend import describe_backend
+    from hf_rmsnorm.ops.backend import runs_on
 
-    if describe_backend("cpu")[0] != "original":
+    if runs_on("cpu")["backend"] != "original":
         raise CliError("a CPU that kernels serve is not what this measures: unset TRITON_INTERPRET")
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_rmsnorm import patched, verify_equivalence
-from hf_rmsnorm.ops import describe_backend
+from hf_rmsnorm.ops import runs_on
 
 
 def main():
@@ -54,11 +54,10 @@ def main():
     print(f"\n--- equivalence: {'the tokens are equal' if before == after else 'THE TOKENS DIFFER'}")
     verdict = verify_equivalence(model, inputs=torch.tensor([before]), max_new_tokens=16)
     print(verdict)
-    backend, reason = describe_backend(device)
-    print(f"\nBackend on {device}: {backend}, because {reason}.")
-    if not HAS_GPU and backend == "triton":
-        print("There is no GPU here: the text after the patch and the proof come from the Triton kernels all the same,")
-        print("run by Triton's interpreter. Without TRITON_INTERPRET=1 a patched model on a CPU runs its own forward.")
+    where = runs_on(device)
+    print(f"\nThe norms ran on {device}: {where['reason']}.")
+    if not HAS_GPU and where["backend"] == "triton":
+        print("On an NVIDIA GPU they run fused. On a CPU, without TRITON_INTERPRET=1, they run in plain PyTorch.")
     return 0 if before == after and verdict.verdict != "FAIL" else 1
 
 

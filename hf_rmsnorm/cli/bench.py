@@ -1,30 +1,31 @@
-"""How fast MODEL generates and trains on this machine before and after the patch, and whether it stays the same.
+"""Time generation and training of MODEL on this machine, original and patched, and compare the results.
 
-Medians of runs that take turns; what this machine cannot measure is named. A training step is a forward and a backward,
-as the optimizer's part is the same in both. Exits with 1 where the results differ by more than rounding.
+Each figure is the median of runs that take turns. A training step is a forward and a backward. What this machine cannot
+measure is listed. The exit code is 1 if the results differ by more than rounding.
 """
 
 import statistics
 import time
+from collections.abc import Iterator
 
 from ..paths import fitted
 from ..sources import find
 from . import models
-from .common import DTYPES, CliError, Result, Table, add_count, add_device, add_model, bar, pick_device
+from .common import DTYPES, CliError, Result, add_count, add_device, add_model, bar, pick_device
 from .inspect import read_text
 
 ROUNDS = 5  # of each side
-PROMPT, JUDGED = 64, 32  # tokens that are gone on from; new tokens that the judge generates
+PROMPT, JUDGED = 64, 32  # tokens of the prompt; new tokens that are compared
 STEADY = 1.5  # by how much the slowest of equal runs may exceed the fastest
 
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", help="go on from this text, and print what either side writes (default: some text)")
+    parser.add_argument("--prompt", help="continue this text, and print both results (default: some text)")
     add_count(parser, "--new-tokens", 64, "generate N tokens")
     add_count(parser, "--batch", 1, "train on N sequences")
     add_count(parser, "--length", 512, "of N tokens each")
-    parser.add_argument("--no-train", action="store_true", help="leave out the training step and its memory")
+    parser.add_argument("--no-train", action="store_true", help="do not measure training")
     parser.add_argument("--dtype", choices=DTYPES, help="the weights' dtype (default: as stored)")
     add_device(parser)
 
@@ -36,7 +37,7 @@ def run(args) -> Result:
     import torch
 
     from .. import patch_model
-    from ..ops.backend import describe_backend
+    from ..ops.backend import runs_on
     from ..verification.context import max_positions
 
     model = models.load_model(source, DTYPES.get(args.dtype, "auto"), device, "time patch_model from Python")
@@ -47,28 +48,29 @@ def run(args) -> Result:
     if args.prompt is not None and tokenizer is None:
         raise CliError(f"{source.name} has no tokenizer to read a prompt with: leave --prompt out")
 
-    backend, reason = describe_backend(device)
+    where = runs_on(device)
+    backend, reason = where["backend"], where["reason"]
     data = {"model": source.name, "device": str(device), "dtype": str(model.dtype).removeprefix("torch."),
             "backend": backend, "backend_reason": reason, "swapped": len(patch_model(model).swapped),
             "passed": True, "not_measured": []}  # fmt: skip
     if length < args.length:
-        data["not_measured"].append(f"sequences of {args.length} tokens: the model takes {length}")
+        data["not_measured"].append(f"sequences of {args.length} tokens: the model takes at most {length}")
     if backend != "triton" or "interpreter" in reason:
-        data["not_measured"].append(f"what the kernels gain or cost: {reason}")
+        data["not_measured"].append(f"the speed-up of the kernels, as the norms run in {reason}")
     if model.can_generate() and not model.config.is_encoder_decoder:
         _generate(model, tokenizer, batch, args, data)
     else:
-        data["not_measured"].append(f"generation: a {type(model).__name__} does not go on from a text")
+        data["not_measured"].append(f"generation: a {type(model).__name__} does not continue a text")
     if not args.no_train:
         try:
             _train(model, batch, args, data)
         except torch.OutOfMemoryError:
             data["not_measured"].append("a training step: out of memory; pass a smaller --batch or --length")
-    return Result(data, _blocks(data), 0 if data["passed"] else 1)
+    return Result(data, _text(data), 0 if data["passed"] else 1)
 
 
 def greedy(model, ids, count: int) -> list[int]:
-    """The `count` likeliest tokens behind ids (1, n), whatever the generation_config asks for."""
+    """The next `count` likeliest tokens after ids (1, n), whatever the generation_config asks for."""
     from ..verification.context import GREEDY
 
     how = {"max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0, **GREEDY}
@@ -92,18 +94,18 @@ def _generate(model, tokenizer, batch, args, data: dict) -> None:
     data["first_difference"] = next((i for i, (a, b) in enumerate(zip(*tokens, strict=True)) if a != b), None)
     if args.prompt is not None:
         data["texts"] = [args.prompt + tokenizer.decode(side, skip_special_tokens=True) for side in tokens]
-    unjudged = "whether the results differ by rounding alone: "
+    unjudged = "how far the results differ: "
     if data["backend"] != "triton":
-        data["not_measured"].append(unjudged + "both sides ran the same code; hf-rmsnorm verify runs the kernels")
+        data["not_measured"].append(unjudged + "both sides ran in plain PyTorch; hf-rmsnorm verify runs the kernels")
     elif (conversion := conversion_of(model)) and conversion.trained:
-        data["not_measured"].append(unjudged + "it was trained as RMSNorm, and computes LayerNorm without the patch")
+        data["not_measured"].append(unjudged + "this model was trained as RMSNorm, and the original computes LayerNorm")
     else:
         try:
             how = {"max_new_tokens": min(new, JUDGED), "backward": not args.no_train}
             verdict = verify_equivalence(model, inputs=prompt, **how)
             data |= {"passed": verdict.passed, "verdict": verdict.to_dict()}
         except OutOfMemoryError:
-            data["not_measured"].append(unjudged + "out of memory for float64; hf-rmsnorm verify --device cpu does it")
+            data["not_measured"].append(unjudged + "out of memory for float64; run hf-rmsnorm verify --device cpu")
 
 
 def _train(model, batch, args, data: dict) -> None:
@@ -127,11 +129,11 @@ def _train(model, batch, args, data: dict) -> None:
     if peaks[0]:
         data["step_peak_gb"] = _figure([[p / 1e9 for p in side] for side in peaks], data, "memory")
     else:
-        data["not_measured"].append("the memory of a training step: only a GPU's allocator tells its peak")
+        data["not_measured"].append("the memory of a training step: that needs a GPU")
 
 
 def _in_turn(model, call, turns) -> tuple[list, list[list[float]], list[list[int]]]:
-    """Of both sides, before and after: what `call` gave, the seconds of each run, and on a GPU the peaks of memory."""
+    """(the results, the seconds of each run, the peaks of GPU memory) of `call`, original and patched."""
     import torch
 
     from .. import patch_model, unpatch_model
@@ -157,34 +159,48 @@ def _in_turn(model, call, turns) -> tuple[list, list[list[float]], list[list[int
 
 
 def _figure(samples: list[list[float]], data: dict, what: str) -> dict:
-    """The medians, how they compare, and the samples; says so where those scatter too much to compare anything."""
+    """The medians, their ratio and the samples; `data` gets a line if the samples vary too much."""
     before, after = map(statistics.median, samples)
     spread = max(max(side) / min(side) for side in samples)
     if spread > STEADY:
-        data["not_measured"].append(f"{what} reliably: equal runs differ by a factor of {spread:.1f}, is it busy here?")
+        why = f"timings vary {spread:.1f}x, so the machine seems busy; try again"
+        data["not_measured"].append(f"{what} reliably: {why}")
     return {"before": before, "after": after, "after_over_before": after / before, "samples": samples}
 
 
-def _blocks(data: dict) -> list[str | Table]:
-    blocks = [f"{data['model']}: {data['swapped']} norms patched, {data['dtype']} on {data['device']}"]
-    for side, text in zip(("before", "after"), data.get("texts", ()), strict=False):
-        blocks += ["", f"--- {side} the patch", text, ""]
-    step = "{} x {} tokens".format(*data.get("batch", "--"))
-    rows = [("", "before", "after", "after / before")]
-    for key, what in (
-        ("tokens_per_second", f"tokens per second, {data.get('new_tokens')} new, batch 1"),
-        ("step_ms", f"ms a training step, {step}"),
-        ("step_peak_gb", f"peak GB of it, {step}"),
-    ):
-        if key in data:
-            rows.append((what, *"{before:.4g} {after:.4g} {after_over_before:.3f}".format(**data[key]).split()))
-    blocks.append(Table(rows, "\n".join("{:<40} {:>9} {:>9}  {}".format(*row) for row in rows)))
+def _text(data: dict) -> str:
+    lines = [_verdict(data), f"{data['swapped']} norms swapped, {data['dtype']} on {data['device']}"]
+    lines.append("{:<42} {:>9} {:>9}  {}".format("", "original", "patched", "speed-up"))
+    lines += _figure_lines(data)
     if "losses" in data:
-        blocks.append("Losses: {:.6g} before, {:.6g} after.".format(*data["losses"]))
-    if "first_difference" in data:
-        place = data["first_difference"]
-        blocks.append("Same tokens." if place is None else f"The tokens differ from new token {place} on.")
+        lines.append("{:<42} {:>9.6g} {:>9.6g}".format("loss", *data["losses"]))
+    for side, text in zip(("original", "patched"), data.get("texts", ()), strict=False):
+        lines += ["", f"--- {side}", text]
+    return "\n".join([*lines, *(fitted(f"Not measured: {what}") for what in data["not_measured"])])
+
+
+def _verdict(data: dict) -> str:
+    """Whether both sides give the same results, in one line."""
+    place = data.get("first_difference")
+    tokens = "the same tokens" if place is None else f"other tokens from new token {place} on"
+    if "verdict" in data and data["passed"]:
+        return f"{data['model']}: PASS, the results differ by rounding alone; {tokens}"
     if "verdict" in data:
-        said = "PASS, no more than rounding." if data["passed"] else "FAIL, as hf-rmsnorm verify tells in full."
-        blocks.append(f"Difference of the results: {said}")
-    return blocks + [fitted(f"Not measured here: {what}") for what in data["not_measured"]]
+        return f"{data['model']}: FAIL, the results differ; {tokens}. Run hf-rmsnorm verify for details"
+    if "first_difference" in data:
+        return f"{data['model']}: {tokens}"
+    return f"{data['model']}:"
+
+
+def _figure_lines(data: dict) -> Iterator[str]:
+    step = "{} x {} tokens".format(*data.get("batch", "--"))
+    form = "{:<42} {before:>9.4g} {after:>9.4g}  {}".format
+    if "tokens_per_second" in data:
+        figure = data["tokens_per_second"]
+        what = f"tokens per second ({data.get('new_tokens')} new, batch 1)"
+        yield form(what, f"{figure['after_over_before']:.2f}", **figure)
+    if "step_ms" in data:
+        figure = data["step_ms"]
+        yield form(f"ms per training step ({step})", f"{1 / figure['after_over_before']:.2f}", **figure)
+    if "step_peak_gb" in data:
+        yield form(f"peak GB of a training step ({step})", "", **data["step_peak_gb"])

@@ -1,45 +1,25 @@
-"""What the subcommands share: their result, their errors, their arguments."""
+"""Shared by all subcommands: the result, errors, arguments, progress bars, plots."""
 
 import argparse
 import os
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES |= {name: name for name in DTYPES.values()}
 
 
 class CliError(Exception):
-    """What went wrong and what to do about it, in one line."""
-
-
-@dataclass
-class Table:
-    """Rows of cells, the first for their names: a table of rich on a terminal, and elsewhere the text."""
-
-    rows: list[tuple[str, ...]]
-    text: object
-
-    def __str__(self) -> str:
-        return str(self.text)
-
-    def __rich__(self):
-        from rich import table
-
-        drawn = table.Table(*(table.Column(name, overflow="fold") for name in self.rows[0]))
-        for row in self.rows[1:]:
-            drawn.add_row(*map(_coloured, row))
-        return drawn
+    """An error and its cure, in one line."""
 
 
 @dataclass
 class Result:
-    """What a subcommand hands to `main`: ``data`` for ``--json``, ``text`` otherwise, and the exit code."""
+    """The result of a subcommand: ``data`` for ``--json``, ``text`` otherwise, and the exit code."""
 
     data: dict
-    text: str | list[str | Table]
+    text: str
     code: int = 0
 
 
@@ -49,39 +29,24 @@ def one_line(text: object, limit: int = 400) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def _coloured(block):
-    from rich.text import Text
-
-    if isinstance(block, str):
-        block = Text(block)
-        block.highlight_words(["PASS"], "bold green")
-        block.highlight_words(["FAIL"], "bold red")
-    return block
-
-
-def say(*blocks: str | Table) -> None:
-    """Print on stdout, as long as somebody reads it; tables and colours on a terminal, where rich is installed."""
+def say(text: str) -> None:
+    """Print on stdout, unless the reader has closed it."""
     try:
-        if sys.stdout.isatty() and find_spec("rich"):
-            from rich.console import Console
-
-            Console(soft_wrap=True, highlight=False).print(*map(_coloured, blocks), sep="\n")
-        else:
-            print(*blocks, sep="\n", flush=True)
-    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        print(text, flush=True)
+    except BrokenPipeError:  # `head` for example
         sys.stdout = None
 
 
-def bar(args, *given, **how):
-    """A tqdm on stderr, where that is a terminal."""
+def bar(args, *values, **options):
+    """A progress bar on stderr, if that is a terminal."""
     from tqdm.auto import tqdm
 
-    return tqdm(*given, disable=args.json or None, leave=False, **how)
+    return tqdm(*values, disable=args.json or None, leave=False, **options)
 
 
 @contextmanager
 def steps(args, total: int):
-    """A function to say which of so many steps is next."""
+    """A progress bar of so many steps; gives a function that takes the name of the next step."""
     with bar(args, total=total, initial=-1) as shown:
         yield lambda what: (shown.update(), shown.set_description(what))
 
@@ -92,8 +57,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help=text)
 
 
+def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--verbose", action="store_true", help=f"print {what}")
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="where to run, as in cuda:1 (default: the accelerator if there is one)")
+    parser.add_argument("--device", help="where to run, for example cuda:1 (default: the GPU if there is one)")
 
 
 def add_count(parser: argparse.ArgumentParser, option: str, default: int, what: str, least: int = 1) -> None:
@@ -116,19 +85,20 @@ def pick_device(name: str | None):
     with suppress(RuntimeError, AssertionError):  # a word that torch does not know, a device that it does not find
         if (device := torch.empty(0, device=name).device).type != "meta":
             return device
-    raise CliError(f"there is no device {name!r} here: pass cpu, cuda or cuda:1, say, or leave --device out")
+    raise CliError(f"there is no device {name!r} here: pass cpu, cuda or cuda:1, or leave --device out")
 
 
 def interpret_on_cpu(device) -> None:
-    """Have Triton's interpreter run the kernels where device is the CPU, unless triton is imported already: it reads
-    the variable when it decorates a kernel. transformers imports it when it loads a model.
+    """Run the kernels in Triton's interpreter where device is the CPU.
+
+    Triton reads the variable when it is imported, which transformers does when it loads a model.
     """
     if device.type == "cpu" and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def load_matplotlib(file):
-    """matplotlib.pyplot, drawing into files; refused before any work where it could not write this one."""
+    """matplotlib.pyplot, which draws into files; an error before any work if it could not write this one."""
     try:
         from matplotlib import backend_bases, pyplot
     except ImportError:

@@ -1,4 +1,4 @@
-"""Versions, devices, which backend runs on each and why, and whether a kernel can be compiled there."""
+"""Show where fused kernels run on this machine, whether one compiles there, and the versions of all packages."""
 
 import os
 import platform
@@ -14,24 +14,24 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors")
 
 
 def add_arguments(parser) -> None:
-    """`env` takes none of its own."""
+    """`env` has no arguments besides the common ones."""
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Versions by name, Python's and this package's first; None for what is not installed."""
+    """Versions by name, this package's and Python's first; None if a package is not installed."""
     import torch
 
-    found = {"hf-rmsnorm": __version__, "python": platform.python_version()}
-    found |= {name: _version(name) for name in packages} | {"torch": torch.__version__}  # with its build
+    installed = {"hf-rmsnorm": __version__, "python": platform.python_version()}
+    installed |= {name: _version(name) for name in packages} | {"torch": torch.__version__}  # with its build
     if torch.version.cuda or torch.version.hip:
-        found["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
-    return found
+        installed["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
+    return installed
 
 
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # triton goes by other names too, pytorch-triton-rocm is one
+    except PackageNotFoundError:  # triton has other names too, for example pytorch-triton-rocm
         return None if find_spec(name) is None else import_module(name).__version__
 
 
@@ -51,34 +51,39 @@ def one_kernel(device: str) -> str | None:
 
 
 def _tried(device: str) -> dict:
-    """What `runs_on` says of a device, and `compiles`: whether a kernel does, None where that is not to be asked."""
+    """`runs_on` a device, and ``"compiles"``: whether a kernel does, None if none is compiled."""
     from ..ops.backend import runs_on
 
-    said = runs_on(device) | {"compiles": None}
-    if said["backend"] != "triton":
-        return said
+    record = runs_on(device) | {"compiles": None}
+    if record["backend"] != "triton":
+        return record
     failure = one_kernel(device)
     if failure is not None:
-        return said | {"backend": "original", "reason": failure, "compiles": False}
+        return record | {"backend": "original", "reason": f"plain PyTorch ({failure})", "compiles": False}
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return said
-    return said | {"reason": f"{said['reason']}; one was compiled and ran", "compiles": True}
+        return record
+    return record | {"reason": f"{record['reason']}; one was compiled and ran", "compiles": True}
+
+
+def _device_names() -> dict[str, str]:
+    """The CPU and each accelerator: device -> its name."""
+    import torch
+
+    names = {"cpu": platform.processor() or platform.machine()}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return names
+    name_of = getattr(torch.get_device_module(accelerator), "get_device_name", str)
+    return names | {f"{accelerator.type}:{index}": name_of(index) for index in range(torch.accelerator.device_count())}
 
 
 def run(args) -> Result:
-    import torch
-
     installed = versions()
-    names = {"cpu": platform.processor() or platform.machine()}
-    if (present := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        name_of = getattr(torch.get_device_module(present), "get_device_name", str)
-        names |= {f"{present.type}:{index}": name_of(index) for index in range(torch.accelerator.device_count())}
-    devices = [{"name": name, **_tried(device)} for device, name in names.items()]
-
+    devices = [{"name": name, **_tried(device)} for device, name in _device_names().items()]
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     data = {"versions": installed, "platform": platform.platform(), "triton_interpret": interprets, "devices": devices}
-    width = max(map(len, installed))
-    lines = [f"{name:<{width}}  {value or 'not installed'}" for name, value in installed.items()]
-    lines += [f"{'platform':<{width}}  {data['platform']}", ""]
-    lines += [f"{d['device']} ({d['name']}): backend {d['backend']}, because {d['reason']}" for d in devices]
+    lines = [f"{record['device']} ({record['name']}): {record['reason']}" for record in devices]
+    lines.append("")
+    lines += [f"{name:<12}  {value or 'not installed'}" for name, value in installed.items()]
+    lines.append(f"{'platform':<12}  {data['platform']}")
     return Result(data, fitted("\n".join(lines)))

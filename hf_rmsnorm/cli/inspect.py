@@ -1,6 +1,6 @@
-"""How large the mean of every norm's input is in MODEL, and what replacing LayerNorm by RMSNorm outright would cost.
+"""Measure the mean of every norm's input in MODEL, and the cost of merely replacing LayerNorm by RMSNorm.
 
-The mean beside the RMS, over real text: 0 where a LayerNorm is an RMSNorm. With --after, the same of a converted model.
+The mean is divided by the RMS. If it is 0, LayerNorm and RMSNorm are the same. --after adds a converted model.
 """
 
 from pathlib import Path
@@ -8,17 +8,20 @@ from pathlib import Path
 from ..paths import fitted
 from ..sources import find
 from . import common, models
-from .common import DTYPES, CliError, Result, Table, add_count, add_device, add_model, pick_device, steps
+from .common import DTYPES, CliError, Result, add_count, add_device, add_model, add_verbose, pick_device, steps
+
+MOST_NORMS = 10  # that are printed without --verbose
 
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    parser.add_argument("--after", metavar="MODEL", help="a converted copy of MODEL to set beside it")
+    parser.add_argument("--after", metavar="MODEL", help="a converted copy of MODEL to compare with it")
     parser.add_argument("--text", metavar="FILE", type=Path, help="text to run on (default: Python's own help texts)")
     add_count(parser, "--max-tokens", 512, "use the first N tokens of the text")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="run in this dtype (default fp32)")
     parser.add_argument("--plot", metavar="PNG", type=Path, help="also draw it (needs matplotlib)")
     add_device(parser)
+    add_verbose(parser, "every norm")
 
 
 def run(args) -> Result:
@@ -33,7 +36,7 @@ def run(args) -> Result:
     if plt is not None:
         _draw(plt, args.plot, args.model, before, after)
         data["plot"] = str(args.plot)
-    return Result(data, _blocks(args, before, after))
+    return Result(data, _text(args, before, after))
 
 
 def read_text(file: Path | None) -> str:
@@ -67,33 +70,47 @@ def _inspect(name: str, args, text: str, step):
     return inspect_norms(model, {"input_ids": ids, **decoded})
 
 
-def _blocks(args, before, after) -> list[str | Table]:
-    blocks = [f"{args.model}: {before.tokens} tokens, |mean| / RMS of each norm's input", _table(before, after)]
-    for name, inspection in (("the model", before), (args.after, after)):
-        if inspection is not None and inspection.perplexity is not None:
-            blocks.append(f"perplexity of {name}: {inspection.perplexity:.6g}")
-    naive = before.naive
+def _text(args, before, after) -> str:
+    lines = [fitted(f"{args.model}: {_verdict(before)}"), *_table(before, after, args.verbose)]
+    if after is not None and after.perplexity is not None:
+        lines.append(f"perplexity: {before.perplexity:.6g}, of {args.after}: {after.perplexity:.6g}")
+    return "\n".join(lines)
+
+
+def _verdict(inspection) -> str:
+    """The result, in one sentence."""
+    naive = inspection.naive
     if naive is not None:
-        cost = f"KL {naive.kl:.3g} nats a token, likeliest word kept for {naive.top1:.2%}"
-        blocks.append(fitted(f"every LayerNorm swapped naively: perplexity {naive.perplexity:.6g}, {cost}"))
-    return blocks
+        change = f"perplexity from {inspection.perplexity:.6g} to {naive.perplexity:.6g} on {inspection.tokens} tokens"
+        cost = f"KL {naive.kl:.3g} nats a token, same likeliest token for {naive.top1:.2%}"
+        return f"its LayerNorms merely replaced by RMSNorm would change {change} ({cost})"
+    if any(norm.centered for norm in inspection.norms):
+        return "the mean of each LayerNorm's input, which an RMSNorm would not subtract"
+    return "all its norms are RMSNorm, which subtract no mean: there is nothing to convert"
 
 
-def _table(before, after) -> Table:
-    """A row for each norm: how large its input's mean is, before a conversion and after it."""
-    rows = [["norm", "kind", "median", "largest"]]
-    for norm in before.norms:
-        kind = "LayerNorm" if norm.centered else "RMSNorm"
-        rows.append([norm.path, kind, f"{norm.median:.2e}", f"{norm.largest:.1e}"])
+def _table(before, after, verbose: bool) -> list[str]:
+    """A line for each norm: how large its input's mean is, before a conversion and after it."""
+    chosen = range(len(before.norms)) if verbose else _largest(before)
+    rows = [["|mean| / RMS of the input", "kind", "median", "largest"]]
+    rows[0] += ["converted: median", "largest"] if after else []
+    for index in chosen:
+        norm = before.norms[index]
+        row = [norm.path, "LayerNorm" if norm.centered else "RMSNorm", f"{norm.median:.2e}", f"{norm.largest:.1e}"]
+        if after:
+            row += [f"{after.norms[index].median:.2e}", f"{after.norms[index].largest:.1e}"]
+        rows.append(row)
     width = max(len(path) for path, *_ in rows)
-    form = f"{{:<{width}}}  {{:<9}}  {{:>8}}  {{:>7}}"
-    if after:
-        form += "  {:>15}  {:>7}"
-        columns = [["after:   median", "largest"]]
-        columns += [[f"{norm.median:.2e}", f"{norm.largest:.1e}"] for norm in after.norms]
-        rows = [row + more for row, more in zip(rows, columns, strict=True)]
-    rows = [tuple(row) for row in rows]
-    return Table(rows, "\n".join(form.format(*row) for row in rows))
+    form = f"{{:<{width}}}  {{:<9}}  {{:>8}}  {{:>7}}" + ("  {:>17}  {:>7}" if after else "")
+    lines = [form.format(*row) for row in rows]
+    more = len(before.norms) - len(chosen)
+    return [*lines, f"and {more} more with smaller means: --verbose lists them"] if more else lines
+
+
+def _largest(inspection) -> list[int]:
+    """The places of the norms with the largest means, in the order of the model."""
+    by_median = sorted(range(len(inspection.norms)), key=lambda index: -inspection.norms[index].median)
+    return sorted(by_median[:MOST_NORMS])
 
 
 def _draw(plt, file: Path, name: str, before, after) -> None:

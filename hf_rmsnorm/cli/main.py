@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
-        """Refuse what is spelt as an option and is the beginning of none."""
+        """Refuse a word with a dash that is no option, and no beginning of one."""
         for word in words:
             name = word.partition("=")[0]
             known = [*self._option_string_actions]
@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line: `argv`, or the process's own.
 
     Returns:
-        0; 1 where `verify` or `bench` says FAIL; 2 after an error, which is one line on stderr; 3 where what `convert`
-        wrote fails its verification; 130 where the user interrupted it.
+        0; 1 if `verify` or `bench` prints FAIL; 2 after an error, which is one line on stderr; 3 if the result of
+        `convert` fails its verification; 130 if the user interrupted it.
     """
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ and find_spec("argcomplete"):
@@ -117,10 +117,11 @@ def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:
         finally:
             for line in dict.fromkeys(one_line(w.message) for w in caught if issubclass(w.category, UserWarning)):
                 print(f"{parser.prog}: warning: {line}", file=sys.stderr)
-    text = [result.text] if isinstance(result.text, str) else result.text
-    if args.json:
-        from ..verification.report import plain
-
-        text = [json.dumps(plain(result.data), indent=2, allow_nan=False)]
-    say(*text)
+    say(_as_json(result.data) if args.json else result.text)
     return result.code
+
+
+def _as_json(data: dict) -> str:
+    from ..verification.report import plain
+
+    return json.dumps(plain(data), indent=2, allow_nan=False)

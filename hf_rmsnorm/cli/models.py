@@ -9,7 +9,7 @@ from .common import CliError, one_line
 
 
 def _config_and_class(source: Source):
-    """The config, and the class that it was saved from, where transformers has it; else an auto class that takes it."""
+    """The config, and the class of the saved model if transformers has it; else an auto class."""
     import transformers
 
     with loading(source, "the config"):
@@ -38,7 +38,7 @@ def empty_model(source: Source):
 
 
 def load_model(source: Source, dtype: str, device, instead: str = ""):
-    """A model with its weights, in evaluation mode; `instead` is said of one that takes something else than a text."""
+    """A model with its weights, in evaluation mode; `instead` is the cure if it takes no text."""
     _, cls = _config_and_class(source)
     with loading(source, "the weights", weights=True):
         model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs).to(device).eval()
@@ -73,7 +73,7 @@ def tokens(model, tokenizer, text: str, limit: int | None):
 
 
 def other_inputs(model, file: Path | None) -> dict | None:
-    """What a model is given that needs more than a text: the tensors of `file`, else random images or audio."""
+    """Inputs for a model that needs more than a text: the tensors of `file`, else random images or audio."""
     from ..verification.context import default_inputs, in_dtype_of
 
     if file is not None:
@@ -103,7 +103,7 @@ def read_tensors(file: Path) -> dict:
 
 
 def quieten():
-    """No progress bars and no advice from transformers: what matters is printed by the subcommand, and a download."""
+    """Turn off progress bars and advice of transformers; downloads still show a bar."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from huggingface_hub import constants
     from huggingface_hub.utils import enable_progress_bars

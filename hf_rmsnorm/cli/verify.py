@@ -1,7 +1,7 @@
-"""Whether MODEL computes the same with its norms fused: PASS or FAIL, and how far apart.
+"""Check that MODEL computes the same results with its norms fused: PASS or FAIL.
 
-Without a GPU the Triton kernels run in Triton's interpreter, which is exact and slow (see --max-tokens). Exits with 1
-on FAIL, and where no kernel ran.
+Without a GPU the Triton kernels run in Triton's interpreter, which is exact and slow (see --max-tokens). The exit code
+is 1 on FAIL, and where no kernel ran.
 """
 
 from dataclasses import replace
@@ -10,14 +10,24 @@ from pathlib import Path
 from ..paths import fitted
 from ..sources import find
 from . import models
-from .common import DTYPES, Result, Table, add_count, add_device, add_model, interpret_on_cpu, pick_device, steps
+from .common import (
+    DTYPES,
+    Result,
+    add_count,
+    add_device,
+    add_model,
+    add_verbose,
+    interpret_on_cpu,
+    pick_device,
+    steps,
+)
 from .inspect import read_text
 
-# What a converted checkpoint was found to be.
-_SAID = {
-    "centred": "converted and centred: {count} of its LayerNorms run as RMSNorm, which is the same",
-    "trained": "converted, then trained as RMSNorm, as its config.json says: compared with {count} RMSNorms in plain "
-    "torch; without patch_model it computes LayerNorm, which is another function",
+# The last line on a converted checkpoint.
+_CONVERTED = {
+    "centred": "converted: {count} of its LayerNorms run as RMSNorm, with the same results",
+    "trained": "converted, then trained as RMSNorm (config.json): compared with {count} RMSNorms in plain PyTorch. "
+    "Without patch_model it computes LayerNorm, which gives other results",
     "doubted": "converted, but each norm that the conversion recorded {doubt}",
 }
 
@@ -31,10 +41,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dtype", choices=[*DTYPES, "all"], help=text)
     add_count(parser, "--max-tokens", 64, "use the first N tokens of the prompt")
     add_count(parser, "--max-new-tokens", 32, "compare N greedily generated tokens, 0 for none", least=0)
-    parser.add_argument("--no-backward", action="store_true", help="leave out the gradients of the fused norms")
-    text = "round as vllm, sglang or torch does, and compare each norm with that order (default: model)"
+    parser.add_argument("--no-backward", action="store_true", help="do not check gradients")
+    text = "the order of rounding: model, vllm, sglang or torch (default: model)"
     parser.add_argument("--numerics", metavar="NAME", default="model", help=text)
     add_device(parser)
+    add_verbose(parser, "every number and every norm")
 
 
 def run(args) -> Result:
@@ -42,12 +53,12 @@ def run(args) -> Result:
     device = pick_device(args.device)
     interpret_on_cpu(device)
     models.quieten()
-    from ..ops.backend import describe_backend
+    from ..ops.backend import runs_on, where_norms_run
 
-    backend, reason = describe_backend(device)
+    where = runs_on(device)
+    backend = where["backend"]
     if backend != "triton":  # its own forward against itself would prove nothing
         backend = "reference"
-        reason += "; so this compares the plain-torch formula, not the kernels"
     dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
     dtypes = ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),)
     with steps(args, 8 * len(dtypes)) as step:
@@ -56,19 +67,18 @@ def run(args) -> Result:
     if backend != "triton" and not any(conversion for _, conversion in runs):
         runs = [(_as_idle(report, device), None) for report, _ in runs]
     passed = all(report.passed for report, _ in runs)
-    blocks = []
-    for report, conversion in runs:
-        blocks += _blocks(source.name, report, conversion)
-    blocks.append(fitted(f"Backend {backend} on {device}: {reason}."))
+    parts = [_text(source.name, report, conversion, args.verbose) for report, conversion in runs]
+    (ran,) = where_norms_run([where])
+    parts.append(fitted(f"The norms ran on {ran}."))
     data = {
         "model": source.name,
         "passed": passed,
         "device": str(device),
         "backend": backend,
-        "backend_reason": reason,
+        "backend_reason": where["reason"],
         "runs": [_data(report, conversion) for report, conversion in runs],
     }
-    return Result(data, blocks, 0 if passed else 1)
+    return Result(data, "\n\n".join(parts), 0 if passed else 1)
 
 
 def _verify(args, source, dtype: str, device, backend: str, step) -> tuple:
@@ -82,7 +92,7 @@ def _verify(args, source, dtype: str, device, backend: str, step) -> tuple:
     new_tokens = 0 if model.config.is_encoder_decoder else args.max_new_tokens
     conversion = conversion_of(model)
     pair, norms = (model, None), True
-    if conversion and conversion.trained:  # its own forward is not what it computes
+    if conversion and conversion.trained:  # its own forward computes LayerNorm
         pair, norms = (as_recorded(model), model), False
         patch_model(model)
     report = verify_equivalence(
@@ -102,7 +112,7 @@ def _verify(args, source, dtype: str, device, backend: str, step) -> tuple:
 
 
 def _inputs(args, source, model):
-    """What the model is run on: a file's tensors, the prompt, or images or audio."""
+    """The inputs of both models: a file's tensors, the prompt, or images or audio."""
     from ..verification.context import prompt_length
 
     inputs = models.other_inputs(model, args.inputs)
@@ -115,10 +125,10 @@ def _inputs(args, source, model):
 
 
 def _as_idle(report, device):
-    """The report of a run in plain torch, by which no kernel is verified."""
+    """The report of a run in plain PyTorch, which verifies no kernel."""
     from ..verification.equivalence import why_nothing_ran
 
-    why = f"{why_nothing_ran(device).partition(', or pass')[0]}; in plain torch the formulas agree"
+    why = f"{why_nothing_ran(device).partition(', or pass')[0]}; in plain PyTorch the formulas agree"
     return replace(report, nothing_ran=True, why_nothing_ran=why)
 
 
@@ -130,14 +140,13 @@ def _state(conversion) -> str | None:
     return "doubted" if conversion.why_not else "centred"
 
 
-def _blocks(name: str, report, conversion) -> list:
-    """What is printed of one run."""
-    head = fitted(f"{name} in {report.dtype}: {report.headline}", 4)
-    blocks = [head, Table(report.rows(), report.table)]
-    if conversion:
-        text = _SAID[_state(conversion)].format(count=len(conversion.norms), doubt=conversion.why_not)
-        blocks.append(fitted("  " + text))
-    return [*blocks, ""]
+def _text(name: str, report, conversion, verbose: bool) -> str:
+    """The text of one run."""
+    text = report.to_text(verbose, name)
+    if not conversion:
+        return text
+    said = _CONVERTED[_state(conversion)].format(count=len(conversion.norms), doubt=conversion.why_not)
+    return text + "\n" + fitted("  " + said)
 
 
 def _data(report, conversion) -> dict:

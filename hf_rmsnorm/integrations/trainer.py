@@ -1,8 +1,7 @@
-"""`HfRmsNormCallback`: a patch for whatever model a Trainer trains, at the moment that suits it."""
+"""`HfRmsNormCallback`: patches the model of a Trainer."""
 
 import contextlib
 import inspect
-import os
 import sys
 import warnings
 import weakref
@@ -11,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..ops.backend import runs_on
+from ..ops.backend import runs_on, where_norms_run
 from ..patching import PatchReport, patch_model
 from ..patching.api import check_options, repatch_model
 from ..patching.converted import conversion_of
@@ -26,23 +25,22 @@ del PATCH_OPTIONS["model"]
 class HfRmsNormCallback(TrainerCallback):
     """Patches the model of a `transformers.Trainer`, or of one derived from it as TRL's are.
 
-    The model is patched when the Trainer has been made, so before it is wrapped or compiled and also where it only
-    evaluates or predicts; and one that `model_init` makes, for `train` or for a trial of `hyperparameter_search`, when
-    its training begins. Of a converted model it is asked again after a checkpoint was resumed whether its weights are
-    centred. A model is never patched twice, and what the Trainer saves has the bytes and names of the unpatched model.
-    Norms that ``use_liger_kernel`` replaces when training begins are left to Liger, and a warning says so.
+    The model is patched when the Trainer has been made, before it is wrapped or compiled. A model of `model_init` is
+    patched when its training begins. A converted model is checked again after a checkpoint was resumed. No model is
+    patched twice, and the Trainer saves the bytes and names of the unpatched model. Norms that ``use_liger_kernel``
+    replaces stay Liger's, with a warning.
 
-    One line on stderr of the main process says, for each Trainer, what was swapped and where kernels run.
+    For each Trainer the main process prints one line on stderr: how many norms were swapped, and where they run.
 
-    Not seen: a model put into ``trainer.model`` by hand, and a reference model of TRL's: `patch_model` serves both.
+    The callback does not see a model that is assigned to ``trainer.model`` later, or a reference model of TRL: call
+    `patch_model` on these.
 
     Args:
-        recentre: of a converted model, centre after each optimizer step what writes to its residual stream, so that
-            LayerNorm and RMSNorm stay equal (`Recentre`).
-        train_as_rms: of a converted model, record in its config that it is trained as RMSNorm (`train_as_rms`). What
-            a plain load of it computes is warned of when it is saved and at the end.
-        options: keyword arguments of `patch_model`. Where you have patched the model before, what they do not name
-            stays as it is.
+        recentre: for a converted model: centre its residual weights after each optimizer step, so that LayerNorm and
+            RMSNorm stay equal (`Recentre`).
+        train_as_rms: for a converted model: record in its config that it is trained as RMSNorm (`train_as_rms`). A
+            warning at each save explains what a plain load computes.
+        options: keyword arguments of `patch_model`. Options that are not named stay as an earlier patch has set them.
 
     Attributes:
         report: of the last patch; also logged, at level INFO, once for equal ones.
@@ -169,31 +167,13 @@ def _ending(is_main_process: bool):
 
 
 def swapped_line(report: PatchReport, device: torch.device) -> str:
-    """What was swapped and where kernels run, in one line; `device` is where the Trainer puts a model."""
+    """One line: how many norms were swapped, and where they run; `device` is the Trainer's."""
     count = len(report.swapped)
-    parts = [f"{count} {'norm' if count == 1 else 'norms'} swapped"]
-    if report.skipped:
-        parts.append(f"{len(report.skipped)} left alone")
-    if report.swapped:
-        parts += _where(report, device)
-    return f"hf_rmsnorm: {', '.join(parts)}"
-
-
-def _where(report: PatchReport, device: torch.device) -> list[str]:
+    line = f"hf_rmsnorm: {count} {'norm' if count == 1 else 'norms'} swapped, {len(report.skipped)} skipped"
     records = report.devices
-    if all(record["device"] == "cpu" for record in records):  # a sharded model is put on its GPU later
+    if records and all(record["device"] == "cpu" for record in records):  # a sharded model is put on its GPU later
         records = [runs_on(device)]
-    kernels = [record["device"] for record in records if record["backend"] == "triton"]
-    said = []
-    if kernels:
-        interpreted = " by Triton's interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
-        said.append(f"kernels on {', '.join(kernels)}{interpreted}")
-    for record in records:
-        if record["device"] == "cpu" and record["backend"] == "original":
-            said.append("on this cpu the model's own forwards run")
-        elif record["backend"] == "original":
-            said.append(f"on {record['device']} the model's own forwards run ({record['reason'].split(':')[0]})")
-    return said
+    return "; ".join([line, *(f"runs on {text}" for text in where_norms_run(records))])
 
 
 def _check_name(name: str) -> None:

@@ -1,11 +1,12 @@
-"""Which implementation serves a call: the Triton kernels, the plain-torch formula, or the layer's own forward.
+"""Which backend computes a call: the Triton kernels, the formula in plain torch, or the module's own forward.
 
-`why_not` and `why_not_qk` are the one place where a call is refused, and say it in words.
+`runs_on` answers that of a device, `why_not` and `why_not_qk` of a call, in words.
 """
 
 import os
 import threading
 import warnings
+from collections.abc import Iterable
 from functools import cache, partial
 from importlib.util import find_spec
 
@@ -43,7 +44,7 @@ def _device_refusal(device_type: str, index: int | None) -> str | None:
         return _nvidia_refusal(index) if torch.version.hip is None else None
     if device_type == "xpu":
         return None
-    return f"Triton has no backend for {device_type} tensors"
+    return f"Triton has no backend for {device_type}"
 
 
 def _nvidia_refusal(index: int | None) -> str | None:
@@ -93,26 +94,33 @@ def _leave(device: torch.device) -> None:
 
 
 def left_alone(x: torch.Tensor) -> bool:
-    """Whether nothing but a module's own forward serves x where it is; what every call asks first, and so little."""
+    """Whether no kernel runs on x's device. Each forward asks this first, so it is cheap."""
     if chosen.backend != "auto" or type(x) is not _Tensor:
         return False
     return (device_refusal("cpu") if x.is_cpu else device_refusal(x.device.type, x.device.index)) is not None
 
 
-def describe_backend(device: torch.device | str) -> tuple[str, str]:
-    """What ``auto`` does on a device: ("triton" or "original", the reason in words)."""
+def runs_on(device: torch.device | str) -> dict[str, str]:
+    """What computes patched norms on a device by default. Reports, the callback and every command print this.
+
+    Returns:
+        ``"device"``; ``"backend"``, which is ``"triton"`` or ``"original"``; and ``"reason"``, the same in words.
+    """
     device = torch.device(device)
     refusal = device_refusal(device.type, device.index)
     if refusal is not None:
-        return "original", f"{refusal}: patched modules run their own forward"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return "triton", "TRITON_INTERPRET=1: kernels run in Triton's interpreter, exact but slow"
-    return "triton", f"Triton compiles the kernels for {device.type}"
+        return {"device": str(device), "backend": "original", "reason": f"plain PyTorch ({refusal})"}
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    reason = "Triton kernels in Triton's interpreter, exact but slow" if interpreted else "fused Triton kernels"
+    return {"device": str(device), "backend": "triton", "reason": reason}
 
 
-def runs_on(device: torch.device | str) -> dict[str, str]:
-    """The same as a record, of which a list tells of several devices."""
-    return dict(zip(("device", "backend", "reason"), (str(device), *describe_backend(device)), strict=True))
+def where_norms_run(records: Iterable[dict[str, str]]) -> list[str]:
+    """A sentence for all devices of `runs_on` records where the same computes the norms."""
+    devices: dict[str, list[str]] = {}
+    for record in records:
+        devices.setdefault(record["reason"], []).append(record["device"])
+    return [f"{', '.join(names)}: {reason}" for reason, names in devices.items()]
 
 
 @torch.compiler.assume_constant_result

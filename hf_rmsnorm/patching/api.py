@@ -1,4 +1,4 @@
-"""`patch_model`, `unpatch_model` and `patched`: the whole of what a user calls."""
+"""The functions that a user calls: `patch_model`, `unpatch_model`, `patched` and `is_patched`."""
 
 import contextlib
 import threading
@@ -13,24 +13,24 @@ from ..fused.recipe import Recipe
 from ..paths import compact_paths
 from .layers.fusions import fuse_layers, sums_unknown
 from .numerics import NUMERICS, as_rounded_by
-from .plan import Entry, Globs, make_plan, report_on
+from .plan import Entry, Globs, is_swapped, make_plan, report_on
 from .report import FusedLayer, PatchReport
 from .swap import fuse, fuse_again, restore, reswap, swap, swap_again
 
-# One thread at a time changes models: what a plan has seen of a module still holds when the module is changed.
+# One thread at a time changes models, so that a plan still holds when its modules are changed.
 _changing = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one call of `patch_model` that a norm remembers; None is one that the call does not name."""
+    """The options of one call of `patch_model` that a norm keeps; None is an option that the call does not name."""
 
     fuse_residual: bool | None = None
     memory_efficient: bool | None = None
     numerics: str | None = None
 
     def recipe(self, recipe: Recipe, module: torch.nn.Module) -> Recipe:
-        """A norm's recipe with the options of this call; an option that it does not name stays, or is the default."""
+        """A norm's recipe with the options of this call. Others stay, or have their default."""
         kept = recipe_of(module) or recipe
         numerics = kept.numerics if self.numerics is None else self.numerics
         fuse_residual = kept.fuse_residual if self.fuse_residual is None else self.fuse_residual
@@ -49,15 +49,13 @@ def patch_model(
     memory_efficient: bool | None = None,
     numerics: str | None = None,
 ) -> PatchReport:
-    """Swap every norm that is recognised by its arithmetic for the fused kernels, in place.
+    """Swap every norm with a known formula for the fused kernels, in place.
 
-    Each norm keeps its parameters, buffers, hooks, name and `state_dict`; only its class changes, to a subclass of the
-    one it had. Nothing outside this model changes.
+    A norm is recognised by its arithmetic. It keeps its parameters, buffers, hooks, name and `state_dict`; only its
+    class changes, to a subclass of its own. Nothing outside this model changes.
 
-    A second call changes what it names and keeps the rest. The norms that it selects are patched, if they are not yet,
-    and get the options that it names; those that its `exclude` matches get their original class back; all others stay
-    as they are. So ``patch_model(model)`` keeps ``memory_efficient=True`` of an earlier call, and
-    ``memory_efficient=False`` ends it. An option that was never named is what "by default" says below.
+    A second call patches further norms and changes options. Norms that `exclude` matches get their original class back.
+    An option that the call does not name stays as an earlier call has set it.
 
     Args:
         model: any `torch.nn.Module`, on any devices; it may be a single norm.
@@ -65,22 +63,20 @@ def patch_model(
             dots, so ``"*.q_norm"`` reaches every layer). Only norms that match one are selected. None: all.
         exclude: the same for norms to run their own forward; it wins over include. A module at several paths matches
             if one does.
-        strict: raise, before anything changes, if a norm would be neither swapped nor left out by include or exclude:
-            a leaf that normalises over its last dimension, or whose class is named RMSNorm or LayerNorm.
-        fuse_residual: by default True: also compute in one launch with a norm the residual sum that it reads, the
-            rotary embedding of q and k, and the scale and shift of its result, in layers whose own forward shows them.
-            False: each norm by itself.
-        memory_efficient: by default False. True: keep each norm's output for the backward, which the linear behind it
-            keeps anyway, instead of its input; gradients carry the output's rounding. Some norms keep their input all
-            the same: docs/training.md says which, and their notes in the report. A write through ``.data`` to the
-            output or the weight, between forward and backward, cannot be seen and gives wrong gradients.
-        numerics: in whose order of rounding norms, and residual sums in front of them, are computed: by default
-            ``"model"``; ``"vllm"`` or ``"sglang"``, so that a model trains in the numbers by which its server
-            generates; ``"torch"``, as `F.rms_norm`. So it is on every device, by every backend. Under
-            ``fuse_residual=False`` sums are rounded first in any case. docs/correctness.md states each order.
+        strict: raise, before anything changes, if a norm would be skipped that neither include nor exclude leaves out.
+            A norm here is a leaf that normalises over its last dimension, or is named RMSNorm or LayerNorm.
+        fuse_residual: by default True: one launch also computes the residual add in front of a norm, or the rotary
+            embedding or modulation behind it, where the layer's forward shows them. False: each norm by itself.
+        memory_efficient: by default False. True: keep each norm's output for the backward instead of its input. The
+            linear after it keeps the output anyway. Gradients carry the output's rounding. Some norms still keep their
+            input; the report lists them. A write through ``.data`` to the output or the weight, between forward and
+            backward, goes unnoticed and gives wrong gradients.
+        numerics: the order of rounding of norms and of the residual adds in front of them, on every device. By default
+            ``"model"``. ``"vllm"`` and ``"sglang"`` train a model in the numbers of its server; ``"torch"`` rounds as
+            `F.rms_norm`. With ``fuse_residual=False`` sums are always rounded first. See docs/correctness.md.
 
     Returns:
-        What was swapped, with which formula, and what was left alone, with the reason.
+        The report: the swapped norms with their formulas, and the skipped ones with the reason.
 
     Raises:
         TypeError: model is not a module, a glob is not a string, or a flag is not a bool.
@@ -101,7 +97,9 @@ def patch_model(
 
 
 def is_patched(model: torch.nn.Module) -> bool:
-    """Whether the module, or any inside it, is a norm that `patch_model` has swapped.
+    """Whether the module, or any inside it, is a norm that a report lists as swapped.
+
+    Whether a kernel computes it depends on the device and the call: see `count_launches`.
 
     Raises:
         TypeError: model is not a module.
@@ -113,7 +111,7 @@ def is_patched(model: torch.nn.Module) -> bool:
         (False, (), True)
     """
     check_module("is_patched", model)
-    return any(recipe_of(module) is not None for module in model.modules())
+    return any(map(is_swapped, model.modules()))
 
 
 def repatch_model(model: torch.nn.Module) -> None:
@@ -152,7 +150,7 @@ def patched(
     memory_efficient: bool | None = None,
     numerics: str | None = None,
 ) -> Iterator[PatchReport]:
-    """`patch_model` for the length of a ``with``, which gives the report; undone on exceptions too, to what was before.
+    """`patch_model` for the length of a ``with``, which gives the report. The end, or an exception, undoes it.
 
     Args and errors: those of `patch_model`.
     """
@@ -185,7 +183,7 @@ def _change(model, include, exclude, strict, options: Options) -> tuple[PatchRep
     returned = [entry.module for entry in entries if entry.excluded and entry.already]
     with contextlib.ExitStack() as undo:
         alone = _swap_all(chosen, returned, undo)
-        if returned or alone:  # what is still fused is found again
+        if returned or alone:  # the fusions that remain are found again
             for module in model.modules():
                 undo.callback(fuse_again, model, module, fuse(module, None))
         layers = fuse_layers(model, undo)
@@ -221,7 +219,7 @@ def _warnings_of_nothing(model: torch.nn.Module, entries: list[Entry]) -> list[s
 
 
 def _rounded_first(chosen: list[Entry], layers: tuple[FusedLayer, ...]) -> tuple[str | None, list[FusedLayer]]:
-    """(whose norms read sums unrounded, or None; the layers whose sums are not known, so that these are rounded)."""
+    """(the server that reads sums unrounded, or None; the layers whose sums are rounded all the same)."""
     unrounded = [e.recipe for e in chosen if e.recipe.fuse_residual and not e.recipe.rounds_sum]
     if not unrounded:
         return None, []
@@ -254,7 +252,7 @@ def _must_serve(model: torch.nn.Module, entries: list[Entry]) -> None:
 
 
 def _swap_all(chosen: list[Entry], returned: list[torch.nn.Module], undo: contextlib.ExitStack) -> bool:
-    """Swap the chosen norms and give others their class back; whether one is computed by itself now and was not."""
+    """Swap the chosen norms and give others their class back; True if a norm is fused with its surroundings no more."""
     alone = False
     for module in returned:
         undo.callback(swap_again, module, recipe_of(module))
@@ -272,7 +270,7 @@ def _swap_all(chosen: list[Entry], returned: list[torch.nn.Module], undo: contex
 
 
 def check_options(numerics: str | None = None, include=None, exclude=None, **flags) -> None:
-    """Raises what `patch_model` raises of these arguments whatever the model is."""
+    """Raise the errors of `patch_model` that do not depend on the model."""
     for name, flag in flags.items():
         if not isinstance(flag, bool) and (flag is not None or name == "strict"):
             raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")

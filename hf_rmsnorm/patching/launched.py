@@ -1,4 +1,4 @@
-"""`count_launches`: which kernels a forward launched, and which fused pieces of a model it computed without one."""
+"""`count_launches`: the kernels that a forward launched, and the fused pieces that it computed without one."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from ..ops import chosen_backend
 from ..ops.backend import why_not
 from ..ops.direct import starts_kernels
 from ..paths import compact_paths, fitted
+from .report import in_words
 
 NOT_CALLED = "not called from Python: not part of this forward, or inside torch.compile or a CUDA graph"
 COMPILED = "inside torch.compile, which fuses norms itself"
@@ -25,14 +26,14 @@ UNKNOWN = "these inputs are computed one operator after the other"
 
 @dataclass
 class Piece:
-    """What became of one fused piece of a model, over all its calls.
+    """One fused piece of a model, counted over all its calls.
 
     Attributes:
         path: of the norm; of two norms in one kernel, and of fusions that no call reached, the module that has them.
         what: ``"norm"``, ``"residual add + norm"``, ``"q/k norms + rotary embedding"``, ...
         launched: how often a kernel computed it.
         missed: how often it was computed without one.
-        reason: why, of the last such call; "" where there was none.
+        reason: the reason of the last such call; "" if there was none.
     """
 
     path: str
@@ -43,7 +44,7 @@ class Piece:
 
 
 class LaunchCount(Counter):
-    """Kernel name -> launches; and of a model, what became of its fused `pieces`. Printed, a short table."""
+    """Kernel name -> launches; for a model also its fused `pieces`. Printed, a short table."""
 
     _watched: "_Watched | None" = None
 
@@ -57,21 +58,22 @@ class LaunchCount(Counter):
         if self._watched is None:
             return f"kernels launched: {kernels}"
         pieces = self.pieces
-        rows = [*_rows(pieces), f"  kernels    {kernels}"]
-        return fitted("\n".join([_verdict(pieces), *rows]), 11)
+        rows = [*_rows(pieces), f"  kernels   {kernels}"]
+        return fitted("\n".join([_verdict(pieces), *rows]), 10)
 
 
 @contextmanager
 def count_launches(model: nn.Module | None = None) -> Iterator[LaunchCount]:
-    """Count kernel launches of this package while the context is open; of a model, say what ran fused and what not.
+    """Count this package's kernel launches while the context is open, and list which pieces of a model ran fused.
 
     Args:
         model: a patched model. Each norm, residual add + norm, pair of q/k norms + rotary embedding, and norm + scale
-            and shift is listed, with its launches or the reason why it had none. None counts kernels alone.
+            and shift is listed: how often a kernel computed it, or the reason if none did. None: only kernels are
+            counted.
 
     Yields:
-        A `collections.Counter` by kernel name (``norm_forward``, ``norm_backward``, ...), of all threads. Of a model it
-        has `pieces`, and ``print(launches)`` shows them.
+        A `collections.Counter` by kernel name (``norm_forward``, ``norm_backward``, ...), for all threads. With a model
+        it has `pieces`, and ``print(launches)`` shows them.
 
     Raises:
         TypeError: model is not a module.
@@ -149,7 +151,7 @@ class _Watched:
             yield from self._unreached(path, layer)
 
     def _unreached(self, path: str, layer: nn.Module) -> Iterator[Piece]:
-        """What a layer fuses, if its norms were all called one by one."""
+        """The fused pieces of a layer whose norms were all called one by one."""
         inside = {self.norms[child]: child for child in layer.children() if child in self.norms}
         fused = [piece for (norm, what), piece in self.noted.items() if what != watch.NORM and norm in (path, *inside)]
         alone = [piece for norm in inside if (piece := self.noted.get((norm, watch.NORM)))]
@@ -157,8 +159,8 @@ class _Watched:
             return
         reasons = (piece.reason or _why_called(inside[piece.path]) for piece in alone)
         reason = next(filter(None, reasons), UNKNOWN)
-        fusion = layer_part(type(layer))._hf_rmsnorm_fusion
-        yield Piece(path, str(fusion), missed=max(piece.launched + piece.missed for piece in alone), reason=reason)
+        fused = in_words(str(layer_part(type(layer))._hf_rmsnorm_fusion))
+        yield Piece(path, fused, missed=max(piece.launched + piece.missed for piece in alone), reason=reason)
 
 
 def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
@@ -209,7 +211,7 @@ def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
         alike.setdefault((piece.what, piece.launched > 0, piece.reason), []).append(piece)
     for (what, launched, reason), group in alike.items():
         calls = sum(piece.launched for piece in group), sum(piece.missed for piece in group)
-        yield f"  {'fused' if launched else 'not fused':<10} {len(group)} x {what}: {_fate(*calls, reason)}"
+        yield f"  {'fused' if launched else 'not fused':<9} {len(group)} x {what}: {_fate(*calls, reason)}"
         yield from (f"      {path}" for path in compact_paths([piece.path for piece in group]))
 
 

@@ -63,7 +63,7 @@ def _notes(entry: Entry, recipe: Recipe) -> str:
 
 
 def _devices(model: torch.nn.Module) -> list[torch.device]:
-    """Those that hold the model, or run what accelerate has offloaded; meta is none."""
+    """The devices that hold the model, or run its offloaded modules; never meta."""
     held, running = [], []
     for module in model.modules():
         for p in module._parameters.values():
@@ -162,7 +162,7 @@ def _check_all_recognised(entries: list[Entry], norms: Collection[str]) -> None:
 
 
 def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | None:
-    """What is known of one module; None if it is no norm."""
+    """The entry of one module; None if it is no norm."""
     fused = recipe_of(module)
     if fused is not None:
         entry = _patched_entry(module, paths, fused)
@@ -181,6 +181,12 @@ def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | No
     elif not entry.already:
         _require_subclass(entry)
     return entry
+
+
+def is_swapped(module: torch.nn.Module) -> bool:
+    """Whether a module is patched, computes its formula as it stands, and runs the forward of its class."""
+    recipe = recipe_of(module)
+    return recipe is not None and recipe.spec_of(module) is not None and not replaced_forward(module)
 
 
 def _patched_entry(module: torch.nn.Module, paths: list[str], fused: Recipe) -> Entry:

@@ -1,10 +1,14 @@
-"""What a patch did: one record per module path, printed as a compact table."""
+"""The report of a patch: a record for each module path, printed as a short table."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ..formula import NormSpec
+from ..ops.backend import where_norms_run
 from ..paths import compact_paths, fitted
+
+MOST_PATHS = 8  # of one group that are printed
 
 
 @dataclass(frozen=True)
@@ -12,10 +16,10 @@ class Swapped:
     """A module that runs the fused forward.
 
     Attributes:
-        formula: what it was recognised to compute.
-        notes: which calls still run the module's own forward, and an unusual layout; "" where there is nothing to say.
-        converted: the formula is an RMSNorm that a converted checkpoint records where the module is a LayerNorm.
-        numerics: in whose order of rounding it is computed, as `patch_model` was asked.
+        formula: the formula that was recognised.
+        notes: which calls still run the module's own forward, and an unusual layout; "" if there are none.
+        converted: a converted checkpoint says that this LayerNorm computes RMSNorm.
+        numerics: the order of rounding, as `patch_model` was asked.
     """
 
     path: str
@@ -33,7 +37,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A norm, or what its name calls one, that was left alone: why, and what to do about it."""
+    """A norm, or a module with a norm's name, that was not swapped: why, and what to do about it."""
 
     path: str
     class_name: str
@@ -46,7 +50,7 @@ class FusedLayer:
     """A layer whose norms are fused with the code around them, or the reason why they are not.
 
     Attributes:
-        fused: ``"+ post_attention_layernorm, + the norm behind it"``; "" where nothing is.
+        fused: ``"+ post_attention_layernorm"`` for a residual add with that norm; "" where nothing is.
         reason: why nothing is; its norms are swapped all the same.
     """
 
@@ -54,6 +58,11 @@ class FusedLayer:
     class_name: str
     fused: str
     reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """The fused pieces, or the reason, in words."""
+        return in_words(self.fused) if self.fused else self.reason
 
 
 @dataclass(frozen=True)
@@ -63,10 +72,9 @@ class PatchReport:
     Attributes:
         swapped: the modules that run the fused forward, those patched earlier included. A module that the model holds
             at several paths has a record for each.
-        skipped: norms left alone, and modules that only carry a norm's name.
+        skipped: norms that were not swapped, and modules that only carry a norm's name.
         layers: decoder layers, fused or not.
-        devices: of each that holds the model, or runs what accelerate has offloaded, its name, the backend there and
-            the reason (`runs_on`).
+        devices: for each device that runs the model, its name, the backend there and the reason.
     """
 
     swapped: tuple[Swapped, ...] = ()
@@ -76,67 +84,69 @@ class PatchReport:
 
     def to_dict(self) -> dict:
         """Plain lists and dicts for JSON: ``"swapped"``, ``"skipped"``, ``"layers"`` and ``"devices"``."""
-        found = {kind: list(records) for kind, records in asdict(self).items()}
-        for record, own in zip(found["swapped"], self.swapped, strict=True):
-            record["formula"] = {**own.formula.to_dict(), "text": str(own.formula)}
-        return found
+        data = {kind: list(records) for kind, records in asdict(self).items()}
+        for plain, record in zip(data["swapped"], self.swapped, strict=True):
+            plain["formula"] = {**record.formula.to_dict(), "text": str(record.formula)}
+        return data
 
     def groups(self) -> list[tuple[str, str, str, list[str]]]:
-        """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths), modules alike in one group.
+        """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths) for each group.
 
         Swapped modules share a group if they compute the same formula, skipped ones if class and reason are equal.
         """
         swapped = _alike(self.swapped, lambda record: record.text)
         skipped = _alike(self.skipped, lambda record: (record.class_name, record.reason))
-        return [
-            ("swapped", ", ".join(dict.fromkeys(r.class_name for r in records)), text, [r.path for r in records])
-            for text, records in swapped.items()
-        ] + [("skipped", *key, [r.path for r in records]) for key, records in skipped.items()]
+        groups = []
+        for text, records in swapped.items():
+            names = ", ".join(dict.fromkeys(record.class_name for record in records))
+            groups.append(("swapped", names, text, [record.path for record in records]))
+        for (name, reason), records in skipped.items():
+            groups.append(("skipped", name, reason, [record.path for record in records]))
+        return groups
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """(kind of entry, modules, what was done to them or the reason why not), a row for each entry."""
-        norms = "norm" if len(self.swapped) == 1 else "norms"
-        rows = [("", f"{len(self.swapped)} {norms} swapped, {len(self.skipped)} left alone", "")]
-        cures = {(r.class_name, r.reason): f"\n      what to do: {r.cure}" for r in self.skipped if r.cure}
-        for what, names, text, paths in self.groups():
-            cure = cures.get((names, text), "") if what == "skipped" else ""
-            rows.append((what, _modules(names, paths), text + cure))
-        alike = _alike(self.layers, lambda record: (record.class_name, record.fused, record.reason))
-        for (name, fused, reason), records in alike.items():
-            text = f"fused: {fused}" if fused else f"not fused: {reason}"
-            rows.append(("layers", _modules(name, [record.path for record in records]), text))
-        if any(record.fused for record in self.layers):
-            rows.append(("fused in", "", "float32, float16, bfloat16, and mixtures of them, as under autocast"))
-        return [*rows, *self._device_rows()]
+    def to_text(self, verbose: bool = False) -> str:
+        """The report as it is printed; verbose: with every path of a long list."""
+        count = len(self.swapped)
+        lines = [f"{count} {'norm' if count == 1 else 'norms'} swapped, {len(self.skipped)} skipped"]
+        cures = {(record.class_name, record.reason): record.cure for record in self.skipped}
+        for kind, names, text, paths in self.groups():
+            cure = cures.get((names, text)) if kind == "skipped" else ""
+            lines += _entry(kind, names, text, paths, verbose)
+            lines += [f"      what to do: {cure}"] if cure else []
+        alike = _alike(self.layers, lambda record: (bool(record.fused), record.class_name, record.text))
+        for (fused, name, text), records in alike.items():
+            paths = [record.path for record in records]
+            lines += _entry("fused" if fused else "not fused", name, text, paths, verbose)
+        lines += [f"  {'runs on':<9} {text}" for text in self._runs_on()]
+        return fitted("\n".join(lines), 10)
 
-    def _device_rows(self) -> list[tuple[str, str, str]]:
-        until = ", and nothing is fused, until the model is moved to a GPU that Triton serves"
-        if any(record.converted or record.numerics != "model" for record in self.swapped):
-            until = " (other formulas than their own in plain torch)" + until
-        rows = []
-        for (backend, reason), records in _alike(self.devices, lambda r: (r["backend"], r["reason"])).items():
-            names = ", ".join(record["device"] for record in records)
-            rows.append(("runs on", "", f"{names}: {reason}{until if backend == 'original' else ''}"))
-        return rows
+    def _runs_on(self) -> list[str]:
+        sentences = where_norms_run(self.devices)
+        if sentences and all(record["device"] == "cpu" and record["backend"] == "original" for record in self.devices):
+            sentences[-1] += "; on an NVIDIA GPU the norms run fused"
+        return sentences
 
     def __str__(self) -> str:
-        head, *rows = self.rows()
-        lines = [head[1]]
-        for what, modules, said in rows:
-            name, *paths = modules.split("\n")
-            name = name.rjust(len(name) + 4 - name.find(" "))  # the counts below each other
-            lines.append(f"  {what:<7} {name}: {said}" if modules else f"  {what:<10} {said}")
-            lines += [f"      {path}" for path in paths]
-        return fitted("\n".join(lines), 11)
+        return self.to_text()
 
 
-def _modules(class_names: str, paths: list[str]) -> str:
-    return "\n".join([f"{len(paths)} x {class_names}", *compact_paths(paths)])
+def in_words(fused: str) -> str:
+    """The fused pieces of a layer, with the residual adds named."""
+    return re.sub(r"(^|, )\+ ", r"\1residual add + ", fused)
+
+
+def _entry(kind: str, names: str, text: str, paths: list[str], verbose: bool) -> list[str]:
+    """The lines of one group: a heading, then its paths."""
+    shown = compact_paths(paths)
+    more = 0 if verbose else max(0, len(shown) - MOST_PATHS)
+    lines = [f"  {kind:<9} {len(paths)} x {names}: {text}"]
+    lines += [f"      {path}" for path in shown[: len(shown) - more]]
+    return [*lines, f"      and {more} more"] if more else lines
 
 
 def _alike(records: tuple, key: Callable) -> dict:
-    """The records by a key of theirs, in their order."""
-    found: dict = {}
+    """The records with the same key, by that key, in their order."""
+    groups: dict = {}
     for record in records:
-        found.setdefault(key(record), []).append(record)
-    return found
+        groups.setdefault(key(record), []).append(record)
+    return groups

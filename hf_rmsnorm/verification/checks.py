@@ -1,4 +1,4 @@
-"""The verdict on one norm: its outputs almost bit by bit against the original's."""
+"""Compares one norm with the original, almost bit for bit."""
 
 import math
 from dataclasses import dataclass
@@ -22,22 +22,22 @@ _MAX_AMPLIFIED = 0.05  # of elements in rows nearly constant; a wrong rounding o
 
 @dataclass(frozen=True)
 class NormCheck:
-    """Verdict (b) for one module: its output against the original's on the same input.
+    """One module: its output against the original's on the same input.
 
-    At most 0.1 % of the elements in half precision and 1 % in float32 (or one element) may be off, and none by more
-    than 4 ulp. In half precision an element is off if it differs at all, and 0.1 % grows by 1 + |mean|/std of the rows
-    that a centred norm reads. In float32 it is off beyond 2 ulp, where an ulp is 2^-23 of the largest term in its row:
-    weight * rstd * x, weight * rstd * mean if the norm is centred, or bias. ``docs/correctness.md`` says why.
+    At most 0.1 % of the values in half precision and 1 % in float32 (or one value) may be off, and none by more than 4
+    ulp. In half precision a value is off if it differs at all. If the norm is centred, 0.1 % grows by 1 + |mean|/std of
+    its rows. In float32 a value is off beyond 2 ulp. There an ulp is 2^-23 of the largest term in its row:
+    weight * rstd * x, bias, and for a centred norm weight * rstd * mean. docs/correctness.md gives the reasons.
     """
 
     path: str
     class_name: str
     dtype: str = ""  # the coarser dtype of input and output, which is where the original rounds
-    elements: int = 0  # compared; 0 if the inputs did not reach the module or it does not map a tensor to one like it
+    elements: int = 0  # that were compared; 0 if the module did not run, or changes the shape of its input
     differing: int = 0  # how many of them are not equal
     off: int = 0  # how many are off, as defined above
     allowed: int = 0  # how many may be
-    worst_ulp: float = 0.0  # the largest difference, in ulp of half precision of the element, or of float32 as above
+    worst_ulp: float = 0.0  # the largest difference, in ulp of the value in half precision, or of float32 as above
     passed: bool = True
     reason: str = ""  # why it failed, or why nothing was compared
 
@@ -45,6 +45,17 @@ class NormCheck:
     def reached(self) -> bool:
         """Whether the inputs ran the module at all."""
         return self.reason != NOT_REACHED
+
+    @property
+    def words(self) -> str:
+        """The line of a report."""
+        if not self.elements:
+            return self.reason
+        counts = f"{self.off} of {self.elements} values {_how_far(self.dtype)} (limit {self.allowed})"
+        if not self.differing:
+            return counts
+        text = f"{counts}; largest difference {self.worst_ulp:.2g} rounding steps"
+        return f"{self.reason}; {text}" if self.worst_ulp > WORST_ULP else text
 
 
 def check_norm(path: str, class_name: str, calls: list[NormCall]) -> NormCheck:
@@ -91,15 +102,20 @@ def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
     allowed = max(1, int(share * elements))
     reason = ""
     if worst > WORST_ULP:
-        reason = f"an element is {worst:.3g} ulp away, {WORST_ULP:g} are allowed"
+        reason = f"a value is {worst:.3g} rounding steps away (limit {WORST_ULP:g})"
     elif off > allowed:
-        kind = "differ" if half else f"are more than {MAX_ULP:g} ulp away"
-        reason = f"{off} of {elements} elements {kind}, {allowed} are allowed"
+        reason = f"{off} of {elements} values {_how_far(name)} (limit {allowed})"
     return NormCheck(path, class_name, name, elements, differing, off, allowed, worst, not reason, reason)
 
 
+def _how_far(dtype: str) -> str:
+    """How far a value may be from the original's before it counts."""
+    half = dtype in ("float16", "bfloat16")
+    return "differ" if half else f"are more than {MAX_ULP:g} rounding steps away"
+
+
 def _kinds_differ(y, theirs: torch.Tensor) -> str:
-    """What was returned instead of a tensor like the original's; "" where it is one."""
+    """The difference in type, dtype or shape from the original's output; "" if there is none."""
     if not isinstance(y, torch.Tensor):
         return f"returns a {type(y).__name__}, the original a tensor"
     if y.dtype != theirs.dtype or y.shape != theirs.shape:
@@ -122,7 +138,7 @@ def _distance(y: torch.Tensor, expected: Expected, dtype: torch.dtype) -> _Dista
     difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
     fine = expected.largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     coarse = torch.maximum(ulp(theirs, dtype), fine) if dtype in HALF_DTYPES else fine
-    # half-precision output is rounded last; any other may be multiplied by the weight after what was rounded
+    # half-precision output is rounded last; other output may be multiplied by the weight after the rounding
     off = unequal if rounds_last else difference > MAX_ULP * fine
     ulps = (difference / coarse.clamp_min(1e-300)).max().item()
     return _Distance(unequal.sum().item(), off.sum().item(), ulps)

@@ -1,4 +1,4 @@
-"""Run two models on the same inputs and decide whether they compute the same."""
+"""Run two models on the same inputs and compare their results."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,44 +50,44 @@ def verify_equivalence(
     numerics: str = "model",
     progress: Callable[[str], object] = str,
 ) -> EquivalenceReport:
-    """Decide whether a candidate computes what a reference does, up to the reference's own rounding.
+    """Check that a candidate computes the same results as a reference, up to the reference's own rounding.
 
-    The verdict has two parts. (a) **Noise floor**: both models' logits against a float64 run of the reference, in which
-    also the float32 casts inside its modules are float64 (see `NoiseFloor`). (b) **Norm by norm**: each changed module
-    on inputs recorded from the reference's run, almost bit for bit (see `NormCheck`); it finds a wrong rounding order,
-    which logits cannot see. Each layer that the candidate fuses runs fused and unfused on the input that it got in the
-    model (see `LayerCheck`). Besides, greedy generation must give the same tokens, up to a tie within the noise floor.
+    Four things are compared:
+
+    - the outputs of both models, with a float64 run of the reference (`NoiseFloor`);
+    - each changed module, on inputs recorded in the reference's run, almost bit for bit (`NormCheck`). This finds a
+      wrong order of rounding, which logits do not show;
+    - each fused layer of the candidate with the same layer unfused (`LayerCheck`);
+    - greedy generation: the same tokens, up to a tie within the rounding error.
 
     Args:
-        reference_model: a Transformers model, in the dtype to judge. It runs without its patch. One that returns no
-            logits is judged by what else it returns: its last hidden state, a pooled one.
-        candidate_model: what to judge, on the same device with the same parameter names and shapes: a patched model
-            or a changed copy. None: the reference model itself, patched, or with the patch that it has.
+        reference_model: a Transformers model, in the dtype to compare. It runs without its patch. If it returns no
+            logits, its last and pooled hidden states are compared.
+        candidate_model: a patched model or a changed copy, on the same device, with the same parameter names and
+            shapes. None: the reference model itself, patched, or with its patch if it has one.
         inputs: token ids, a LongTensor of shape (batch, tokens) or (tokens,); or keyword arguments of the model, as
             a tokenizer returns them; or a list of either. A few hundred tokens are enough: logits are kept in float64.
             Where a two-dimensional attention mask is 0, logits are not compared. None: random images, audio or token
             ids, of the sizes in the model's config.
         max_new_tokens: how many tokens to generate per prompt; 0 generates nothing.
         backend: what `use_backend` shall choose for the candidate; None leaves the choice in force.
-        norms: which modules part (b) checks: True for every leaf module that differs between the two (in its class,
-            its plain attributes, the forward and hooks it runs, or a parameter or buffer), or their paths; False to
-            leave (b) out, and with it the demand that both models have the same parameters.
-        rows_per_norm: about how many rows (vectors that a norm normalises) part (b) takes for each module.
-        backward: also run one backward of each patched norm and of each fused layer: its gradients may have 1.5 times
-            the error that eager's have against float64 (see `GradientCheck`).
-        numerics: as in `patch_model`, for a reference model that is to be patched here. Norms that round as a server
-            does are compared with that order in plain torch, not with their originals.
-        progress: is told what runs next, seven times.
+        norms: the modules to compare one by one: their paths, or True for every leaf module that differs. False
+            compares none, and the two models need not have the same parameters then.
+        rows_per_norm: about how many rows (vectors that a norm normalises) are compared for each module.
+        backward: also compare the gradients of each patched norm and fused layer: at most 1.5 times eager's error
+            against float64 (`GradientCheck`).
+        numerics: as in `patch_model`, for a reference model that is patched here. Norms that round as a server does are
+            compared with that order of rounding in plain torch, not with their originals.
+        progress: is called with the name of each step, seven times.
 
     Returns:
-        An `EquivalenceReport`: ``passed``, ``verdict``, ``to_dict()``; printed, the verdict and a table. Where the
-        candidate is the reference patched and no kernel served it, nothing was verified, which is no pass. Modules
-        with quantised weights run in their own dtype in the float64 run too, as the report says.
+        An `EquivalenceReport`: ``passed``, ``verdict``, ``to_dict()``; printed, the verdict and a table. If no kernel
+        ran for a patched candidate, nothing was verified, and ``passed`` is False.
 
     Raises:
-        ValueError: an unknown backend; empty inputs, or token ids outside the vocabulary; a model whose inputs are not
-            known, or that returns nothing to compare; models with different vocabularies, parameters or devices; a path
-            in `norms` that is no module.
+        ValueError: an unknown backend; empty inputs, or token ids outside the vocabulary; a model of unknown inputs, or
+            without outputs to compare; models with different vocabularies, parameters or devices; a path in `norms`
+            that is no module.
         TypeError: a model that is not a module, inputs that are neither tensors nor mappings.
 
     Both models are run in eval mode without gradients. Training flags, hooks, attributes and the patch are as before
@@ -145,7 +145,7 @@ def verify_equivalence(
 
 @dataclass
 class _Reference:
-    """What the reference's runs gave. `calls`: of each module that is judged by itself, by its path."""
+    """The results of the reference. `calls`: those of each module that is compared by itself, by its path."""
 
     logits: list[torch.Tensor]
     are_logits: bool
@@ -156,7 +156,7 @@ class _Reference:
 
 @dataclass
 class _Result:
-    """What the candidate's runs gave."""
+    """The results of the candidate."""
 
     logits: list[torch.Tensor]
     texts: list
@@ -167,7 +167,7 @@ class _Result:
 
 @dataclass
 class _Work:
-    """Both models and what they are run on."""
+    """Both models, their inputs and the options of the comparison."""
 
     reference: nn.Module
     candidate: nn.Module
@@ -190,7 +190,7 @@ class _Work:
         return _Reference(logits, are_logits, exact_logits, self._texts(self.reference), calls)
 
     def run_candidate(self, paths: list[str] | None, calls: dict[str, list[NormCall]]) -> _Result:
-        """Run the candidate and all that is judged of it, while it is as it is to be judged."""
+        """Run the candidate, with its patch, and compare its norms, layers and gradients."""
         comparing = nullcontext(LayerComparison(self.backward))
         if paths is not None:
             comparing = comparing_layers(self.candidate, self.backward)
@@ -221,10 +221,10 @@ class _Work:
 
 
 def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
-    """By how much a logit may lead another for the two to be a tie."""
+    """The largest lead of one logit over another that counts as a tie."""
     if quantised:  # a step may tip behind the prompt that did not tip in it
         return 4 * floor.allowed_max
-    # two logits of each model, each off by at most what it may be
+    # two logits of each model, each with the largest error that is allowed
     return 2 * (floor.reference_max + min(floor.candidate_max, floor.allowed_max))
 
 
@@ -234,7 +234,7 @@ def _other_orders(model: nn.Module) -> set[str]:
 
 
 def _is_itself(candidate: nn.Module, paths: list[str] | None) -> bool:
-    """Whether the candidate is the reference patched: its norms run their own forwards where nothing serves them."""
+    """Whether the candidate is the reference patched, so that without a kernel both run the same code."""
     return bool(paths) and all(keeps_formula(type(candidate.get_submodule(path))) for path in paths)
 
 
@@ -249,11 +249,11 @@ def why_nothing_ran(device: torch.device) -> str:
 
 @dataclass
 class _CandidateState:
-    """How the candidate is to be judged.
+    """The state in which the candidate is compared.
 
     Attributes:
         state: ``state()`` is a context in which it is that.
-        changed: paths of its norms where it is the reference patched; None where the two models are to be compared.
+        changed: paths of its norms if it is the reference patched; None if the two models are to be compared.
     """
 
     model: nn.Module

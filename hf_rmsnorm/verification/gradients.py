@@ -1,4 +1,4 @@
-"""Gradients of patched norms and layers, each compared with float64 by the error of the unpatched modules."""
+"""Compares the gradients of patched norms and layers with float64, by the error of the unpatched modules."""
 
 import copy
 import math
@@ -14,14 +14,14 @@ from .float64 import Float64Mode
 from .noise import Sizes
 from .tolerance import ulp, within
 
-CALLS = 4  # on which eager's error is taken: on a single one luck decides how near it is
+CALLS = 4  # whose largest eager error counts: with few rows the error varies by chance
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """One gradient against float64: each error at most 1.5 times eager's own, and an ulp of the largest.
+    """One gradient against float64: each error at most 1.5 times eager's, plus an ulp of the largest value.
 
-    Eager's own is its largest on that input and on three like it. Of a fused layer it is the unfused layer's.
+    Eager's error is the largest on this input and on three similar ones. For a fused layer, eager is the unfused layer.
     """
 
     path: str
@@ -36,9 +36,14 @@ class GradientCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether both errors are finite and within what is allowed."""
+        """Whether both errors are finite and within the limit."""
         both = within(self.ours_max, self.eager_max, self.ulp) and within(self.ours_rms, self.eager_rms, self.ulp)
         return both and not self.reason
+
+    @property
+    def words(self) -> str:
+        """The line of a report."""
+        return self.reason or f"error {self.ours_max:.3g}, the original's {self.eager_max:.3g}"
 
 
 def check_norm_gradients(path: str, norm: nn.Module, x: torch.Tensor) -> list[GradientCheck]:
@@ -129,7 +134,7 @@ def requiring_gradients(tensors: list[torch.Tensor]) -> Iterator[None]:
 def cotangents_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Random gradients of outputs: with a mean, and a part along y.
 
-    Of one that has neither, what a norm's backward takes off would be nothing.
+    Without these a norm's backward would have nothing to subtract.
     """
     generator = torch.Generator().manual_seed(0)
     cotangents = []
@@ -145,7 +150,7 @@ def alike(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _reordered(layout: str, number: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Rows in another order, of each tensor alike; 0, or where rows are not along the last dimension: as they are."""
+    """Each tensor with its rows in the same other order; unchanged for 0, or if rows are not the last dimension."""
     if not number or layout != "last":
         return list(tensors)
     count = tensors[0].shape[-2]

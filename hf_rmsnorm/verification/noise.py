@@ -157,13 +157,13 @@ def _blocks(*outputs: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def _why_incomparable(own: Sizes, other: Sizes, size: Sizes, finite: bool, dtype: torch.dtype) -> str:
     if not finite:
-        return "the reference gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
+        return "the original gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
     if not size.count:
         return "there is nothing to compare: every output is that of a hidden word"
     if own.max == math.inf:
-        return f"the reference itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32"
+        return f"the original itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32"
     if other.max == math.inf:
-        return "the candidate gives NaN or infinity where the reference does not"
+        return "the changed model gives NaN or infinity where the original does not"
     return ""
 
 

@@ -1,16 +1,20 @@
-"""What a verification found: plain records, one verdict, a table."""
+"""The result of a verification: plain records, one verdict, a short table."""
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..paths import fitted
+from ..paths import compact_paths, fitted
 from .checks import NormCheck
 from .gradients import GradientCheck
 from .layers import LayerCheck
 from .noise import LogitDifference, NoiseFloor
 
 _SHOWN = 6
+_ERROR, _NORMS, _LAYERS, _GRADIENTS, _TEXT = (
+    "error to float64", "norms", "fused layers", "gradients", "generated tokens"
+)  # fmt: skip
 NOTHING_VERIFIED = "NOTHING VERIFIED"
 
 
@@ -18,8 +22,8 @@ NOTHING_VERIFIED = "NOTHING VERIFIED"
 class GreedyDifference:
     """Where greedy generation first differs: in prompt ``row`` of input ``index``, at new token ``step`` (from 0).
 
-    ``margin`` is by how much the reference's logits prefer its token there, ``tie_margin`` how much can be explained by
-    both models' errors against float64, as far as the noise floor allows them: up to that the two words are a tie.
+    ``margin``: by how much the original's logits prefer its token. Up to ``tie_margin``, which the errors of both
+    models against float64 explain, the two tokens are a tie.
     """
 
     index: int
@@ -37,10 +41,10 @@ class GreedyDifference:
 
 @dataclass(frozen=True)
 class GreedyComparison:
-    """Greedy generation by both models: passed if all tokens are equal up to a tie, and ``first_difference`` if any.
+    """Greedy generation by both models: passed if all tokens are equal up to a tie.
 
-    ``sequences`` prompts were continued, the longest by ``new_tokens`` tokens; 0 where nothing was generated, with
-    the reason.
+    ``sequences`` prompts were continued, the longest by ``new_tokens`` tokens; both are 0 where nothing was generated,
+    for the ``reason``.
     """
 
     sequences: int
@@ -58,38 +62,39 @@ class GreedyComparison:
 
     @property
     def words(self) -> str:
-        """What a report says of it."""
+        """The line of a report."""
         first = self.first_difference
         if not self.sequences:
             return self.reason
         if first is None:
             return f"{self.sequences} x {self.new_tokens} tokens, all equal"
-        kind = "a tie within the noise floor" if first.is_tie else f"noise explains {first.tie_margin:.3g}"
-        place = f"input {first.index} row {first.row} differs first at new token {first.step}: {first.reference_token}"
-        return f"{place} became {first.candidate_token}, preferred by {first.margin:.3g} ({kind})"
+        kind = "a tie, as rounding explains that" if first.is_tie else f"rounding explains {first.tie_margin:.3g}"
+        place = f"input {first.index} row {first.row}, new token {first.step}"
+        tokens = f"{first.candidate_token} instead of {first.reference_token}"
+        return f"{place}: {tokens}, whose logit leads by {first.margin:.3g} ({kind})"
 
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """The outcome of :func:`verify_equivalence`; printed, a verdict with its reason and a table.
+    """The result of `verify_equivalence`. Printed, the verdict and a short table; `to_text(verbose=True)` has it all.
 
     Attributes:
         model: class name of the reference.
         dtype, device: of the reference's parameters.
-        logits: candidate against reference.
-        noise_floor: verdict (a).
-        norms: verdict (b), one record per changed module; None if it was not asked for.
-            Those in `unreached` were not run by the inputs; if that is all of them, (b) fails.
-        fused: a verdict on each layer that the candidate fuses, against the same layer unfused.
-        gradients: of each patched norm and each of those layers; None if they were not asked for.
+        logits: the candidate's against the reference's.
+        noise_floor: the errors of both models against float64.
+        norms: a record for each changed module; None if they were not asked for. If the inputs ran none of them, this
+            fails.
+        fused: a record for each layer that the candidate fuses, compared with the same layer unfused.
+        gradients: those of each patched norm and of these layers; None if they were not asked for.
         nothing_ran: no kernel served the candidate, which is the reference patched: it was compared with itself.
         why_nothing_ran: the reason, and the cure.
         greedy: whether both generate the same tokens.
         launches: Triton kernels that the candidate launched, by kernel name; empty if none ran.
-        backend: what `use_backend` was to choose for the candidate; None left the choice in force.
-        numerics: whose order of rounding the candidate's norms have, with its version; "" where it is their own.
-        quantised: how many modules of each class have quantised weights. Their own arithmetic runs in the float64 run
-            too, so it is not judged.
+        backend: what `use_backend` chose for the candidate; None left the choice in force.
+        numerics: the server whose order of rounding the candidate's norms have, with its version; "" if none.
+        quantised: how many modules of each class have quantised weights. The float64 run calls these in their own
+            dtype, so their arithmetic is not judged.
     """
 
     model: str
@@ -110,54 +115,53 @@ class EquivalenceReport:
 
     @property
     def norms_passed(self) -> bool:
-        """No norm failed; and where norms were to be checked, the inputs reached at least one."""
+        """No norm failed, and the inputs reached at least one of those that were to be checked."""
         norms = self.norms or ()
         return all(norm.passed for norm in norms) and (not norms or any(norm.reached for norm in norms))
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        """Paths of the norms that these inputs did not run, about which nothing is proven."""
+        """Paths of the norms that the inputs did not run, so that nothing is proven of them."""
         return tuple(norm.path for norm in self.norms or () if not norm.reached)
 
     @property
     def agrees(self) -> bool:
-        """All verdicts hold and no greedy token differs beyond a tie, whatever it was that ran."""
+        """Every comparison passed, whatever backend ran."""
         pieces = (*self.fused, *(self.gradients or ()))
         verdicts = (self.noise_floor.passed, self.norms_passed, self.greedy.passed)
         return all(verdicts) and all(piece.passed for piece in pieces)
 
     @property
     def passed(self) -> bool:
-        """As `agrees`, and something ran that could differ."""
+        """Every comparison passed, and a backend ran that could have differed."""
         return self.agrees and not self.nothing_ran
 
     @property
     def verdict(self) -> str:
         """``"PASS"``, ``"FAIL"`` or ``"NOTHING VERIFIED"``."""
-        return "PASS" if self.passed else NOTHING_VERIFIED if self.agrees else "FAIL"
+        if self.passed:
+            return "PASS"
+        return NOTHING_VERIFIED if self.agrees else "FAIL"
 
     @property
     def headline(self) -> str:
-        """The verdict, and what there is to know of it: what failed, or why nothing was verified and the cure."""
-        missed = self.unreached
+        """The verdict and its reason: what failed, or why nothing was verified and the cure."""
         if self.verdict == NOTHING_VERIFIED:
-            why = self.why_nothing_ran or "no kernel ran"
-        elif self.verdict == "FAIL":
-            why = self.noise_floor.reason or ", ".join(self._failed())
-        elif missed:
-            more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
-            why = f"nothing is known of {len(missed)} not reached: {', '.join(missed[:_SHOWN])}{more}"
-        else:
-            why = ""
-        return f"{self.verdict}: {why}" if why else self.verdict
+            return f"{NOTHING_VERIFIED}: {self.why_nothing_ran or 'no kernel ran'}"
+        if self.verdict == "FAIL":
+            return f"FAIL: {self.noise_floor.reason or ', '.join(self._failed())}"
+        if not self.unreached:
+            return "PASS"
+        shown = ", ".join(compact_paths(self.unreached)[:_SHOWN])
+        return f"PASS, but the inputs did not reach {len(self.unreached)} of {len(self.norms)} norms: {shown}"
 
     def _failed(self) -> list[str]:
         verdicts = {
-            "(a) errors to float64": self.noise_floor.passed,
-            "(b) norm by norm": self.norms_passed,
-            "fused layers": all(check.passed for check in self.fused),
-            "gradients": all(check.passed for check in self.gradients or ()),
-            "greedy generation": self.greedy.passed,
+            _ERROR: self.noise_floor.passed,
+            _NORMS: self.norms_passed,
+            _LAYERS: all(check.passed for check in self.fused),
+            _GRADIENTS: all(check.passed for check in self.gradients or ()),
+            _TEXT: self.greedy.passed,
         }
         return [name for name, passed in verdicts.items() if not passed]
 
@@ -172,111 +176,125 @@ class EquivalenceReport:
         return plain(data)
 
     def __str__(self) -> str:
-        return f"{fitted(self.headline, 4)}\n{self.table}"
+        return self.to_text()
 
-    @property
-    def table(self) -> str:
-        """A line for each comparison, under a head line with the model and the inputs."""
-        (_, *head), *rows = self.rows()
-        forms = {2: "  {:4}{}", 3: "  {:4}  {:<26} : {}"}
-        lines = (forms[len(row)].format(*row).rstrip(" :") for row in rows)
-        return fitted("\n".join([": ".join(head), *lines]), 35)
+    def to_text(self, verbose: bool = False, name: str = "") -> str:
+        """The verdict, and a line for each comparison; verbose: with every number and every norm.
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """(PASS, FAIL or nothing; the comparison; its result) of each line of the table.
+        Args:
+            name: of the model, which is put before the verdict.
+        """
+        head = f"{name} in {self.dtype}: {self.headline}" if name else self.headline
+        lines = [_line(*row) for row in self.rows(verbose)]
+        return "\n".join([fitted(head), *lines])
+
+    def rows(self, verbose: bool = False) -> list[tuple[str, str, str]]:
+        """(PASS, FAIL or nothing; the comparison; its result) for each line of the text.
 
         Nothing passes where no kernel ran, or where the outputs cannot be compared.
         """
-        rows = [*self._output_lines(), *self._norm_lines(), *self._piece_lines(), *self._other_lines()]
+        rows = [*self._output_rows(verbose), *self._norm_rows(verbose), *self._piece_rows(), *self._other_rows(verbose)]
         if self.noise_floor.reason or self.nothing_ran:
-            rows = [("" if verdict == "PASS" else verdict, *rest) for verdict, *rest in rows]
+            rows = [("" if mark == "PASS" else mark, *rest) for mark, *rest in rows]
         return rows
 
-    def _output_lines(self) -> list[tuple[str, ...]]:
+    def _output_rows(self, verbose: bool) -> Iterator[tuple[str, str, str]]:
         logits, floor = self.logits, self.noise_floor
-        errors = "reference {:.3g}, candidate {:.3g}, allowed {:.3g}"
-        largest = errors.format(floor.reference_max, floor.candidate_max, floor.allowed_max)
-        rms = errors.format(floor.reference_rms, floor.candidate_rms, floor.allowed_rms)
-        if floor.reason:
-            largest = rms = "not to be measured"
-        kl = f"KL per token {logits.kl_mean:.2g} (max {logits.kl_max:.2g})"
-        means = f"max {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}"
-        size, what, difference = f"{logits.tokens} rows of its outputs", "outputs", means
-        if logits.vocabulary:
-            size, what = f"{logits.tokens} tokens, vocabulary {logits.vocabulary}", "logits"
-            difference = f"{means}, {kl}, top-1 equal {logits.top1_agreement:.2%}"
-        comparable = not floor.reason
-        lines = [
-            _line(f"{self.model}, {self.dtype} on {self.device}", size),
-            _line(f"{what} against reference", difference),
-            _line("(a) max error to float64", largest, floor.max_passed and comparable, floor.reason),
-            _line("    RMS error to float64", rms, floor.rms_passed and comparable),
-        ]
+        size = f"{logits.tokens} tokens" if logits.vocabulary else f"{logits.tokens} rows of outputs"
+        yield _row("model", f"{self.model}, {self.dtype} on {self.device}, {size}")
         if self.quantised:
             classes = ", ".join(f"{count} {name}" for name, count in self.quantised.items())
-            lines.append(_line("    not in float64", f"{classes}: quantised, run in their own dtype in every run"))
-        return lines
+            yield _row("", f"{classes}: quantised, so float64 runs call them in their own dtype")
+        if floor.reason:
+            yield _row(_ERROR, "not measured", False)
+        else:
+            largest = _errors(floor.candidate_max, floor.reference_max, floor.allowed_max)
+            yield _row(_ERROR, largest, floor.max_passed)
+        rms = _errors(floor.candidate_rms, floor.reference_rms, floor.allowed_rms)
+        if not floor.reason and (verbose or not floor.rms_passed):
+            yield _row("    RMS", rms, floor.rms_passed)
+        if verbose:
+            yield _row("logits" if logits.vocabulary else "outputs", self._difference())
 
-    def _piece_lines(self) -> list[tuple[str, ...]]:
-        lines = []
-        if self.fused:
-            failed = sorted((check for check in self.fused if not check.passed), key=lambda check: -check.differing)
-            reasons = [(check.path, check.reason) for check in failed]
-            equal = sum(not check.differing for check in self.fused)
-            lines += _section(
-                "    fused layers", self.fused, f"agree with the unfused ones, {equal} bit by bit", reasons
-            )
-        if self.gradients is not None:
-            failed = {f"{c.path}, {c.gradient}": c for c in self.gradients if not c.passed}
-            errors = "error {0.ours_max:.3g}, eager's {0.eager_max:.3g}"
-            reasons = [(name, check.reason or errors.format(check)) for name, check in failed.items()]
-            lines += _section("    gradients", self.gradients, "as near to float64 as eager's", reasons)
-        return lines
+    def _difference(self) -> str:
+        """How far the outputs of both models are apart."""
+        logits = self.logits
+        text = f"largest difference {logits.max_abs:.3g}, mean {logits.mean_abs:.3g}"
+        if not logits.vocabulary:
+            return text
+        kl = f"KL per token {logits.kl_mean:.2g} (largest {logits.kl_max:.2g})"
+        return f"{text}, {kl}, same likeliest token for {logits.top1_agreement:.2%}"
 
-    def _other_lines(self) -> list[tuple[str, ...]]:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
-        return [
-            _line("greedy generation", self.greedy.words, self.greedy.passed if self.greedy.sequences else None),
-            _line("Triton kernels launched", counts or "none: the candidate ran in plain torch"),
-        ]
-
-    @property
-    def _originals(self) -> str:
-        return f"{self.numerics}'s order of rounding" if self.numerics else "their originals"
-
-    def _norm_lines(self) -> list[tuple[str, ...]]:
+    def _norm_rows(self, verbose: bool) -> Iterator[tuple[str, str, str]]:
         if self.norms is None:
-            return [_line("(b) norm by norm", "not asked for")]
+            return
         if not self.norms:
-            return [_line("(b) norm by norm", "no leaf module differs between reference and candidate", True)]
+            yield _row(_NORMS, "no module differs between the two models", True)
+            return
         compared = [norm for norm in self.norms if norm.elements or not norm.passed]
         good = sum(norm.passed for norm in compared)
-        others = f", {len(self.norms) - len(compared)} not compared" if len(compared) < len(self.norms) else ""
-        text = f"{good} of {len(compared)} agree with {self._originals}{others}"
-        lines = [_line("(b) norm by norm", text, self.norms_passed)]
-        worst = sorted(self.norms, key=lambda n: (n.passed, not n.reason, -n.off, -n.worst_ulp))
-        for norm in worst[:_SHOWN]:
-            off = f"{norm.off} of {norm.elements} off ({norm.allowed} allowed)"
-            text = f"{norm.dtype}, {off}, max {norm.worst_ulp:.2g} ulp" if norm.elements else ""
-            lines.append(_line(f"    {norm.path}", text, norm.passed if norm in compared else None, norm.reason))
-        if len(self.norms) > _SHOWN:
-            lines.append(("", f"... and {len(self.norms) - _SHOWN} that do no worse"))
-        return lines
+        originals = f"{self.numerics}'s order of rounding" if self.numerics else "the originals"
+        parts = [f"{good} of {len(compared)} match {originals}"]
+        if compared:
+            parts.append(_total(compared))
+        if len(compared) < len(self.norms):
+            parts.append(f"{len(self.norms) - len(compared)} not compared")
+        yield _row(_NORMS, "; ".join(parts), self.norms_passed)
+        worst = sorted(self.norms, key=lambda norm: (norm.passed, not norm.reason, -norm.off, -norm.worst_ulp))
+        failed = [norm for norm in worst if not norm.passed]
+        for norm in worst if verbose else failed[:_SHOWN]:
+            yield _row(f"    {norm.path}", norm.words, norm.passed if norm in compared else None)
+
+    def _piece_rows(self) -> Iterator[tuple[str, str, str]]:
+        if self.fused:
+            failed = sorted((check for check in self.fused if not check.passed), key=lambda check: -check.differing)
+            equal = sum(not check.differing for check in self.fused)
+            reasons = [(check.path, check.reason) for check in failed]
+            yield from _section(_LAYERS, self.fused, f"match the unfused ones, {equal} bit for bit", reasons)
+        if self.gradients is not None:
+            failed = [check for check in self.gradients if not check.passed]
+            reasons = [(f"{check.path}, {check.gradient}", check.words) for check in failed]
+            yield from _section(_GRADIENTS, self.gradients, "as accurate as the original's", reasons)
+
+    def _other_rows(self, verbose: bool) -> Iterator[tuple[str, str, str]]:
+        yield _row(_TEXT, self.greedy.words, self.greedy.passed if self.greedy.sequences else None)
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.launches.items()))
+        launches = f"{sum(self.launches.values())} launches" if counts else "none: the norms ran in plain PyTorch"
+        yield _row("Triton kernels", counts if verbose and counts else launches)
 
 
 def _properties(record, *names: str) -> dict:
     return {name: getattr(record, name) for name in names}
 
 
-def _section(name: str, checks: tuple, what: str, failed: list[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """How many checks passed, and of the first that did not which and why."""
+def _total(norms: list[NormCheck]) -> str:
+    """How many values of all norms differ."""
+    differing = sum(norm.differing for norm in norms)
+    text = f"{differing} of {sum(norm.elements for norm in norms)} values differ"
+    if not differing:
+        return text
+    return f"{text}, by {max(norm.worst_ulp for norm in norms):.2g} rounding steps at most"
+
+
+def _errors(patched: float, original: float, limit: float) -> str:
+    return f"patched {patched:.3g}, original {original:.3g} (limit {limit:.3g})"
+
+
+def _section(name: str, checks: tuple, what: str, failed: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """How many checks passed; and the path and the reason of the first that did not."""
     count = f"{len(checks) - len(failed)} of {len(checks)} {what}"
-    return [_line(name, count, not failed), *(_line(f"    {path}", why, False) for path, why in failed[:_SHOWN])]
+    return [_row(name, count, not failed), *(_row(f"    {path}", why, False) for path, why in failed[:_SHOWN])]
 
 
-def _line(name: str, text: str, passed: bool | None = None, reason: str = "") -> tuple[str, ...]:
-    verdict = {None: "", True: "PASS", False: "FAIL"}[passed]
-    return verdict, name, ": ".join(part for part in (text, reason) if part)
+def _line(mark: str, what: str, text: str) -> str:
+    """A row as it is printed; what belongs to the row above is indented."""
+    if what.startswith(" "):
+        return fitted(f"  {mark:4}  {what}: {text}", 8)
+    return fitted(f"  {mark:4}  {what:<18} {text}", 25 if mark else 19).rstrip()
+
+
+def _row(what: str, text: str, passed: bool | None = None) -> tuple[str, str, str]:
+    return {None: "", True: "PASS", False: "FAIL"}[passed], what, text
 
 
 def plain(value):

@@ -21,6 +21,7 @@ import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
 from hf_rmsnorm.ops import backend
+from hf_rmsnorm.patching import plan
 from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.real_configs import build_parser as real_configs_parser
 from scripts.trainers import ROWS, TRAINERS
@@ -51,7 +52,7 @@ def on_a_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
         backend._device_refusal.cache_clear()
-        said = backend.describe_backend("cpu")
+        said = backend.runs_on("cpu")
     backend._device_refusal.cache_clear()
     return said
 
@@ -59,7 +60,7 @@ def on_a_cpu():
 @pytest.mark.parametrize("block", list(examples()))
 def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, monkeypatch, on_a_cpu):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(backend, "describe_backend", lambda device: on_a_cpu)
+    monkeypatch.setattr(plan, "runs_on", lambda device: on_a_cpu)
     if "from kernels import" in block.code:
         pytest.importorskip("kernels", reason="the library that this is for, of scripts/requirements")
     if "BitsAndBytesConfig" in block.code:

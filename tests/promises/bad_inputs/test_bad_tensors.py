@@ -78,8 +78,8 @@ class Hide:
 sys.meta_path.insert(0, Hide())
 importlib.util.find_spec = lambda name, package=None: None if name == "triton" else real(name, package)
 import torch, hf_rmsnorm
-from hf_rmsnorm.ops import describe_backend
-print(describe_backend("cpu"))
+from hf_rmsnorm.ops import runs_on
+print(runs_on("cpu"))
 weight = torch.ones(8, requires_grad=True)
 hf_rmsnorm.rms_norm(torch.ones(2, 8), weight).sum().backward()
 module = torch.nn.LayerNorm(8)

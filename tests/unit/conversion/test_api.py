@@ -231,7 +231,7 @@ def test_broken_weights_are_not_published(tmp_path, capsys):
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--json"]) == 3
     out = capsys.readouterr().out
-    assert "the reference gives NaN or infinity in float64 too" in out and not (tmp_path / "dst").exists()
+    assert "the original gives NaN or infinity in float64 too" in out and not (tmp_path / "dst").exists()
     json.loads(out, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
 
 

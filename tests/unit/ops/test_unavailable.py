@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from hf_rmsnorm import patch_model, rms_norm, settings, use_backend
 from hf_rmsnorm.kernels import failure
-from hf_rmsnorm.ops import backend, describe_backend
+from hf_rmsnorm.ops import backend, runs_on
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.ops.launches import forget_launches
 
@@ -101,8 +101,8 @@ def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
     first, *rest = str(seen[0].message).splitlines()
     assert len(seen) == 1 and first.startswith("hf_rmsnorm: ") and cause in first and cure in " ".join(rest)
     assert all(torch.allclose(y, wanted) for y in made) and len(tried) == 1
-    kind, reason = describe_backend("cpu")
-    assert kind == "original" and cause in reason and cure in reason
+    where = runs_on("cpu")
+    assert where["backend"] == "original" and cause in where["reason"] and cure in where["reason"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
         y = checkpoint(lambda x, norm=norm: norm(x) * 2, y, use_reentrant=False)
     with pytest.warns(UserWarning, match="TRITON_CACHE_DIR"):
         y.sum().backward()
-    assert describe_backend("cpu")[0] == "original" and x.grad is not None
+    assert runs_on("cpu")["backend"] == "original" and x.grad is not None
 
 
 def test_the_triton_backend_raises_the_same_words(fail):
@@ -229,7 +229,7 @@ def test_another_error_is_raised_as_it_is(error, fail, recwarn):
     fail(error)
     with pytest.raises(type(error)) as raised:
         rms_norm(torch.randn(2, 8), torch.ones(8))
-    assert raised.value is error and not recwarn and describe_backend("cpu")[0] == "triton"
+    assert raised.value is error and not recwarn and runs_on("cpu")["backend"] == "triton"
 
 
 def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
@@ -241,7 +241,7 @@ def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
     norms[0].register_forward_hook(hook)
     with pytest.raises(FileNotFoundError, match="the user's own"):
         norms(torch.randn(2, 8))
-    assert not recwarn and describe_backend("cpu")[0] == "triton"
+    assert not recwarn and runs_on("cpu")["backend"] == "triton"
 
 
 def test_two_threads_are_warned_once(fail):
@@ -267,7 +267,7 @@ def test_only_the_device_that_fails_is_left(fail, monkeypatch):
     fail(RuntimeError(NO_COMPILER))
     with pytest.warns(UserWarning, match="On cpu"):
         rms_norm(torch.ones(2, 8), torch.ones(8))
-    assert describe_backend("cpu")[0] == "original" and describe_backend("cuda:1")[0] == "triton"
+    assert runs_on("cpu")["backend"] == "original" and runs_on("cuda:1")["backend"] == "triton"
 
 
 @pytest.mark.parametrize("word", ["", "backward"])

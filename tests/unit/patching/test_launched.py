@@ -50,7 +50,7 @@ def test_a_piece_that_is_not_fused_is_named_with_the_reason(model):
     assert {reason for _, _, reasons in pieces.values() for reason in reasons} == {
         "use_backend('reference') is in force"
     }
-    assert str(launches).startswith("0 of ") and "kernels    none" in str(launches)
+    assert str(launches).startswith("0 of ") and "kernels   none" in str(launches)
 
 
 def test_the_reason_is_a_dtype(model):

@@ -42,15 +42,21 @@ def test_to_dict_is_json_with_every_record(report):
 
 def test_print_is_compact(report):
     text = str(report)
-    assert "45 norms swapped, 4 left alone" in text
+    assert "45 norms swapped, 4 skipped" in text
     assert "model.layers.[0-2,4-11].input_layernorm" in text
     assert "model.layers.3.input_layernorm" in text
     assert "excluded by 'model.layers.3.*'" in text
-    assert "fused: + post_attention_layernorm" in text
-    assert len(text.splitlines()) == 18
+    assert "residual add + post_attention_layernorm" in text
+    assert len(text.splitlines()) == 17
 
 
-def test_what_was_left_alone_says_what_to_do():
+def test_a_long_list_of_paths_is_cut_unless_verbose():
+    report = patch_model(nn.ModuleDict({f"norm_{letter}": LlamaRMSNorm(8) for letter in "abcdefghijkl"}))
+    assert "      and 4 more" in str(report) and "norm_l" not in str(report)
+    assert "norm_l" in report.to_text(verbose=True) and "more" not in report.to_text(verbose=True)
+
+
+def test_what_was_skipped_says_what_to_do():
     model = nn.ModuleDict({
         "norm": LlamaRMSNorm(8),
         "batch": type("BatchRMSNorm", (nn.BatchNorm1d,), {})(8),

@@ -28,7 +28,7 @@ def verify(family="qwen3", dtype=torch.bfloat16, new_tokens=2, **config):
 def test_what_is_fused_rightly_passes(family, dtype):
     report = verify(family, dtype)
     assert report.passed and report.verdict == "PASS", str(report)
-    fusions = {"qwen3": {SUM, PAIR}, "gpt2": {"+ ln_2"}}[family]
+    fusions = {"qwen3": {SUM, PAIR}, "llama": {SUM}, "gpt2": {"+ ln_2"}}[family]
     assert {check.path.split(": ")[1] for check in report.fused} == fusions
     assert {check.path for check in report.gradients} >= {check.path for check in report.fused}
 

@@ -58,9 +58,9 @@ def test_nan_fails_and_says_so():
     broken = y.clone()
     broken[1, 1] = math.nan
     _, floor = compare_logits([y], [broken], [exact])
-    assert not floor.passed and "candidate gives NaN or infinity" in floor.reason
+    assert not floor.passed and "changed model gives NaN or infinity" in floor.reason
     _, floor = compare_logits([broken], [broken], [exact])
-    assert not floor.passed and "reference itself gives NaN or infinity" in floor.reason
+    assert not floor.passed and "original itself gives NaN or infinity" in floor.reason
     for bad in (math.nan, math.inf):  # from broken weights, so that all three are alike
         broken[1, 1] = bad
         _, floor = compare_logits([broken], [broken], [broken.double()])
