@@ -100,7 +100,8 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     arguments = ["inspect", "demo:gpt2", "--max-tokens", "64", "--plot", str(picture), "--after", "demo:gpt2"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert "transformer.h.0.ln_1" in text and "merely replaced by RMSNorm would change perplexity" in " ".join(text.split())
+    said = "merely replaced by RMSNorm would change perplexity"
+    assert "transformer.h.0.ln_1" in text and said in " ".join(text.split())
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
