@@ -6,9 +6,16 @@ from dataclasses import asdict, dataclass
 
 from ..formula import NormSpec
 from ..ops.backend import where_norms_run
+from ..ops.settings import settings
 from ..paths import compact_paths, fitted
 
 MOST_PATHS = 8  # of one group that are printed
+
+
+WHILE_COMPILING = {
+    "original": "torch.compile traces the model's own code, as without the patch",
+    "operator": "torch.compile traces one operator for each norm",
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,8 @@ class PatchReport:
             paths = [record.path for record in records]
             lines += _entry("fused" if fused else "not fused", name, text, paths, verbose)
         lines += [f"  {'runs on':<9} {text}" for text in self._runs_on()]
+        if any(record["backend"] == "triton" for record in self.devices):
+            lines.append(f"  {'compiled':<9} {WHILE_COMPILING[settings.while_compiling]}")
         return fitted("\n".join(lines), 10)
 
     def _runs_on(self) -> list[str]:
