@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import ModelShape
-from hf_rmsnorm import patch_model
-from hf_rmsnorm.kernels import count_launches
+from hf_rmsnorm import count_launches, patch_model
 from hf_rmsnorm.ops import backend, use_backend
 from hf_rmsnorm.ops.launches import forget_launches
 
