@@ -127,7 +127,7 @@ class _Watched:
     def note(self, what: str, norms: tuple, x, reason: str) -> None:
         """Count a call of a piece: by a kernel if one was launched since the last call."""
         paths = [self.norms[norm] for norm in norms if norm in self.norms]
-        if not paths:
+        if not paths:  # a norm of another model
             return
         self.called.update(paths)
         path = paths[0] if len(paths) == 1 else paths[0].rpartition(".")[0]
@@ -153,18 +153,18 @@ class _Watched:
     def _unreached(self, path: str, layer: nn.Module) -> Iterator[Piece]:
         """The fused pieces of a layer whose norms were all called one by one."""
         inside = {self.norms[child]: child for child in layer.children() if child in self.norms}
-        fused = [piece for (norm, what), piece in self.noted.items() if what != watch.NORM and norm in (path, *inside)]
-        alone = [piece for norm in inside if (piece := self.noted.get((norm, watch.NORM)))]
-        if fused or not alone:
+        noted = [piece for piece in self.noted.values() if piece.path == path or piece.path in inside]
+        alone = [piece for piece in noted if piece.what == watch.NORM]
+        if not alone or len(alone) < len(noted):
             return
-        reasons = (piece.reason or _why_called(inside[piece.path]) for piece in alone)
-        reason = next(filter(None, reasons), UNKNOWN)
-        fused = in_words(str(layer_part(type(layer))._hf_rmsnorm_fusion))
-        yield Piece(path, fused, missed=max(piece.launched + piece.missed for piece in alone), reason=reason)
+        what = in_words(str(layer_part(type(layer))._hf_rmsnorm_fusion))
+        calls = max(piece.launched + piece.missed for piece in alone)
+        reasons = [piece.reason or _why_called(inside[piece.path]) for piece in alone]
+        yield Piece(path, what, missed=calls, reason=next(filter(None, reasons), UNKNOWN))
 
 
 def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
-    """Why no kernel was launched for a patched norm of x; not `alone`: nor one for the norm and what surrounds it."""
+    """Why no kernel was launched for a patched norm of x; with `alone` False, for the norm and its surroundings."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
     if not isinstance(x, torch.Tensor):
@@ -185,7 +185,7 @@ def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
 
 
 def _why_called(norm: nn.Module) -> str:
-    """Why a patched norm is called, and not computed ahead of its call; "" where nothing about the norm says so."""
+    """Why a patched norm has to be called as a module; "" if nothing about the norm requires it."""
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return "the norm has a hook, which sees what the norm is called with"
     if "forward" in norm.__dict__ or "_hf_hook" in norm.__dict__:
@@ -205,17 +205,17 @@ def _verdict(pieces: tuple[Piece, ...]) -> str:
 
 
 def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
-    """A line for the pieces that had the same fate, with their paths below."""
+    """A line for all pieces of a kind with the same result, with their paths below."""
     alike: dict[tuple, list[Piece]] = {}
     for piece in pieces:
         alike.setdefault((piece.what, piece.launched > 0, piece.reason), []).append(piece)
     for (what, launched, reason), group in alike.items():
         calls = sum(piece.launched for piece in group), sum(piece.missed for piece in group)
-        yield f"  {'fused' if launched else 'not fused':<9} {len(group)} x {what}: {_fate(*calls, reason)}"
+        yield f"  {'fused' if launched else 'not fused':<9} {len(group)} x {what}: {_result(*calls, reason)}"
         yield from (f"      {path}" for path in compact_paths([piece.path for piece in group]))
 
 
-def _fate(launched: int, missed: int, reason: str) -> str:
+def _result(launched: int, missed: int, reason: str) -> str:
     calls = f"{missed} {'call' if missed == 1 else 'calls'}"
     if not launched:
         return f"{reason} ({calls})" if missed else reason
