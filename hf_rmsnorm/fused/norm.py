@@ -63,27 +63,12 @@ def _repr_of(base: type):
     return __repr__
 
 
-def fused_forward(base: type, recipe: Recipe):
-    """The forward of `fused_class(base, recipe)` as a function, for modules that keep base as their class."""
-    return _forward_for_any(base, base.forward, recipe)
-
-
-@cache
-def _forward_for_any(base: type, _, recipe: Recipe):
-    return _forward_of(PatchedNorm(base, recipe, any_class=True))
-
-
 class PatchedNorm:
-    """The class and recipe of a patched norm, as its forward reads them.
+    """The class and recipe of a patched norm, as its forward reads them."""
 
-    Args:
-        any_class: the module's class need not be the fused one.
-    """
-
-    def __init__(self, base: type, recipe: Recipe, any_class: bool = False):
+    def __init__(self, base: type, recipe: Recipe):
         self.base = base
         self.recipe = recipe
-        self.any_class = any_class
         self.forward = base.forward
         self.code = getattr(base.forward, "__code__", None)
         self.signature = inspect.signature(base.forward)
@@ -107,7 +92,7 @@ class PatchedNorm:
         code, as IPython's autoreload does.
         """
         return (
-            (self.any_class or getattr(type(module), "_hf_rmsnorm_recipe", None) is self.recipe)
+            getattr(type(module), "_hf_rmsnorm_recipe", None) is self.recipe
             and self.base.forward is self.forward
             and getattr(self.forward, "__code__", None) is self.code
         )

@@ -1,1 +1,1 @@
-"""Integrations with other libraries, a file for each: Trainers, trainers configured by YAML, `kernels`."""
+"""Integrations with other libraries, a file for each: Trainers, and trainers configured by YAML."""

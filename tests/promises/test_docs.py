@@ -61,8 +61,6 @@ def on_a_cpu():
 def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, monkeypatch, on_a_cpu):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan, "runs_on", lambda device: on_a_cpu)
-    if "from kernels import" in block.code:
-        pytest.importorskip("kernels", reason="the library that this is for, of scripts/requirements")
     if "BitsAndBytesConfig" in block.code:
         pytest.importorskip("bitsandbytes", reason="the quantiser that this is for, of scripts/requirements")
     lines = block.code.splitlines(keepends=True)
