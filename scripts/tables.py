@@ -152,6 +152,18 @@ def _short(reason: str) -> str:
     return reason if len(reason) <= LONGEST else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
 
 
+def conversions() -> list[str]:
+    """How many types of Transformers convert."""
+    document = result("convert-5.23.0.json")
+    counts = document["summary"]
+    kinds = {
+        "convert in full": "converted", "in part": "partly", "refused, with the reason": "refused",
+        "RMSNorm already": "RMSNorm", "no LayerNorm": "no LayerNorm", "not run": "not run",
+    }  # fmt: skip
+    head = f"types of Transformers {document['versions']['transformers']} that | number"
+    return rows(head, [(words, counts[kind]) for words, kind in kinds.items()])
+
+
 def minilm() -> list[str]:
     measured = result("minilm.json")
     cells = []
@@ -164,7 +176,7 @@ def minilm() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "memory": memory, "kernels": kernels, "host": host, "cpu": cpu, "versions": versions, "trainers": trainers,
-    "models": models, "coverage": coverage, "minilm": minilm, **layer_table.TABLES,
+    "models": models, "coverage": coverage, "conversions": conversions, "minilm": minilm, **layer_table.TABLES,
 }  # fmt: skip
 
 
