@@ -130,11 +130,19 @@ def coverage() -> list[str]:
     """How many norms of all types of Transformers are swapped, and which are skipped."""
     newest = max(RESULTS.glob("coverage-*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)])
     document = result(newest.name)
-    mappings = {"causal": "causal language models", "base": "base models"}
-    keys = ("types", "built", "run", "norms_swapped", "norms_left_alone", "with_wrong_results")
-    cells = [(words, *(document["mappings"][name]["totals"][key] for key in keys)) for name, words in mappings.items()]
-    version = document["versions"]["transformers"]
-    head = f"Transformers {version} | types | built | run | norms swapped | skipped | wrong results"
+    columns = {
+        "types": "types", "built": "built", "run": "run", "norms swapped": "norms_swapped",
+        "skipped": "norms_left_alone", "wrong results": "with_wrong_results",
+    }  # fmt: skip
+    fused = {"with sums fused": "types_with_fused_sums", "with q/k norms fused": "types_with_fused_pairs"}
+    cells = []
+    for mapping, words in {"causal": "causal language models", "base": "base models"}.items():
+        totals = document["mappings"][mapping]["totals"]
+        # What is fused in most base models was not counted anew since sums are found in one forward.
+        counts = [totals[key] for key in columns.values()]
+        counts += [totals[key] if mapping == "causal" else "" for key in fused.values()]
+        cells.append((words, *counts))
+    head = " | ".join([f"Transformers {document['versions']['transformers']}", *columns, *fused])
     return [*rows(head, cells), "", *rows("skipped | because", _skipped(document))]
 
 
@@ -157,8 +165,8 @@ def conversions() -> list[str]:
     document = result("convert-5.23.0.json")
     counts = document["summary"]
     kinds = {
-        "convert in full": "converted", "in part": "partly", "refused, with the reason": "refused",
-        "RMSNorm already": "RMSNorm", "no LayerNorm": "no LayerNorm", "not run": "not run",
+        "convert in full": "converted", "convert in part": "partly", "are refused, with the reason": "refused",
+        "use RMSNorm already": "RMSNorm", "have no LayerNorm": "no LayerNorm", "were not run": "not run",
     }  # fmt: skip
     head = f"types of Transformers {document['versions']['transformers']} that | number"
     return rows(head, [(words, counts[kind]) for words, kind in kinds.items()])
