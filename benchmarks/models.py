@@ -132,6 +132,63 @@ def liger_norms(name: str, model) -> Iterator[str]:
         space.update(before)
 
 
+class Rounds:
+    """Measures the variants of one model, and fills ``data`` with medians, samples and what was patched.
+
+    Args:
+        left: seconds that are left; below 20 a measurement is skipped, and named.
+        save: called after each measurement.
+    """
+
+    def __init__(self, work: Workload, data: dict, left: Callable[[], float], save: Callable[[], None]):
+        self.work, self.data, self.left, self.save = work, data, left, save
+        self.results: dict = {}
+
+    def measure(self, phase: str, variant: str) -> None:
+        """Warm up, then the rounds. Ours alternates with the unpatched model; Liger's patch cannot be undone."""
+        names = [variant] if variant == PEER else [BEFORE, variant]
+        if self.left() < 20:
+            self.data["skipped"].append(f"{phase}: {' and '.join(names)}")
+            return
+        samples = {name: [] for name in names}
+        for turn in range(self.work.sizes["rounds"] + 1):
+            for name in names:
+                self._switch_to(name)
+                measured, result = getattr(self.work, phase)()
+                if turn == 0:
+                    self.results[phase, name] = result
+                else:
+                    samples[name].append(measured)
+        for name in names:
+            self.data["phases"][phase][name] = self._entry(phase, name, samples[name])
+        self.save()
+
+    def _switch_to(self, variant: str) -> None:
+        model = self.work.model
+        if variant == BEFORE:
+            unpatch_model(model)
+        if variant == AFTER:
+            report = patch_model(model)
+            self.data["norms_swapped"] = len(report.swapped)
+            self.data["formulas"] = sorted({str(record.formula) for record in report.swapped})
+
+    def _entry(self, phase: str, variant: str, samples: list[dict]) -> dict:
+        """Medians and samples; where the unpatched model was measured, also ratios to it and its result compared."""
+        medians = {key: statistics.median(sample[key] for sample in samples) for key in samples[0]}
+        entry = {**medians, "samples": samples}
+        if variant == BEFORE or (phase, BEFORE) not in self.results:
+            return entry
+        entry |= compare(phase, self.results[phase, BEFORE], self.results[phase, variant])
+        before = self.data["phases"][phase][BEFORE]
+        if "tokens_per_s" in medians:
+            entry["speedup"] = medians["tokens_per_s"] / before["tokens_per_s"]
+        else:
+            entry["speedup"] = before["ms"] / medians["ms"]
+        if "peak_gb" in medians:
+            entry["memory_ratio"] = medians["peak_gb"] / before["peak_gb"]
+        return entry
+
+
 def run_phases(
     work: Workload,
     name: str,
@@ -140,14 +197,13 @@ def run_phases(
     left: Callable[[], float] = lambda: math.inf,
     save: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Measure unpatched and patched, alternating by round; then Liger, whose patch cannot be undone.
+    """Measure unpatched and patched, alternating by round; then Liger.
 
     Args:
         name: the model type, by which Liger knows its patch.
         data: filled with ``phases`` (by phase and variant: medians, samples, ``speedup``), ``skipped``, and the norms
             that were patched.
-        left: seconds that are left; below 20 a measurement is skipped, and named.
-        save: called after each measurement.
+        left, save: as in `Rounds`.
 
     Returns:
         What failed of this package, in words.
@@ -157,52 +213,15 @@ def run_phases(
     data["layers"] = model.config.num_hidden_layers
     data["parameters"] = sum(p.numel() for p in model.parameters())
     data["phases"] = {phase: {} for phase in phases}
-    results = {}
-
-    def measure(phase: str, variant: str, rounds: int, switch=lambda variant: None):
-        """Warm up, then the rounds; `switch` makes the model the variant, or the one it is compared with."""
-        names = [variant] if variant == PEER else [BEFORE, variant]
-        if left() < 20:
-            data["skipped"].append(f"{phase}: {' and '.join(names)}")
-            return
-        samples = {n: [] for n in names}
-        for turn in range(rounds + 1):
-            for n in names:
-                switch(n)
-                measured, result = getattr(work, phase)()
-                if turn == 0:
-                    results[phase, n] = result
-                else:
-                    samples[n].append(measured)
-        for n in names:
-            medians = {k: statistics.median(s[k] for s in samples[n]) for k in samples[n][0]}
-            entry = data["phases"][phase][n] = {**medians, "samples": samples[n]}
-            if n != BEFORE and (phase, BEFORE) in results:
-                entry |= compare(phase, results[phase, BEFORE], results[phase, n])
-                before = data["phases"][phase][BEFORE]
-                faster = "tokens_per_s" in medians
-                ratio = medians["tokens_per_s"] / before["tokens_per_s"] if faster else before["ms"] / medians["ms"]
-                entry["speedup"] = ratio
-                if "peak_gb" in medians:
-                    entry["memory_ratio"] = medians["peak_gb"] / before["peak_gb"]
-        save()
-
-    def toggle(variant: str):
-        if variant == AFTER:
-            report = patch_model(model)
-            data["norms_swapped"] = len(report.swapped)
-            data["formulas"] = sorted({str(record.formula) for record in report.swapped})
-        else:
-            unpatch_model(model)
-
+    rounds = Rounds(work, data, left, save)
     for phase in phases:
-        measure(phase, AFTER, work.sizes["rounds"], toggle)
+        rounds.measure(phase, AFTER)
     unpatch_model(model)
     failures = [] if data.get("norms_swapped") or data["skipped"] else ["patch_model swapped no norm"]
     with liger_norms(name, model) as data["liger"]:
         for phase in phases if data["liger"] == "norms swapped" else ():
             try:
-                measure(phase, PEER, work.sizes["rounds"])
+                rounds.measure(phase, PEER)
             except Exception as error:  # as in `liger_norms`
                 data["phases"][phase][PEER] = {"error": f"{type(error).__name__}: {error}"[:300]}
                 save()
