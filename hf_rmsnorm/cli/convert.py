@@ -1,8 +1,8 @@
 """Convert the LayerNorm checkpoint SRC into one whose norms may run as RMSNorm, with the same logits.
 
-Which tensors write to the residual stream is found on a small random model of the same classes and proven there in
-float64; the plan is printed, the tensors are centred while the checkpoint streams through, and DST appears whole once
-it is verified. A run that was killed is taken up by the same command. Exits with 3 where the result fails verification.
+A small random model of the same classes shows which tensors write to the residual stream, and proves the plan in
+float64. The plan is printed. The tensors are centred while the checkpoint streams through, and DST appears whole once
+it is verified. The same command goes on with a run that was killed. Exits with 3 if the result fails verification.
 SRC may also be a LoRA adapter of PEFT, with --base. A hub id is downloaded first.
 """
 
@@ -17,11 +17,9 @@ from ..sources import Source, find, on_disk
 from .common import CliError, Result, bar, say
 
 ADAPTER = "adapter_config.json"
-# What the package's errors call an argument: target="native", allow_pickle=True; not a part of a path.
+# Arguments in the package's errors, as target="native" or allow_pickle=True; not a part of a path.
 _ARGUMENT = re.compile(
-    r"""(?<![\w/.-])(?:(fold_affine|allow_pickle|trust_remote_code|max_shard_size)(?![\w/-])|(target|restart)(?==))
-    (?:=True|=["'](\w+)["'])?""",
-    re.VERBOSE,
+    r"""(?<![\w/.-])(?:(allow_pickle|trust_remote_code)(?![\w/-])|(target|restart)(?==))(?:=True|=["'](\w+)["'])?"""
 )
 
 
@@ -30,22 +28,19 @@ def add_arguments(parser) -> None:
     add("src", metavar="SRC", help="a local folder with safetensors, a hub id, or demo:gpt2; or an adapter's")
     add("dst", metavar="DST", nargs="?", type=os.path.expanduser, help="the folder to make; leave it out with --plan")
     add("--plan", action="store_true", help="print what would be done, and write nothing")
-    told = "for an adapter: the model that it was trained on, and what convert made of that"
-    add("--base", nargs=2, metavar=("MODEL", "CONVERTED"), help=told)
-    told = "a .safetensors file of the arguments of the model's forward, by name, for what text alone does not reach"
-    add("--inputs", metavar="FILE", type=Path, help=told)
+    what = "for an adapter: the model that it was trained on, and what convert made of that"
+    add("--base", nargs=2, metavar=("MODEL", "CONVERTED"), help=what)
+    what = "a .safetensors file of the arguments of the model's forward, by name, for parts that text does not reach"
+    add("--inputs", metavar="FILE", type=Path, help=what)
     add("--no-verify", action="store_true", help="publish DST without running source and result")
-    told = "run all texts and greedy tokens of a large checkpoint too, which takes minutes"
-    add("--full-verify", action="store_true", help=told)
+    what = "run all texts of a large checkpoint too, which takes minutes, and compare greedy tokens"
+    add("--full-verify", action="store_true", help=what)
     add("--prompt", action="append", help="a text to verify on (default: two built-in ones)")
     add(
         "--target", choices=["same", "native"], default="same",
         help="native: write a checkpoint of an architecture that uses RMSNorm, where one computes the same "
         "(default same: the source's own architecture)",
     )  # fmt: skip
-    told = "fold the norms' weights and biases into the linears that read them, where that is exact"
-    add("--fold-affine", action="store_true", help=told)
-    add("--max-shard-size", metavar="SIZE", help="bytes, or 5GB and the like, with --target native")
     add("--restart", action="store_true", help="drop an unfinished conversion of something else")
     add("--allow-pickle", action="store_true", help="read pytorch_model.bin if there is nothing else")
     add("--trust-remote-code", action="store_true", help="run the model code that SRC brings")
@@ -85,25 +80,23 @@ def _run(args) -> Result:
     source = find(args.src, args.trust_remote_code)
     if args.plan == (args.dst is not None):
         raise CliError("pass DST, or --plan to see what would be done without one")
-    if args.plan and (idle := _given(args, "no_verify", "full_verify", "prompt", "max_shard_size", "restart")):
+    if args.plan and (idle := _given(args, "no_verify", "full_verify", "prompt", "restart")):
         raise CliError(f"--plan writes nothing: leave out {', '.join(idle)}")
     models.quieten()
     from .. import conversion
     from ..conversion.checkpoint.source import open_checkpoint
 
     (source,) = _on_disk(args, source)
-    size = args.max_shard_size
-    size = int(size) if size and size.isdecimal() else size
     if args.dst is not None:
         open_checkpoint(source.where, allow_pickle=args.allow_pickle)
     code = _common(args, models)
     with bar(args, bar_format="{desc}", desc="planning on a small random model"):
-        planned = conversion.plan_conversion(source.where, target=args.target, fold_affine=args.fold_affine, **code)
+        planned = conversion.plan_conversion(source.where, target=args.target, **code)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
     if not args.json:
         say(fitted(str(planned)))
-    how = {"planned": planned, "max_shard_size": size, **code}
+    how = {"planned": planned, **code}
     return _result(args, partial(conversion.convert_checkpoint, source.where, args.dst, **how))
 
 
@@ -130,11 +123,11 @@ def _on_disk(args, source, *bases) -> list:
 
 def _run_adapter(args, models) -> Result:
     if args.base is None:
-        told = "the model that it was trained on and what convert made of that"
-        raise CliError(f"{args.src} is an adapter: pass --base MODEL CONVERTED, {told}")
+        what = "the model that it was trained on and what convert made of that"
+        raise CliError(f"{args.src} is an adapter: pass --base MODEL CONVERTED, {what}")
     if args.dst is None:
         raise CliError("--base takes an adapter and DST: pass the folder to make")
-    if idle := _given(args, "plan", "target", "fold_affine", "max_shard_size"):
+    if idle := _given(args, "plan", "target"):
         raise CliError(f"--base goes without {', '.join(idle)}: an adapter is converted as its base was")
     source = Source(args.src, os.path.expanduser(args.src), True, args.trust_remote_code)
     if not os.path.isdir(source.where):
@@ -151,7 +144,7 @@ def _run_adapter(args, models) -> Result:
 
 
 class _Stages(logging.Handler):
-    """Shows what a conversion logs beside its bar."""
+    """Shows the log of a conversion at its progress bar."""
 
     def __init__(self, shown):
         super().__init__()
@@ -162,7 +155,7 @@ class _Stages(logging.Handler):
 
 
 def _result(args, convert) -> Result:
-    """What converting gives, with the options that every conversion takes; a bar tells how far it is on a terminal."""
+    """The result of converting with the options that every conversion takes; on a terminal a bar shows the progress."""
     from ..conversion import VerificationFailed
 
     def progress(tensors: int, done: int, total: int) -> None:

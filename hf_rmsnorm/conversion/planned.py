@@ -1,10 +1,9 @@
-"""What a plan makes of each tensor of a checkpoint, and of its config; a plan that does not fit it is refused."""
+"""Apply a plan to the tensors of a checkpoint and to its config; a plan that does not fit is refused."""
 
 import json
 
 from ..record import RECORD_KEY
-from .checkpoint.source import FLOATS
-from .plan import Centre, CentringPlan, ConversionError, Copy, Scale
+from .plan import Centre, CentringPlan, ConversionError, Scale
 from .tensors import Centring, Lazy, Scaling, Source, Stored, filled
 
 
@@ -14,71 +13,52 @@ def planned_tensors(plan: CentringPlan, source: Source, where: object) -> dict[s
     A step that does not fit the tensors is refused; `where` is the folder, for that.
     """
     tensors = {name: Stored(name) for name in source.tensors}
+    _check_names(plan, source, where)
     for copy in plan.copy:
-        _check_copy(copy, source, where)
+        if copy.key in tensors and not source.read(copy.key).equal(source.read(copy.source)):
+            what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
+            cure = "set tie_word_embeddings to false if it is right, remove it if it is stale"
+            raise ConversionError(f"{where}: {what}: {cure}")
         tensors.setdefault(copy.key, Stored(copy.source))
     for scale in plan.scale:
-        _check_scale(scale, tensors, source, where)
+        size = _size(scale, tensors, source)
+        if tuple(source.tensors[scale.by].shape) != (size,):
+            raise _of_other_weights(scale, where)
         tensors[scale.key] = tensors[scale.key].then(Scaling(scale.axis, Stored(scale.by)))
     for centre in plan.centre:
-        _check_centre(centre, tensors, source, where)
+        size = _size(centre, tensors, source)
+        if size % centre.block or max(centre.blocks or (0,)) >= size // centre.block:
+            raise _of_other_weights(centre, where)
         tensors[centre.key] = tensors[centre.key].then(Centring(centre.axis, centre.block, centre.blocks))
     ones = {scale.by: filled(Stored(scale.by), 1.0) for scale in plan.scale}
     return {**tensors, **ones}
 
 
-def _check_copy(copy: Copy, source: Source, where: object) -> None:
-    if copy.source not in source.tensors:
-        raise _without(copy.source, where)
-    if copy.key not in source.tensors:
-        return
-    there, wanted = source.tensors[copy.key], source.tensors[copy.source]
-    alike = (there.dtype, there.shape) == (wanted.dtype, wanted.shape)
-    if not alike or not source.read(copy.key).equal(source.read(copy.source)):
-        what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
-        cure = "set tie_word_embeddings to false if it is right, remove it if it is stale"
-        raise ConversionError(f"{where}: {what}: {cure}")
-
-
-def _check_scale(scale: Scale, tensors: dict[str, Lazy], source: Source, where: object) -> None:
-    size = _size(scale, tensors, source, where)
-    if scale.by not in source.tensors:
-        raise _without(scale.by, where)
-    shape, dtype = source.tensors[scale.by].shape, source.tensors[scale.by].dtype
-    if tuple(shape) != (size,):
-        what = f"{scale.key} has {size} elements along axis {scale.axis}, and {scale.by}, its factor, has {[*shape]}"
+def _check_names(plan: CentringPlan, source: Source, where: object) -> None:
+    """Refuse a plan that names a tensor which the checkpoint lacks."""
+    copies = {copy.key for copy in plan.copy}
+    named = {step.key for step in (*plan.centre, *plan.scale)} - copies
+    named |= {copy.source for copy in plan.copy} | {scale.by for scale in plan.scale}
+    missing = sorted(named - source.tensors.keys())
+    if missing:
+        what = f"no tensor {missing[0]}, which the plan names"
         raise ConversionError(f"{where}: {what}: the plan is of another checkpoint")
-    if dtype not in FLOATS.values():
-        cure = "convert the unquantised model, then quantise that"
-        raise ConversionError(f"{where}: {scale.by} is {dtype} and multiplies another tensor: it is quantised; {cure}")
 
 
-def _check_centre(centre: Centre, tensors: dict[str, Lazy], source: Source, where: object) -> None:
-    size = _size(centre, tensors, source, where)
-    count, rest = divmod(size, centre.block) if centre.block > 0 else (0, 1)
-    if rest or any(not 0 <= index < count for index in centre.blocks or ()):
-        which = "" if centre.blocks is None else f", number {' '.join(map(str, centre.blocks))}"
-        what = f"axis {centre.axis} of {centre.key} has {size} elements and no blocks of {centre.block}"
-        raise ConversionError(f"{where}: {what}{which}: config.json or the plan is of other weights")
-
-
-def _size(step: Scale | Centre, tensors: dict[str, Lazy], source: Source, where: object) -> int:
-    """Elements along the axis that a step names."""
-    if step.key not in tensors:
-        raise _without(step.key, where)
+def _size(step: Scale | Centre, tensors: dict[str, Lazy], source: Source) -> int:
+    """Elements along the axis that a step names; 0 if there is no such axis."""
     shape = tensors[step.key].shape(source)
-    if 0 <= step.axis < len(shape):
-        return shape[step.axis]
-    what = f"{step.key} has shape {[*shape]} and no axis {step.axis}"
-    raise ConversionError(f"{where}: {what}: the plan is of another checkpoint")
+    return shape[step.axis] if step.axis < len(shape) else 0
 
 
-def _without(key: str, where: object) -> ConversionError:
-    return ConversionError(f"{where}: no tensor {key}, which the plan names: the plan is of another checkpoint")
+def _of_other_weights(step: Scale | Centre, where: object) -> ConversionError:
+    return ConversionError(
+        f"{where}: {step.key} has another shape than the plan says: config.json or the plan is of other weights"
+    )
 
 
 def changed_config(config: dict, changes: dict) -> str:
-    """Text of a config with the changes set, dictionaries in it merged but for the record of another conversion."""
+    """Text of a config with the changes set; dictionaries are merged, except for the record of a conversion."""
 
     def merged(config: dict, changes: dict) -> dict:
         both = (key for key in changes if key != RECORD_KEY and isinstance(config.get(key), dict))

@@ -1,4 +1,4 @@
-"""How each tensor of a result is made: read from the source, changed in float64 a slice at a time, and rounded."""
+"""How each tensor of a result is made: read from the source, changed in float64 slice by slice, and rounded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InMemory:
     dtype: torch.dtype | None = None
 
     def read(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor, or these rows of it, in memory of its own."""
+        """A copy of a tensor, or of these rows of it."""
         tensor = self.tensors[name].detach()
         return tensor.clone() if rows is None else tensor[rows]
 
@@ -58,7 +58,12 @@ class Centring:
             part -= part.mean(self.axis + 1, keepdim=True)
 
     def changes(self, x: torch.Tensor, source: Source) -> bool:
-        return not is_centred(x, self.axis, self.block or x.shape[self.axis], self.blocks)
+        return not is_centred(
+            x,
+            self.axis,
+            self.block or x.shape[self.axis],
+            self.blocks,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,17 +82,16 @@ class Scaling:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of the source: these rows of it, after these steps, transposed; without any, it keeps its bytes."""
+    """A tensor of the source: these rows of it, after these steps; without any, it keeps its bytes."""
 
     like: str
     rows: torch.Tensor | None = None
     steps: tuple[Centring | Scaling, ...] = ()
-    transposed: bool = False
 
     @property
     def is_copy(self) -> bool:
         """Whether it is the source's tensor as it is."""
-        return self.rows is None and not self.steps and not self.transposed
+        return self.rows is None and not self.steps
 
     def then(self, *steps: Centring | Scaling) -> Stored:
         """The tensor after further steps."""
@@ -99,12 +103,10 @@ class Stored:
 
     def shape(self, source: Source) -> tuple[int, ...]:
         shape = tuple(source.tensors[self.like].shape)
-        if self.rows is not None:
-            shape = (len(self.rows), *shape[1:])
-        return shape[::-1] if self.transposed else shape
+        return shape if self.rows is None else (len(self.rows), *shape[1:])
 
     def slices(self, source: Source, x: torch.Tensor | None = None) -> Iterator[tuple[tuple, torch.Tensor]]:
-        """(place, float64 values) of the tensor, not transposed, along an axis that no step runs along, if any."""
+        """(place, float64 values) of the tensor, along an axis that no step runs along, if any."""
         x = source.read(self.like, self.rows) if x is None else x
         taken = {step.axis for step in self.steps}
         free = [axis for axis in range(x.dim()) if axis not in taken]
@@ -125,37 +127,45 @@ class Stored:
         whole = torch.empty_like(x, dtype=torch.float64)
         for place, part in self.slices(source, x):
             whole[place] = part
-        return whole.T if self.transposed else whole
+        return whole
 
     def dtype(self, source: Source) -> torch.dtype:
-        """Its own or, where it is changed, one as exact as config.json asks for, since the result is loaded in that."""
-        stored = source.tensors[self.like]
-        dtype = stored.dtype
-        if self.is_copy:
-            return dtype
-        if dtype not in FLOATS.values():
-            cure = "it is quantised; convert the unquantised model, then quantise that"
-            raise ConversionError(f"{self.like} is {getattr(stored, 'code', dtype)} and is to be changed: {cure}")
-        return torch.promote_types(dtype, source.dtype) if is_narrower(dtype, source.dtype) else dtype
+        """The dtype that the result has it in."""
+        return source.tensors[self.like].dtype if self.is_copy else dtype_of_changed(self.like, source)
 
     def value(self, source: Source) -> torch.Tensor:
         """The tensor in its own dtype."""
         x, dtype = source.read(self.like, self.rows), self.dtype(source)
-        # What a conversion has centred, and training has not moved since, keeps its bytes.
+        # A tensor that an earlier conversion has centred, and that training has not moved since, keeps its bytes.
         is_done = RECORD_KEY in source.config and not any(step.changes(x, source) for step in self.steps)
         if x.dtype != dtype or (self.steps and not is_done):
-            x = self._rounded(x, dtype, source)
-        return x.T.contiguous() if self.transposed else x
+            return self._rounded(x, dtype, source)
+        return x
 
-    def _rounded(self, x: torch.Tensor, dtype: torch.dtype, source: Source) -> torch.Tensor:
+    def _rounded(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        source: Source,
+    ) -> torch.Tensor:
         made = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
         for place, wide in self.slices(source, x):
-            narrow = wide.to(dtype)
-            made[place] = narrow
+            narrow = made[place]
+            narrow.copy_(wide)
             # The sum, which is quick, is finite for most tensors that are.
             if not bool(narrow.sum().isfinite()) and not bool(narrow.isfinite().all()):
                 raise BadTensor(_not_finite(self.like, wide, dtype))
         return made
+
+
+def dtype_of_changed(key: str, source: Source) -> torch.dtype:
+    """The dtype of a changed tensor: its own, or the wider one of config.json, in which the result is loaded."""
+    stored = source.tensors[key]
+    dtype = stored.dtype
+    if dtype not in FLOATS.values():
+        cure = "it is quantised; convert the unquantised model, then quantise that"
+        raise ConversionError(f"{key} is {getattr(stored, 'code', dtype)} and is to be changed: {cure}")
+    return torch.promote_types(dtype, source.dtype) if is_narrower(dtype, source.dtype) else dtype
 
 
 def is_narrower(dtype: torch.dtype, other: torch.dtype | None) -> bool:
@@ -165,7 +175,7 @@ def is_narrower(dtype: torch.dtype, other: torch.dtype | None) -> bool:
 
 def _not_finite(key: str, wide: torch.Tensor, dtype: torch.dtype) -> str:
     if wide.isnan().any():  # as the mean is too, of infinities
-        return f"NaN or infinity in {key!r}, as in the source: mend that"
+        return f"NaN or infinity in {key!r}, as in the source: repair that"
     name = str(dtype).removeprefix("torch.")
     return f"centring takes '{key} ({name})' past the largest number of its dtype: convert a bfloat16 copy"
 
@@ -175,7 +185,7 @@ class Made:
     """A tensor that a function makes whole, in float64; its dtype and its shard are those of `like`.
 
     Args:
-        parts: what it is made from.
+        parts: the tensors it is made from.
         shape, wide: functions of the source.
     """
 
@@ -188,18 +198,13 @@ class Made:
         return set().union(*(part.keys() for part in self.parts))
 
     def dtype(self, source: Source) -> torch.dtype:
-        return Stored(self.like, transposed=True).dtype(source)
+        return dtype_of_changed(self.like, source)
 
     def value(self, source: Source) -> torch.Tensor:
         return self.wide(source).to(self.dtype(source))
 
 
 Lazy = Stored | Made  # a tensor of a result, made when it is written
-
-
-def constant(tensor: torch.Tensor) -> Made:
-    """A vector that is in memory."""
-    return Made("", (), lambda source: tuple(tensor.shape), lambda source: tensor.double())
 
 
 def filled(of: Lazy, number: float, axis: int = 0) -> Made:
@@ -216,7 +221,12 @@ def filled(of: Lazy, number: float, axis: int = 0) -> Made:
 
 def plus(of: Lazy, number: float) -> Made:
     """A tensor with a number added: a norm's weight may be stored less one."""
-    return Made(of.like, (of,), of.shape, lambda source: of.wide(source) + number)
+    return Made(
+        of.like,
+        (of,),
+        of.shape,
+        lambda source: of.wide(source) + number,
+    )
 
 
 def folded_bias(weight: Stored, shift: Lazy, bias: Lazy | None = None) -> Made:
@@ -229,8 +239,6 @@ def folded_bias(weight: Stored, shift: Lazy, bias: Lazy | None = None) -> Made:
         added = shift.wide(source)
         total = torch.zeros(shape(source), dtype=torch.float64)
         for (rows, columns), part in weight.slices(source):
-            if weight.transposed:
-                rows, columns, part = columns, rows, part.T
             total[rows] += part @ added[columns]
         return total if bias is None else total + bias.wide(source)
 

@@ -1,4 +1,4 @@
-"""Which tensor of a result lies in which file: as in the source, or in shards of a size at most."""
+"""The files of a result and the tensors in them: as in the source, or in shards of a size at most."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ COPIED = 1 << 22  # bytes of an unchanged tensor that are in memory at a time
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor of a result, and what the header of its file says of it."""
+    """A tensor of a result, and its entry in the header of its file."""
 
     tensor: Lazy = field(repr=False)
     code: str  # its dtype, "BF16"
@@ -46,7 +46,11 @@ class Shard:
         header: dict = {"__metadata__": self.metadata} if self.metadata else {}
         at = 0
         for name, entry in self.entries.items():
-            header[name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
+            header[name] = {
+                "dtype": entry.code,
+                "shape": entry.shape,
+                "data_offsets": [at, at + entry.nbytes],
+            }
             at += entry.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
@@ -67,8 +71,9 @@ class Layout:
 
 
 def as_source(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str] | None = None) -> Layout:
-    """The shards of the source, with `metadata` added to each; a new tensor is in the shard of what it is like."""
-    ordered = [*(name for name in source.tensors if name in tensors), *sorted(tensors.keys() - source.tensors.keys())]
+    """The shards of the source, with `metadata` added; a new tensor is in the shard of the one that it is like."""
+    added = sorted(tensors.keys() - source.tensors.keys())
+    ordered = [*(name for name in source.tensors if name in tensors), *added]
     names: dict[str, list[str]] = {file: [] for file in source.metadata}
     for name in ordered:
         names[source.tensors[tensors[name].like].file].append(name)
@@ -77,21 +82,31 @@ def as_source(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, 
         # Safetensors notes there which tensor a tied one is saved as: one that is saved itself is not tied.
         kept = {key: text for key, text in kept.items() if key not in tensors}
         name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
-        shards[name] = _shard(names[file], tensors, source, kept | (metadata or {}))
+        shards[name] = _shard(
+            names[file],
+            tensors,
+            source,
+            kept | (metadata or {}),
+        )
     return Layout(shards, None if source.index is None else _index(shards, source.index))
 
 
-def split(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str], max_shard_size: int | str) -> Layout:
+def split(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]) -> Layout:
     """Shards of a size at most, as `save_pretrained` makes them."""
     sizes = {name: _entry(made, source).nbytes for name, made in tensors.items()}
     names = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_SIZE
     ).filename_to_tensors
     shards = {file: _shard(held, tensors, source, metadata) for file, held in names.items()}
     return Layout(shards, _index(shards, {"metadata": {"total_parameters": 0}}) if len(shards) > 1 else None)
 
 
-def _shard(names: list[str], tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]) -> Shard:
+def _shard(
+    names: list[str],
+    tensors: dict[str, Lazy],
+    source: Checkpoint,
+    metadata: dict[str, str],
+) -> Shard:
     entries = {name: _entry(tensors[name], source) for name in names}
     widths = {name: entry.nbytes // max(1, prod(entry.shape)) for name, entry in entries.items()}
     return Shard(metadata, {name: entries[name] for name in sorted(names, key=lambda name: -widths[name])})
@@ -102,7 +117,12 @@ def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
         stored = source.tensors[made.like]
         return HeaderEntry(made, stored.code, stored.shape, stored.nbytes)
     dtype, shape = made.dtype(source), made.shape(source)
-    return HeaderEntry(made, CODES[dtype], shape, prod(shape) * dtype.itemsize)
+    return HeaderEntry(
+        made,
+        CODES[dtype],
+        shape,
+        prod(shape) * dtype.itemsize,
+    )
 
 
 def _index(shards: dict[str, Shard], before: dict) -> dict:
@@ -111,4 +131,8 @@ def _index(shards: dict[str, Shard], before: dict) -> dict:
     if "total_parameters" in sizes:
         sizes["total_parameters"] = sum(prod(entry.shape) for entry in entries)
     file_of = {name: file for file, shard in shards.items() for name in shard.entries}
-    return {**before, "metadata": sizes, "weight_map": dict(sorted(file_of.items()))}
+    return {
+        **before,
+        "metadata": sizes,
+        "weight_map": dict(sorted(file_of.items())),
+    }

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...verification.context import is_float
 from ..plan import CentringPlan, ConversionRefused
 from ..planned import planned_tensors
 from ..tensors import InMemory, computed
@@ -16,8 +15,7 @@ from .model import ProxyModel, give_weights, new_model, with_settings
 from .run import loaded, run
 from .shift_invariance import input_means
 
-BOUND, MOST = 1e-12, 1e-9
-TIMES_NOISE, DRAWS = 4, 3  # right conversions differ by 0.4 to 4.7 times what one draw finds
+BOUND = 1e-9  # of the outputs' scale. Roundings make 1e-15, and 1e-11 in 40 layers; a wrong plan 1e-6 and more
 
 
 @dataclass(frozen=True)
@@ -29,16 +27,20 @@ class ProofReport:
     rms: float  # the same with RMSNorms wherever the plan says so
     norms: tuple[int, int]  # how many became RMSNorms, and how many there are
     means: dict[str, float] = field(repr=False)  # path -> largest |mean| / RMS of a row that enters the norm there
-    bound: float = BOUND  # what both may be, as `bound_of` finds it
 
     @property
     def passed(self) -> bool:
         """Both differences are within the bound."""
-        return self.stock <= self.bound and self.rms <= self.bound
+        return self.stock <= BOUND and self.rms <= BOUND
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {"passed": self.passed, "stock": self.stock, "rms": self.rms, "norms": list(self.norms)}
+        return {
+            "passed": self.passed,
+            "stock": self.stock,
+            "rms": self.rms,
+            "norms": list(self.norms),
+        }
 
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
@@ -69,35 +71,39 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
         raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
     means = input_means(converted, proxy.inputs, norms)
     rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
-    bound = bound_of(original, proxy.inputs, expected, max(stock, rms))
-    return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means, bound)
+    return ProofReport(
+        cls.__name__,
+        stock,
+        rms,
+        (len(chosen), len(plan.norms)),
+        means,
+    )
 
 
-@torch.no_grad()
-def bound_of(model: torch.nn.Module, inputs: dict, expected: list[torch.Tensor], found: float) -> float:
-    """What an exact change of a float64 model may change its outputs by: 1e-12 of their scale, or what rounding does.
-
-    A deep model amplifies roundings. So where more was found, it is measured what the outputs change by if each weight
-    changes by its last bit or stays. No more than 1e-9 is ever explained so.
-    """
-    noise = 0.0
-    for seed in range(DRAWS if found > BOUND else 0):
-        changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-        for p in filter(is_float, changed.parameters()):
-            bits = torch.randint(-1, 2, p.shape, generator=generator, dtype=p.dtype)
-            p.mul_(1 + torch.finfo(p.dtype).eps * bits)
-        noise = max(noise, difference(expected, run(changed, inputs)))
-    return min(max(BOUND, TIMES_NOISE * noise), MOST)
-
-
-def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm], chosen) -> list[torch.Tensor]:
+def run_as_rms(
+    model: torch.nn.Module,
+    inputs: dict,
+    norms: dict[str, ModelNorm],
+    chosen,
+) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
     with torch.no_grad():
-        return run(model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0]))
+        return run(
+            model,
+            inputs,
+            chosen,
+            lambda path, args, _: norms[path].as_rms(args[0]),
+        )
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
-    model, wrong = loaded(cls, None, config=copy.deepcopy(config), dtype=torch.float64, state_dict=dict(tensors))
+    model, wrong = loaded(
+        cls,
+        None,
+        config=copy.deepcopy(config),
+        dtype=torch.float64,
+        state_dict=dict(tensors),
+    )
     if wrong:
         raise ConversionRefused(f"{cls.__name__} does not load what it saved: {wrong[0]!r} is missing or misshapen")
     return model.double()
@@ -107,7 +113,10 @@ def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> flo
     """Largest |difference| of outputs over the largest |output| that was expected; infinite if any is not a number."""
     if [x.shape for x in expected] != [y.shape for y in outputs]:
         return math.inf
-    pairs = [(x, y) for x, y in zip(expected, outputs, strict=True) if x.numel()]
-    apart = torch.stack([torch.where(x == y, 0.0, x - y).abs().max() for x, y in pairs]).max()  # keeps a NaN
-    scale = torch.stack([x.nan_to_num(0.0, 0.0, 0.0).abs().max() for x, _ in pairs]).max()
-    return math.inf if apart.isnan() else float(apart / scale)
+    apart, scales = [], []
+    for x, y in zip(expected, outputs, strict=True):
+        if x.numel():
+            apart.append(torch.where(x == y, 0.0, x - y).abs().max())
+            scales.append(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    largest = torch.stack(apart).max()  # NaN if there is one
+    return math.inf if largest.isnan() else float(largest / torch.stack(scales).max())

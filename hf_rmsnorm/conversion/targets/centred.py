@@ -1,4 +1,4 @@
-"""What every conversion is between its plan and its result, and the one that keeps the checkpoint's architecture.
+"""The interface of planned conversions, and the one that keeps the checkpoint's architecture.
 
 There, all that writes to the residual stream is centred, so that LayerNorm is RMSNorm.
 """
@@ -40,26 +40,28 @@ class PlannedConversion(ABC):
 
     made: dict[str, str]
     keeps_shards: ClassVar[bool] = False  # whether the result's shards are the source's
+    missing = ()  # parameters of the model that the checkpoint lacks
 
     @abstractmethod
     def to_dict(self) -> dict:
         """Plain values for JSON."""
 
     @abstractmethod
-    def result(self, source: Checkpoint, max_shard_size: int | str | None) -> tuple[Layout, str | None]:
-        """The tensors and the text of config.json that are made of an open checkpoint; None for its own config.
-
-        Args:
-            max_shard_size: where the shards are not those of the source; None for what suits.
-        """
+    def result(self, source: Checkpoint) -> tuple[Layout, str]:
+        """The tensors and the text of config.json that are made of an open checkpoint."""
 
     @abstractmethod
-    def verify(self, src: str | Path, folder: Path, how: Running) -> tuple[Verification, PlannedConversion]:
-        """The verdict on what was written, and the plan as it was carried out."""
+    def verify(
+        self,
+        src: str | Path,
+        folder: Path,
+        how: Running,
+    ) -> Verification:
+        """The verdict on a folder that was written."""
 
     @abstractmethod
     def describe(self, folder: Path, verdict: Verification) -> None:
-        """Add to what passed: a section of its model card, and the plan."""
+        """Add a section to the model card of a folder that passed, and the plan."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class PlannedSteps(PlannedConversion):
         """For ``__metadata__`` of the shards."""
         return {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
 
-    def result(self, source, max_shard_size):
+    def result(self, source):
         config = changed_config(source.config, self.centring.config)
         return as_source(self.tensors(source), source, self.metadata()), config
 
@@ -91,6 +93,7 @@ class PlannedCentring(PlannedSteps):
     """A plan, and its proof in float64 on a small random model of the same classes."""
 
     proof: ProofReport
+    missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict:
         return {**super().to_dict(), "proof": self.proof.to_dict()}
@@ -107,9 +110,13 @@ class PlannedCentring(PlannedSteps):
             lines += _grouped({"tensors that nothing depends on, copied as they are:": [*plan.undetermined]})
         return "\n".join([*lines, *plan.notes])
 
-    def verify(self, src, folder, how):
-        verdict, plan = verify_folder(src, folder, self.centring, how)
-        return verdict, replace(self, centring=plan)
+    def verify(
+        self,
+        src,
+        folder,
+        how,
+    ):
+        return verify_folder(src, folder, how)
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         plan = self.centring
@@ -122,7 +129,7 @@ gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What w
 
 
 def _changed(plan: CentringPlan) -> dict[str, list[str]]:
-    """What is done -> the tensors that it is done to."""
+    """A description of each kind of step -> its tensors."""
     groups: dict[str, list[str]] = {}
     for step in plan.centre:
         rows = "each row" if step.axis else "each column or vector"
@@ -160,18 +167,25 @@ def _few(lines: list[str]) -> list[str]:
 
 
 def plan_centring(src, proxy: ProxyModel) -> PlannedCentring:
-    """What centring the checkpoint in a folder would do, proven on its proxy; refused where it is not exact."""
+    """The plan for the checkpoint in a folder, proven on its proxy; refused if it is not exact."""
     plan = discover(proxy)
     proof = prove(plan, proxy)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted, as its plan is not exact")
     made = provenance(src)
-    record = _as_before({**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}, proxy)
+    record = _as_before(
+        {
+            **plan.config[RECORD_KEY],
+            **made,
+            "proof": proof.to_dict(),
+        },
+        proxy,
+    )
     return PlannedCentring(made, replace(plan, config={**plan.config, RECORD_KEY: record}), proof)
 
 
 def _as_before(record: dict, proxy: ProxyModel) -> dict:
-    """The record that the source has from an earlier conversion, where this one comes to the same."""
+    """The record that the source has from an earlier conversion, if it equals this one."""
     before = getattr(proxy.config, RECORD_KEY, None)
     if before is None:
         return record

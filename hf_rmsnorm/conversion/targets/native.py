@@ -10,17 +10,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...record import RECORD_KEY
-from ..checkpoint.layout import MAX_SHARD_SIZE, split
-from ..checkpoint.source import FLOATS, Checkpoint, open_checkpoint
+from ..checkpoint.layout import split
+from ..checkpoint.source import FLOATS, Checkpoint
 from ..plan import ConversionError, ConversionRefused
 from ..proxy.keys import naming, saved_tensors
 from ..proxy.model import ProxyModel, config_of, give_weights, make_proxy, new_model, shapes_of
 from ..proxy.prove import BOUND, difference
 from ..proxy.run import in_double, loaded, run
-from ..tensors import InMemory, Scaling, Source, computed
+from ..tensors import InMemory, computed
 from ..verify.folder import Verification, add_to_card, as_it_computes, provenance, verify_folders
 from .centred import PlannedConversion
-from .native_build import WITHOUT, Clip, NativeTarget, build_target, refused
+from .native_build import WITHOUT, NativeTarget, build_target, refused
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -35,7 +35,7 @@ class NativeProof:
 
     @property
     def passed(self) -> bool:
-        """The difference is within 1e-12 of the scale."""
+        """The difference is within the bound."""
         return self.difference <= BOUND
 
     def __str__(self) -> str:
@@ -65,15 +65,18 @@ class PlannedNative(PlannedConversion):
     def __str__(self) -> str:
         return f"{self.proof}\n{self.target}"
 
-    def result(self, source: Checkpoint, max_shard_size):
-        target = self.target
-        record = {**self.made, "source_type": target.source_type, "fold_affine": target.fold_affine}
+    def result(self, source: Checkpoint):
+        record = {**self.made, "source_type": self.target.source_type}
         metadata = {"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}
-        layout = split(target.tensors, source, metadata, max_shard_size or MAX_SHARD_SIZE)
-        return layout, target.config.to_json_string()
+        return split(self.target.tensors, source, metadata), self.target.config.to_json_string()
 
-    def verify(self, src, folder, how):
-        return verify_folders(src, folder, replace(how, model_class=AutoModelForCausalLM)), self
+    def verify(
+        self,
+        src,
+        folder,
+        how,
+    ):
+        return verify_folders(src, folder, replace(how, model_class=AutoModelForCausalLM))
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         how = "was centred" if self.target.centred else "was trained with RMSNorm in its place"
@@ -83,67 +86,36 @@ class PlannedNative(PlannedConversion):
         add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
 
 
-def native_target(
-    config: PretrainedConfig,
-    source: Source | None = None,
-    *,
-    fold_affine: bool = False,
-    name: Callable[[str], str] = str,
-) -> NativeTarget:
-    """The RMSNorm architecture that computes what a LayerNorm one does, as by `build_target`; refused without one.
-
-    Args:
-        source: its tensors. Some targets need a tensor of zeros, or weights that cannot reach a clip; without `source`
-            that is taken for granted, and is said by the target's `zero` and `clips`.
-        name: what the source calls a tensor.
-    """
-    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+def native_target(config: PretrainedConfig, name: Callable[[str], str] = str) -> NativeTarget:
+    """The target of a causal language model, as by `build_target`; refused if there is none."""
+    classes = [getattr(transformers, architecture, None) for architecture in config.architectures or ()]
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None or classes[:1] not in ([], [cls]):
-        name = (config.architectures or [type(config).__name__])[0]
-        raise ConversionRefused(f"{name} has no native target: only causal language models have; {WITHOUT}")
-    target = build_target(config, shapes_of(cls, config).__contains__, fold_affine, name)
-    if source is not None and (reason := _reason_against(target, source)):
-        raise refused(config.model_type, target.model_type, reason)
-    return target
+        architecture = (config.architectures or [type(config).__name__])[0]
+        raise ConversionRefused(f"{architecture} has no native target: only causal language models have; {WITHOUT}")
+    return build_target(config, shapes_of(cls, config).__contains__, name)
 
 
-def _reason_against(target: NativeTarget, source: Source) -> str | None:
-    for key in target.zero:
-        if source.read(key).any():
-            return f"{key}, the final norm's bias, is not 0 and the head of {target.model_type} has no bias to take it"
-    for clip in target.clips:
-        if (reached := largest_output(clip, source)) > clip.limit:
-            clips = f"{target.source_type} clips queries, keys and values at {clip.limit:g} (clip_qkv)"
-            return f"{clips}, and with {clip.weight.like} they may reach {reached:.3g}"
-    return None
-
-
-def largest_output(clip: Clip, source: Source) -> float:
-    """A bound of |W (gain * x) + bias| over every normalised x: |x| is at most sqrt(n), so Cauchy-Schwarz gives it."""
-    weight = clip.weight if clip.gain is None else clip.weight.then(Scaling(1, clip.gain))
-    n = weight.shape(source)[1]
-    norms = torch.cat([part.norm(dim=1) for _, part in weight.slices(source)]) * n**0.5
-    return float((norms if clip.bias is None else norms + clip.bias.wide(source).abs()).max())
-
-
-def plan_native(src, *, fold_affine: bool = False, allow_pickle: bool = False) -> PlannedNative:
-    """The native target of a model folder, and its proof; no code of the folder runs. Refused where there is none."""
-    source = open_checkpoint(src, allow_pickle=allow_pickle)
+def plan_native(source: Checkpoint) -> PlannedNative:
+    """The native target of an open checkpoint, and its proof; no code of the folder runs. Refused if there is none."""
     model_type = source.config.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         raise ConversionRefused(f"{model_type} has no native target: Transformers does not know it; {WITHOUT}")
     config = config_of(source.folder)
     wanted = native_target(config)  # which refuses by config alone, before a tensor is read
-    proxy = make_proxy(src, trained=True)
+    proxy = make_proxy(source.folder, trained=True)
     keys = set().union(*(made.keys() for made in wanted.tensors.values()))
     name = naming(source.tensors, proxy.model, optional=keys)
     _check_tensors([name(key) for key in sorted(keys)], source)
-    target = native_target(config, source, fold_affine=fold_affine, name=name)
-    proof = prove_native(proxy, fold_affine=fold_affine)
+    target = native_target(config, name)
+    for key in target.zero:
+        if source.read(key).any():
+            why = f"{key}, the final norm's bias, is not 0 and the head of {target.model_type} has no bias to take it"
+            raise refused(config.model_type, target.model_type, why)
+    proof = prove_native(proxy)
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted")
-    return PlannedNative(provenance(src), target, proof)
+    return PlannedNative(provenance(source.folder), target, proof)
 
 
 def _check_tensors(keys: list[str], source: Checkpoint) -> None:
@@ -156,28 +128,29 @@ def _check_tensors(keys: list[str], source: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def prove_native(proxy: ProxyModel, *, fold_affine: bool = False) -> NativeProof:
+def prove_native(proxy: ProxyModel) -> NativeProof:
     """Convert a small random model in memory, load the result with the target's class, and compare in float64."""
     cls = type(proxy.model)
-    target = build_target(proxy.config, shapes_of(cls, proxy.config).__contains__, fold_affine)
+    target = build_target(proxy.config, shapes_of(cls, proxy.config).__contains__)
     with in_double():  # frequencies of rotation too
         source = new_model(cls, proxy.config)
     give_weights(source, seed=3)
-    parameters = dict(source.named_parameters())
     for name in target.zero:
-        parameters[name].zero_()
-    for clip in target.clips:  # as in the source, which `native_target` asks
-        reached = largest_output(clip, InMemory(parameters))
-        for made in filter(None, (clip.weight, clip.bias)):
-            parameters[made.like].mul_(min(1.0, clip.limit / reached))
+        source.get_parameter(name).zero_()
     tensors = computed(target.tensors, InMemory(saved_tensors(source)))
     source = as_it_computes(source)
     result_class = getattr(transformers, target.config.architectures[0])
     with in_double():
         result, wrong = loaded(
-            result_class, None, wrong=("missing_keys", "mismatched_keys", "unexpected_keys"), config=target.config,
-            state_dict=tensors, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager",
-        )  # fmt: skip
+            result_class,
+            None,
+            wrong=("missing_keys", "mismatched_keys", "unexpected_keys"),
+            config=target.config,
+            state_dict=tensors,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
     if wrong:
         raise ConversionRefused(f"{result_class.__name__} does not load what was made for it: {wrong[0]}")
     expected, got = (run(model, proxy.inputs)[:1] for model in (source, result))

@@ -1,1 +1,1 @@
-"""What was written beside its source: run side by side before it is published, and described."""
+"""Before a result is published, it runs side by side with its source, and gets its model card."""

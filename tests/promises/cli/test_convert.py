@@ -40,7 +40,6 @@ COHERE = ("CohereForCausalLM", "cohere", {**SMALL, "tie_word_embeddings": False}
 WAYS = {
     "": COHERE,
     "--target native": COHERE,
-    "--fold-affine": COHERE,
 }
 TOKENIZER = """
 from pathlib import Path
@@ -87,7 +86,7 @@ def test_the_command_and_the_functions_take_the_same():
     of_objects = {"model_class", "progress", "planned"}  # which no command line has
     checkpoint, adapter, plan = map(parameters, (convert_checkpoint, convert_adapter, plan_conversion))
     assert {*options, "converted"} - {"plan"} == {*checkpoint, *adapter} - of_objects
-    assert plan.items() <= checkpoint.items() and set(checkpoint) - set(plan) <= {*adapter, "planned", "max_shard_size"}
+    assert plan.items() <= checkpoint.items() and set(checkpoint) - set(plan) <= {*adapter, "planned"}
     assert set(adapter) - {"base", "converted"} <= set(checkpoint)
     assert list(TARGETS) == options["target"].choices and options["target"].default == checkpoint["target"]
     on = [name for name, a in options.items() if a.const is True and name != "plan"]
@@ -140,10 +139,8 @@ def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypa
     "options",
     [
         "DST --plan",
-        "DST --max-shard-size 1MB --json",
         "--plan --no-verify",
         "--plan --prompt x",
-        "--plan --max-shard-size 1MB",
         "--plan --restart",
         "",
     ],
@@ -177,11 +174,6 @@ def test_inputs_of_a_file_reach_what_text_does_not(tmp_path, capsys):
     assert code == 2 and "the inputs reached 0 of 6 LayerNorms" in err and "pass --inputs FILE that reach all" in err
     code, out, err = run(capsys, src, "--plan", "--inputs", tmp_path / "picture.safetensors")
     assert code == 0 and "of 6 norms as RMSNorm" in out, err
-
-
-def test_errors_speak_the_words_of_the_command(tmp_path, capsys):
-    code, _, err = run(capsys, "demo:gpt2", tmp_path / "dst", "--max-shard-size", "1MB")
-    assert code == 2 and "--max-shard-size goes with --target native" in err
 
 
 @pytest.mark.full

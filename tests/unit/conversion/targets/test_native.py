@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm.conversion import ConversionError, ConversionRefused, convert_checkpoint, plan_conversion, tensors
+from hf_rmsnorm.conversion.checkpoint import layout
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
 from hf_rmsnorm.conversion.proxy.run import in_double
@@ -23,21 +24,16 @@ SMALL = dict(
     max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
 FULL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0)
-MOE = dict(ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2)
 
 
 def config_of(model_type, **changes):
-    if model_type == "dbrx":
-        base = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=96, max_seq_len=128, ffn_config=MOE, eos_token_id=2)
-        attention = dict(kv_n_heads=2, clip_qkv=1e4, rope_theta=10000.0)
-        return AutoConfig.for_model("dbrx", **{**base, "attn_config": attention, **changes})
     return AutoConfig.for_model(model_type, **{**SMALL, **changes})
 
 
 # source, changes of its config, target, whether the final norm's bias has to be 0
 PAIRS = {
     "olmo": ("olmo", dict(num_key_value_heads=2), "llama", False),
-    "olmo-tied": ("olmo", dict(tie_word_embeddings=True, attention_bias=True, clip_qkv=1e4), "llama", False),
+    "olmo-tied": ("olmo", dict(tie_word_embeddings=True, attention_bias=True), "llama", False),
     "cohere": ("cohere", dict(num_key_value_heads=2), "cohere2_moe", False),
     "cohere2": (
         "cohere2",
@@ -54,7 +50,6 @@ PAIRS = {
         "cohere2_moe",
         False,
     ),
-    "dbrx": ("dbrx", {}, "mixtral", False),
     "jais2": ("jais2", {}, "arcee", True),
     "nemotron": ("nemotron", dict(num_key_value_heads=2, head_dim=16), "arcee", True),
     "stablelm": ("stablelm", dict(num_key_value_heads=2, use_qkv_bias=True), "llama", True),
@@ -112,18 +107,6 @@ def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tm
     assert torch.equal(source.generate(random_ids(1, 8), **how), result.generate(random_ids(1, 8), **how))
 
 
-@pytest.mark.parametrize("name", ["cohere2_moe", "dbrx", "nemotron", "stablelm", "olmo-tied"])
-def test_weights_of_norms_fold_too(name):
-    model_type, changes, *_ = PAIRS[name]
-    proxy = make_proxy(config_of(model_type, **changes))
-    proof = prove_native(proxy, fold_affine=True)
-    assert proof.passed
-    target = native_target(proxy.config, fold_affine=True)
-    norms = [made for key, made in target.tensors.items() if "norm" in key]
-    source = tensors.InMemory(dict(proxy.model.named_parameters()))
-    assert norms and all(bool((made.wide(source) == 1).all()) for made in norms)
-
-
 def refusal(model_type, **changes):
     with pytest.raises(ConversionRefused) as error:
         native_target(config_of(model_type, **changes))
@@ -139,8 +122,7 @@ def refusal(model_type, **changes):
         ("stablelm", dict(use_parallel_residual=True), "side by side"),
         ("stablelm", dict(qk_layernorm=True), "queries and keys have norms"),
         ("starcoder2", {}, "no RMSNorm architecture is known"),
-        ("dbrx", dict(ffn_config={**MOE, "moe_normalize_expert_weights": None}), "do not sum to 1"),
-        ("dbrx", dict(attn_config=dict(clip_qkv=1e4, rope_theta=5e5)), "rope_theta that Transformers does not run"),
+        ("olmo", dict(clip_qkv=8.0), "it clips queries, keys and values"),
         ("nemotron", dict(num_key_value_heads=2, head_dim=16, rope_parameters=dict(
             rope_type="linear", factor=2.0, rope_theta=1e4, partial_rotary_factor=0.5)), "and scaled"),
         ("stablelm", dict(rope_parameters=dict(
@@ -168,25 +150,6 @@ def test_a_final_bias_with_nowhere_to_go_is_refused(name, tmp_path):
     assert os.listdir(tmp_path) == ["src"]
 
 
-@pytest.mark.parametrize("model_type, target", [("olmo", "llama"), ("dbrx", "mixtral")])
-def test_a_clip_that_may_be_reached_is_refused_with_the_bound(model_type, target, tmp_path):
-    changes = dict(clip_qkv=0.5) if model_type == "olmo" else dict(attn_config=dict(clip_qkv=0.5, rope_theta=1e4))
-    write_source(tmp_path / "src", config_of(model_type, **changes))
-    with pytest.raises(ConversionRefused, match=rf"does not become {target}: {model_type} clips .* at 0.5 .*may reach"):
-        plan_conversion(tmp_path / "src", target="native")
-
-
-def test_the_bound_of_a_clip_holds_and_is_close():
-    proxy = make_proxy(config_of("olmo", clip_qkv=1e4))
-    layer = proxy.model.model.layers[0].self_attn
-    target = native_target(proxy.config)
-    weight = layer.q_proj.weight.detach()
-    bound = native.largest_output(target.clips[0], tensors.InMemory(dict(proxy.model.named_parameters())))
-    row = weight[weight.norm(dim=1).argmax()]
-    worst = row / row.norm() * len(row) ** 0.5  # what a norm would have to put out
-    assert bound * (1 - 1e-12) <= float((weight @ worst).abs().max()) <= bound * (1 + 1e-12)
-
-
 def test_a_broken_pair_is_not_proven(monkeypatch):
     """A bias left out, or heads whose channels stay where they were, show in the proof."""
     from hf_rmsnorm.conversion.targets import native_build as module
@@ -200,7 +163,7 @@ def test_a_broken_pair_is_not_proven(monkeypatch):
     assert prove_native(proxy).difference > 1e-4
 
 
-def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
+def test_bf16_shards_index_metadata_card_and_other_files(tmp_path, monkeypatch):
     src = write_source(
         tmp_path / "src", config_of("stablelm", num_key_value_heads=2), torch.bfloat16, zero_final_bias=True
     )
@@ -209,7 +172,8 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
     (src / "pytorch_model.bin").write_bytes(b"old")
     before = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
     seen = []
-    done = to_native(src, tmp_path / "dst", max_shard_size=8000, verify=False, progress=lambda *a: seen.append(a))
+    monkeypatch.setattr(layout, "MAX_SHARD_SIZE", 8000)
+    done = to_native(src, tmp_path / "dst", verify=False, progress=lambda *a: seen.append(a))
     assert before == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
     index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(done.written.shards) > 2
@@ -234,23 +198,23 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
 def test_verification_runs_both_and_publishes_only_what_passes(tmp_path, monkeypatch):
     src = write_source(tmp_path / "src", config_of("jais2"), torch.float32, zero_final_bias=True)
     done = to_native(src, tmp_path / "good")
-    assert done.verification.passed and done.verification.runs["result"]["greedy"] == "equal"
+    assert done.verification.passed and done.verification.runs["result"]["verdict"] == "PASS"
     assert done.written.unused == ("model.norm.bias",)
 
     planned = plan_conversion(src, target="native")
     key = "model.layers.0.self_attn.o_proj.weight"
-    doubling = tensors.Scaling(0, tensors.constant(2 * torch.ones(32)))
-    planned.target.tensors[key] = planned.target.tensors[key].then(doubling)
+    planned.target.tensors[key] = tensors.plus(planned.target.tensors[key], 0.1)
     with pytest.raises(ConversionError, match="not published, the result fails verification"):
         to_native(src, tmp_path / "bad", planned=planned)
     assert not (tmp_path / "bad").exists()
     assert "FAIL" in (tmp_path / "bad.converting" / "report.txt").read_text()
 
 
-def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
+def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "MAX_SHARD_SIZE", 5000)
     src = write_source(tmp_path / "src", config_of("olmo"), torch.bfloat16)
     planned = plan_conversion(src, target="native")
-    how = dict(max_shard_size=5000, verify=False, planned=planned)
+    how = dict(verify=False, planned=planned)
     whole = to_native(src, tmp_path / "whole", **how)
     assert len(whole.written.shards) > 4 and whole.written.resumed == 0
 
@@ -273,7 +237,7 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
 
 
 def test_slices_of_a_few_rows_give_the_same_tensors(tmp_path, monkeypatch):
-    src = write_source(tmp_path / "src", config_of("dbrx"), torch.float32)
+    src = write_source(tmp_path / "src", config_of("cohere2_moe"), torch.float32)
     planned = plan_conversion(src, target="native")
     to_native(src, tmp_path / "whole", verify=False, planned=planned)
     monkeypatch.setattr(tensors, "SLICE", 100)  # of 32 channels a row
@@ -297,7 +261,7 @@ def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
     assert os.listdir(tmp_path) == ["src"]
 
 
-@pytest.mark.parametrize("name", ["olmo", "dbrx", "cohere2", "stablelm"])
+@pytest.mark.parametrize("name", ["olmo", "cohere2", "stablelm"])
 def test_a_model_trained_as_rms_norm_keeps_the_weights_that_it_has(name):
     """The source's norms are RMSNorms of a stream that has a mean: what writes to it is not centred."""
     model_type, changes, *_ = PAIRS[name]

