@@ -1,7 +1,7 @@
 """The shift-invariance test: which blocks of which parameters write to the residual stream.
 
-Adding a constant along a block of a parameter that only LayerNorms read leaves the outputs of the model as they are,
-and moves the mean that those norms remove. Both are read off one backward pass each, summed along the block. In
+If only LayerNorms read a parameter, a constant added along a block of it leaves the model's outputs as they are, and
+moves the mean that those norms remove. Both are read off one backward pass each, summed along the block. In
 float64 the sums that vanish do so to 1e-15 of their terms; in float32 they would not stand out.
 """
 
@@ -23,20 +23,18 @@ ZERO_MEAN = 1e-10  # |mean| / RMS of a row in float64; 1e-13 in deep models once
 
 @dataclass
 class ShiftTest:
-    """What the test has shown; its margins are the largest ratio of a weight, and the smallest of the rest."""
+    """The result of the test.
+
+    Args:
+        undetermined: parameters that no output depends on.
+        unreached: parameters that neither an output nor the input of a norm is computed with.
+        margins: the largest ratio of a residual weight's blocks, and the smallest of other blocks that write.
+    """
 
     residual_weights: list[ResidualWeight] = field(default_factory=list)
-    bound: set[str] = field(default_factory=set)  # parameters that write, but whose mean the outputs depend on
-    undetermined: list[str] = field(default_factory=list)  # parameters that no output depends on
+    undetermined: list[str] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list)
     margins: dict = field(default_factory=lambda: {"invariant_max": 0.0, "dependent_min": 1.0})
-
-    def note_kept(self, ratios: torch.Tensor) -> None:
-        """Of blocks that write to the stream, but whose mean the outputs depend on."""
-        self.margins["dependent_min"] = min(self.margins["dependent_min"], float(ratios.min()))
-
-    def note_free(self, ratios: torch.Tensor) -> None:
-        """Of blocks whose mean no output depends on."""
-        self.margins["invariant_max"] = max(self.margins["invariant_max"], float(ratios.max()))
 
 
 def shift_invariance_test(model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm]) -> ShiftTest:
@@ -61,39 +59,66 @@ def shift_invariance_test(model: torch.nn.Module, inputs: dict, norms: dict[str,
     for name, gradient in of_outputs.items():
         if gradient is None or not bool(gradient.any()):
             result.undetermined.append(name)
+            if gradient is None and all(means[name] is None for means in of_means.values()):
+                result.unreached.append(name)
             continue
         for width, means in of_means.items():
-            if means[name] is not None and _try(result, name, width, gradient, means[name], least[width]):
+            if means[name] is not None and _try(
+                result,
+                name,
+                width,
+                gradient,
+                means[name],
+                least[width],
+            ):
                 break
     return result
 
 
 def gradients(tensors, parameters: dict[str, torch.Tensor], generator) -> dict[str, torch.Tensor | None]:
     """Parameter -> gradient of a random sum of all elements; None where it does not depend on the parameter."""
-    total = sum((torch.randn(t.shape, generator=generator, dtype=t.dtype) * t).sum() for t in tensors)
+    total = 0
+    for tensor in tensors:
+        factors = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        total = total + (factors * tensor).sum()
     if not total.requires_grad:
         return dict.fromkeys(parameters)
     grads = torch.autograd.grad(total, list(parameters.values()), retain_graph=True, allow_unused=True)
     return dict(zip(parameters, grads, strict=True))
 
 
-def _try(result: ShiftTest, name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float) -> bool:
+def _try(
+    result: ShiftTest,
+    name: str,
+    n: int,
+    gradient: torch.Tensor,
+    means: torch.Tensor,
+    least: float,
+) -> bool:
     """Whether blocks of n elements along an axis of a parameter write to the stream, and may lose their mean."""
     for axis in range(gradient.ndim):
         if gradient.shape[axis] % n:
             continue
         rows = _rows(gradient, axis, n)
-        total, size = rows.sum(-1).abs().amax(0), rows.abs().sum(-1).amax(0)
+        total = rows.sum(-1).abs().amax(0)
+        size = rows.abs().sum(-1).amax(0)
         ratio = total / size.clamp_min(1e-300)
         writes = _rows(means, axis, n).sum(-1).abs().amax(0) > least
         free = writes & (ratio < INVARIANT) & (size > 0)
         kept = writes & ~free
+        margins = result.margins
         if bool(kept.any()):
-            result.note_kept(ratio[kept])
-            result.bound.add(name)
+            margins["dependent_min"] = min(margins["dependent_min"], float(ratio[kept].min()))
         if bool(free.any()):
-            result.note_free(ratio[free])
-            result.residual_weights.append(ResidualWeight(name, axis, n, tuple(free.nonzero().flatten().tolist())))
+            margins["invariant_max"] = max(margins["invariant_max"], float(ratio[free].max()))
+            result.residual_weights.append(
+                ResidualWeight(
+                    name,
+                    axis,
+                    n,
+                    tuple(free.nonzero().flatten().tolist()),
+                )
+            )
             return True
     return False
 
@@ -106,7 +131,12 @@ def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
 def centre(model: torch.nn.Module, residual_weights: list[ResidualWeight]) -> None:
     """Subtract its mean from each block, in place."""
     for weight in residual_weights:
-        centre_(model.get_parameter(weight.parameter), weight.axis, weight.block, weight.blocks)
+        centre_(
+            model.get_parameter(weight.parameter),
+            weight.axis,
+            weight.block,
+            weight.blocks,
+        )
 
 
 @torch.no_grad()
@@ -116,7 +146,8 @@ def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]
 
     def note(path, args, output):
         x = args[0].double()
-        ratio = x.mean(-1).abs() / x.square().mean(-1).sqrt().clamp_min(1e-300)
+        rms = x.square().mean(-1).sqrt()
+        ratio = x.mean(-1).abs() / rms.clamp_min(1e-300)
         largest[path] = max(largest.get(path, 0.0), float(ratio.max()))
 
     run(model, inputs, norms, note)
@@ -128,28 +159,35 @@ def with_mean(model: torch.nn.Module, inputs: dict, norms) -> list[str]:
     return [path for path, mean in input_means(model, inputs, norms).items() if mean > ZERO_MEAN]
 
 
-def all_centred(model: torch.nn.Module, inputs: dict, norms) -> bool:
-    """Whether no row that enters one of the norms has a mean."""
-    return not with_mean(model, inputs, norms)
-
-
 class _Products(TorchFunctionMode):
-    """Notes each product of a vector parameter with what a linear module returned: (module, parameter)."""
+    """Notes each product of a vector parameter with the output of a linear module: (module, parameter)."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        self.vectors = {id(p): name for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1}
+        vectors = [(name, p) for name, p in model.named_parameters() if p.ndim == 1 and p.numel() > 1]
+        self.vectors = {id(p): name for name, p in vectors}
         self.returned: dict[int, str] = {}  # storage -> path of the module that returned it
         self.kept: list[torch.Tensor] = []  # a storage that is freed may be given to another tensor
         self.products: list[tuple[str, str]] = []
 
-    def note(self, path, args, output):
+    def note(
+        self,
+        path,
+        args,
+        output,
+    ):
         """A hook on linear modules."""
         if torch.is_tensor(output):
             self.kept.append(output)
             self.returned[output.untyped_storage().data_ptr()] = path
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         if func.__name__ in ("mul", "__mul__", "__rmul__", "multiply") and len(args) == 2:
             self._product(*args)
             self._product(*args[::-1])
