@@ -1,8 +1,8 @@
-"""The record that a conversion leaves in config.json, and whether the weights are still what it says.
+"""The record of a conversion in config.json, and a check that the weights still agree with it.
 
 RMSNorm equals LayerNorm while all residual weights, which write to the residual stream, have zero mean along it.
 Fine-tuning gives them a mean. The record, under `RECORD_KEY`, names parameters as ``named_parameters()`` does. ``*``
-stands for every number at that place, and the entry then has the ``count`` of its parameters. What an adapter of PEFT
+matches any number, and the entry then has the ``count`` of its parameters. What an adapter of PEFT
 adds to a residual weight must have zero mean too.
 """
 
@@ -14,9 +14,9 @@ import torch
 
 Entries = Mapping[str, dict]  # by parameter or module path, or by a pattern of several
 RECORD_KEY = "hf_rmsnorm"
-TRAINED_AS_RMS = "rms_norm"  # what the record says that the checkpoint computes, where training made it so
+TRAINED_AS_RMS = "rms_norm"  # the value of "computes" if the model was trained as RMSNorm
 VERSION = 1
-# Of a row's mean size: what centring in float64 and taking the mean again leave besides the rounding to its dtype.
+# Of a row's mean size: the error of centring in float64 and taking the mean again.
 ARITHMETIC = 64 * torch.finfo(torch.float64).eps
 PIECE = 2**18  # elements that are widened to float64 at a time: 2 MiB, which stay in the cache
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -61,7 +61,7 @@ def _pattern(name: str) -> str:
 
 
 def trained_as_rms(record) -> bool:
-    """Whether training, and no approximate fit, made the norms RMSNorms, by what a config has under `RECORD_KEY`."""
+    """Whether a record says that training, and no approximate fit, made the norms RMSNorms."""
     return isinstance(record, dict) and record.get("computes") == TRAINED_AS_RMS and not record.get("approximate")
 
 
@@ -133,7 +133,12 @@ def restore_(tensor: torch.Tensor, how: Mapping) -> None:
 
 
 @torch.no_grad()
-def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
+def is_centred(
+    tensor: torch.Tensor,
+    axis: int,
+    block: int,
+    blocks,
+) -> bool:
     """Whether each block along the axis (`Centre` says which) has zero mean, but for the rounding of its elements."""
     if not tensor.is_floating_point() or tensor.ndim <= axis or tensor.shape[axis] % block:
         return False
@@ -153,14 +158,24 @@ def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
 
 
 @torch.no_grad()
-def centre_(tensor: torch.Tensor, axis: int, block: int, blocks) -> None:
+def centre_(
+    tensor: torch.Tensor,
+    axis: int,
+    block: int,
+    blocks,
+) -> None:
     """Take the mean off each block along the axis, in place; in float64, rounded to the tensor's dtype."""
     for piece in _blocks(tensor, axis, block, blocks):
         wide = piece.double()
         piece.copy_(wide - wide.mean(-1, keepdim=True))
 
 
-def _blocks(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator[torch.Tensor]:
+def _blocks(
+    tensor: torch.Tensor,
+    axis: int,
+    block: int,
+    blocks,
+) -> Iterator[torch.Tensor]:
     """Views of the blocks, which are their last dimension; in pieces, so that no large table is widened whole."""
     rows = tensor.movedim(axis, -1).unflatten(-1, (-1, block))
     chosen = (rows,) if blocks is None else [rows.select(-2, index) for index in blocks]
@@ -184,7 +199,7 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 
 
 class ResidualWeights:
-    """What a record says of a model's own parameters (`names`), for the tensors that an adapter brings."""
+    """The residual weights among a model's own parameters (`names`), for the tensors that an adapter adds."""
 
     def __init__(self, record: Mapping, names: Iterable[str]):
         self.names = set(names)
@@ -202,7 +217,7 @@ class ResidualWeights:
         return path
 
     def changed_by(self, name: str) -> tuple[str, dict] | None:
-        """(the residual weight that an adapter's tensor changes, axis, block and blocks to centre that tensor along).
+        """(the residual weight that an adapter's tensor changes, how to centre that tensor).
 
         LoRA adds ``B A x``, of the mean of B's columns along its output. None where no residual weight gets a mean by
         it; a ValueError where one does in another way.
@@ -219,7 +234,11 @@ class ResidualWeights:
         if lora and "A" in lora.groups():
             return None
         how = self.how[weight]
-        return weight, {"axis": 0 if lora else how["axis"], "block": how["block"], "blocks": how["blocks"]}
+        return weight, {
+            "axis": 0 if lora else how["axis"],
+            "block": how["block"],
+            "blocks": how["blocks"],
+        }
 
 
 def _without_adapter(name: str) -> str:
@@ -232,7 +251,7 @@ def _above(names: Iterable[str]) -> set[str]:
 
 
 def _matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
-    """Name -> its entry, for those names that an entry or a pattern stands for."""
+    """Name -> its entry, for the names that an entry or a pattern matches."""
     patterns = [
         (re.compile(re.escape(text).replace(r"\*", r"\d+")), how) for text, how in entries.items() if "*" in text
     ]
@@ -247,7 +266,7 @@ def _matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
 
 
 def shorten(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
-    """The entries, those that differ in numbers alone as one pattern, where it matches none of the other names."""
+    """The entries; those that differ in numbers alone become one pattern, if it matches no other name."""
     similar: dict[str, set[str]] = defaultdict(set)
     for name in names:
         similar[_pattern(name)].add(name)

@@ -19,7 +19,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class SourceError(ValueError):
-    """What is wrong with the name of a model, or with what it leads to, in one line."""
+    """An error in the name of a model or in its folder, in one line."""
 
 
 class Source(NamedTuple):
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 @cache
 def hub_answers() -> bool:
-    """Asked once and without the client's own retries, which take half a minute where there is no network."""
+    """Whether the hub answers; tried once, as the client's retries take half a minute without a network."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -50,7 +50,7 @@ def hub_answers() -> bool:
 
 
 def find(model: str, trust_remote_code: bool = False) -> Source:
-    """Where a model comes from, by what a user typed; the network is not touched.
+    """The source of a model that a user named; the network is not used.
 
     Raises:
         SourceError: it is neither a folder with a model, nor a hub id, nor one of the demos.

@@ -1,7 +1,7 @@
 """LayerNorm checkpoints become RMSNorm checkpoints with the same logits.
 
-`plan_conversion` says what would be done and proves it, `convert_checkpoint` does it, `convert_adapter` does it to a
-LoRA adapter of PEFT; all of them give a `Conversion` or what it was planned by.
+`plan_conversion` makes a plan and proves it, `convert_checkpoint` carries it out, and `convert_adapter` converts a LoRA
+adapter of PEFT.
 """
 
 from .api import Conversion, convert_adapter, convert_checkpoint, plan_conversion

@@ -43,7 +43,7 @@ def check_destination(dst) -> None:
 
 
 def destination(src: str | os.PathLike | None, dst: str | os.PathLike) -> Path:
-    """DST as an absolute path; refused inside of the source, if there is one, and where it exists or cannot be made."""
+    """DST as an absolute path; refused inside of the source, and if it exists or cannot be made."""
     dst = Path(os.path.abspath(dst))
     if src is not None and Path(os.path.realpath(dst.parent)).is_relative_to(os.path.realpath(src)):
         raise ConversionError(f"{dst}: lies inside of the source, which is only read: choose another DST")
@@ -104,24 +104,24 @@ def _check_path(argument: str, path, cure: str) -> None:
 
 
 def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Paths of all files below a folder and the folders that it links to; and what is left out, with the reason."""
+    """Paths of all files below a folder and the folders that it links to; and those left out, with the reason."""
     if not folder.is_dir():
         raise ConversionError(f"{folder}: no such folder: pass a local checkpoint folder")
-    files, left_out = [], {}
+    files: list[str] = []
+    left_out: dict[str, str] = {}
     followed = {os.path.realpath(folder)}
     for parent, folders, names in os.walk(folder, followlinks=True):
         here = os.path.relpath(parent, folder)
         for name in sorted(folders):
-            path, real = os.path.join(parent, name), os.path.realpath(os.path.join(parent, name))
-            reason = "not of the model" if name in NOT_OF_THE_MODEL else ""
-            if os.path.islink(path) and real in followed:
-                reason = "a link to a folder that is in the checkpoint already"
-            if reason:
+            path = os.path.join(parent, name)
+            if reason := _why_not_followed(path, followed):
                 left_out[os.path.normpath(os.path.join(here, name))] = reason
-            followed.add(real)
-        folders[:] = sorted(n for n in folders if os.path.normpath(os.path.join(here, n)) not in left_out)
+                folders.remove(name)
+            followed.add(os.path.realpath(path))
+        folders.sort()
         for name in sorted(names):
-            path, relative = os.path.join(parent, name), os.path.normpath(os.path.join(here, name))
+            path = os.path.join(parent, name)
+            relative = os.path.normpath(os.path.join(here, name))
             if os.path.exists(path) and not os.path.isfile(path):
                 left_out[relative] = "no regular file"
             else:
@@ -129,8 +129,16 @@ def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
     return files, left_out
 
 
+def _why_not_followed(path: str, followed: set[str]) -> str:
+    if os.path.basename(path) in NOT_OF_THE_MODEL:
+        return "not of the model"
+    if os.path.islink(path) and os.path.realpath(path) in followed:
+        return "a link to a folder that is in the checkpoint already"
+    return ""
+
+
 def config_of_folder(folder: Path, files: list[str], adapter: bool) -> tuple[str, dict]:
-    """Name of the config and the config; refused without one, and where the weights are quantised."""
+    """Name of the config and the config; refused without one, and if the weights are quantised."""
     name = ADAPTER_CONFIG if adapter else MODEL_CONFIG
     if name not in files and adapter:
         raise ConversionError(f"{folder}: no {name}: pass the folder of a PEFT adapter")
@@ -151,7 +159,7 @@ def config_of_folder(folder: Path, files: list[str], adapter: bool) -> tuple[str
 def main_file(
     folder: Path, files: list[str], config: dict, adapter: bool, weights: bool, allow_pickle: bool
 ) -> str | None:
-    """The file of the weights or of their index; None where there is none and no `weights` are wanted."""
+    """The file of the weights or of their index; None if there is none and no `weights` are wanted."""
     named = config.get("transformers_weights")
     candidates = (str(named),) if named else ADAPTER_FILES if adapter else MODEL_FILES
     main = next((name for name in candidates if name in files), None)
@@ -180,17 +188,18 @@ def _without_weights(files: list[str], candidates: tuple[str, ...]) -> str:
 
 
 def shards_of(folder: Path, main: str | None) -> tuple[dict | None, list[str]]:
-    """The index, and the files that it names; refused where it is broken, or one of them is no file beside it."""
+    """The index, and the files that it names; refused if it is broken, or if a file is missing or out of the folder."""
     if main is None or not main.endswith(".json"):
         return None, [] if main is None else [main]
     path = folder / main
     index = read_json(path)
     names = index.get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    is_map = isinstance(names, dict) and names and all(isinstance(name, str) for name in names.values())
+    if not is_map:
         raise ConversionError(f"{path}: no weight_map from tensors to files: download it again")
     for key, name in names.items():
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise ConversionError(f"{path}: {key} is in {name!r}, which is no file beside it: download it again")
+        if os.path.isabs(name) or os.path.normpath(name) != name or name.startswith(".."):
+            raise ConversionError(f"{path}: {key} is in {name!r}, which is no file in its folder: download it again")
         if not (folder / name).is_file():
             raise ConversionError(f"{path}: {key} is in {name}, which is missing: download that file")
     return index, sorted(set(names.values()))
@@ -203,7 +212,8 @@ def why_not_copied(folder: Path, name: str, config: dict) -> str:
     """
     *parents, base = Path(name).parts
     suffix = Path(base.removesuffix(".index.json")).suffix
-    of_model = not parents or any(_is_copy(folder.joinpath(*parents[: i + 1]), config) for i in range(len(parents)))
+    above = [folder.joinpath(*parents[: i + 1]) for i in range(len(parents))]
+    of_model = not parents or any(_is_copy(path, config) for path in above)
     if of_model and _matches(base, TRAINING):
         return OF_TRAINING
     if fnmatch(base, "adapter_model.*"):

@@ -9,9 +9,24 @@ import torch
 
 from .plan import ConversionError
 
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+DTYPES = FLOATS | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+DTYPES |= {
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -27,7 +42,8 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     items = state.items() if isinstance(state, dict) else [("the file", state)]
     cure = "save the model's state dict alone, or the model by save_pretrained"
     if any(isinstance(value, dict) for _, value in items):
-        raise ConversionError(f"{path}: a checkpoint of training ({', '.join(map(str, list(state)[:3]))}): {cure}")
+        first = ", ".join(map(str, list(state)[:3]))
+        raise ConversionError(f"{path}: a checkpoint of training ({first}): {cure}")
     for name, value in items:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.dtype not in CODES:
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__

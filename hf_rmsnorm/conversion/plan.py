@@ -1,4 +1,4 @@
-"""What a conversion does to a checkpoint, in the checkpoint's own keys: made by discovery, carried out by streaming."""
+"""The steps of a conversion, in the checkpoint's own keys: found on a proxy model, carried out by streaming."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConversionRefused(ValueError):
 
 
 class ConversionError(Exception):
-    """What is wrong, where, and what to do about it, in one line. DST does not exist and SRC is as it was."""
+    """An error and its cure, in one line. DST does not exist and SRC is as it was."""
 
 
 class BadTensor(ConversionError):
@@ -27,7 +27,7 @@ CURES = {
     errno.ENOSPC: f"free some space and {AGAIN}",
     errno.EDQUOT: f"free some of the quota and {AGAIN}",
     errno.EFBIG: f"raise the limit of the file size and {AGAIN}",
-    errno.ENOENT: "put it there, or mend the link that leads to it, and convert again",
+    errno.ENOENT: "put it there, or repair the link that leads to it, and convert again",
     errno.EROFS: "choose a DST on a file system that can be written",
     errno.EACCES: "give permission to it, or choose another DST",
     errno.EPERM: "give permission to it, or choose another DST",
@@ -36,13 +36,14 @@ CURES = {
 
 @contextmanager
 def clear_errors(where: Path) -> Iterator[None]:
-    """What the system says about a file, as one line with the cure."""
+    """Turn an error of the file system into one line with the cure."""
     try:
         yield
     except OSError as error:
         reason = " ".join((error.strerror or str(error)).split())
         cure = CURES.get(error.errno, f"see to it and {AGAIN}")
-        raise ConversionError(f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}: {cure}") from error
+        reason = reason[:1].lower() + reason[1:]
+        raise ConversionError(f"{error.filename or where}: {reason}: {cure}") from error
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class NormRecord:
-    """One norm of the model: what it computed, and whether it may compute an RMSNorm once the plan is carried out."""
+    """One norm of the model: its size and eps, and whether it may be an RMSNorm after the conversion."""
 
     path: str
     hidden_size: int
@@ -97,8 +98,8 @@ class CentringPlan:
 
     Args:
         config: keys to set in config.json (``tie_word_embeddings`` and the record of this package).
-        undetermined: tensors that no output depends on, so that nothing is known of them; they are copied.
-        margins: how clearly writers were told from the rest: ``{"invariant_max": ..., "dependent_min": ...}``.
+        undetermined: tensors that no output depends on; they are copied.
+        margins: how clearly residual weights differ from the rest: ``{"invariant_max": ..., "dependent_min": ...}``.
         notes: sentences for people: what changes besides the norms, ``hidden states lose their mean`` and the like.
     """
 
@@ -117,11 +118,12 @@ class CentringPlan:
 
     @classmethod
     def from_json(cls, text: str) -> CentringPlan:
-        """The plan that `to_json` wrote; ValueError where the text is none."""
+        """The plan that `to_json` wrote; ValueError for any other text."""
         try:
             data = json.loads(text)
-            steps = {name: tuple(cls_(**_tuples(each)) for each in data.pop(name)) for name, cls_ in _STEPS.items()}
-            return cls(**steps, **_tuples(data))
+            for name, kind in _STEPS.items():
+                data[name] = [kind(**_tuples(step)) for step in data[name]]
+            return cls(**_tuples(data))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no conversion plan: {type(error).__name__}: {error}") from error
 

@@ -24,14 +24,14 @@ from ..record import (
 
 STAYS = "stays the LayerNorm that it is: "
 TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
-# Whose hooks move tensors and do not change what is in them.
+# Modules of hooks that move tensors and do not change their values.
 _HARMLESS = ("transformers.", "torch.distributed.", "hf_rmsnorm.")
 WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
 
 
 @dataclass(frozen=True)
 class ConvertedNorms:
-    """What a model's record says of its norms."""
+    """The norms that a model's record lists."""
 
     norms: dict[str, float]  # module path -> eps, of each LayerNorm that is recorded as an RMSNorm
     why_not: str = ""  # that the record cannot be followed, and why
@@ -39,7 +39,7 @@ class ConvertedNorms:
 
     @property
     def note(self) -> str:
-        """What a report says of a norm that runs as RMSNorm."""
+        """The note of a report on a norm that runs as RMSNorm."""
         return TRAINED if self.trained else ""
 
     def recipe(self, paths: list[str], recipe: Recipe) -> tuple[Recipe, str]:
@@ -60,7 +60,7 @@ class Recorded:
 
     path: str  # of the model, inside of the one that was searched
     model: torch.nn.Module
-    head: str  # what the record's names have before the model's own
+    head: str  # prefix of the record's names before the model's own
     record: dict
     norms: dict[str, dict]  # as in the record, by the record's names: path -> ``{"eps", "hidden_size"}``
 
@@ -70,7 +70,7 @@ class Recorded:
         return self.record.get("computes") == TRAINED_AS_RMS
 
     def full_path(self, path: str) -> str:
-        """What the record calls so, by its path in the model that was searched."""
+        """The path, in the model that was searched, of a module that the record names."""
         own = path[len(self.head) :]
         return f"{self.path}.{own}" if self.path else own
 
@@ -81,7 +81,7 @@ def recorded_model(model: torch.nn.Module) -> Recorded | None:
         record = getattr(getattr(module, "config", None), RECORD_KEY, None)
         if isinstance(record, dict) and "rms_norms" in record:
             record = {**record, "residual_weights": record.get("residual_weights") or {}}
-            # A checkpoint saved with a head may be loaded without, and the names then lack what the head puts before.
+            # A checkpoint saved with a head may be loaded without it, and the names then lack the head's prefix.
             for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
                 if norms := recorded_norms(record, [head + inner for inner, _ in module.named_modules()]):
                     return Recorded(path, module, head, record, norms)
@@ -125,7 +125,7 @@ def _why_not_followed(found: Recorded) -> str:
 
 
 def moved(tensors: Weights, record: dict) -> str:
-    """What is wrong with the model's own parameters, or with those that adapters add to residual weights."""
+    """Why the residual weights, or the tensors that adapters add to them, are not centred; "" if all are."""
     if not record["residual_weights"]:
         return "its record names nothing that writes to the residual stream; convert the original again"
     names = own_names(tensors)
@@ -148,7 +148,7 @@ class Weights(UserDict):
 
     def __init__(self, model: torch.nn.Module, head: str):
         self.model, self.head = model, head
-        # Parameter -> the module that holds it, and what it calls it.
+        # Parameter -> (its module, its name there).
         self.data = {
             f"{head}{path}.{name}" if path else head + name: (module, name)
             for path, module in model.named_modules(remove_duplicate=False)

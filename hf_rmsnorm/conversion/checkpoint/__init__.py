@@ -1,1 +1,1 @@
-"""One writer of checkpoints: a folder is opened, its tensors are read in pieces, what is made of them is written."""
+"""One writer of checkpoints: a folder is opened, its tensors are read, and the tensors of the result are written."""

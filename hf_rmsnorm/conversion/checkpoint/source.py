@@ -1,4 +1,4 @@
-"""A checkpoint folder, opened read-only: its tensors, its other files, and what is wrong with it in one line."""
+"""A checkpoint folder, opened read-only: its tensors, its other files, and clear errors."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from ..plan import ConversionError, clear_errors
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies; `start` counts bytes from the begin of the file."""
+    """The place of a tensor; `start` counts bytes from the beginning of the file."""
 
     file: str
     code: str  # its dtype as in a header, "BF16"
@@ -38,7 +38,7 @@ class Checkpoint:
     config_name: str
     tensors: dict[str, StoredTensor]
     metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
-    index: dict | None  # where the weights are in shards
+    index: dict | None  # if the weights are in shards
     others: tuple[str, ...]  # files to copy
     not_copied: dict[str, str]  # file or folder -> why
     fingerprints: dict[str, list[int]]  # of every file that is read
@@ -46,13 +46,18 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That a model is loaded in, where config.json names one."""
+        """The dtype that a model is loaded in, if config.json names one."""
         name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         dtype = getattr(torch, name.removeprefix("torch."), None)
         return dtype if dtype in FLOATS.values() else None
 
-    def data(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Bytes [first, last) of a tensor, as a vector of uint8 in memory of its own."""
+    def data(
+        self,
+        name: str,
+        first: int = 0,
+        last: int | None = None,
+    ) -> torch.Tensor:
+        """A copy of bytes [first, last) of a tensor, as uint8."""
         tensor = self.tensors[name]
         path = self.folder / tensor.file
         last = tensor.nbytes if last is None else last
@@ -60,24 +65,26 @@ class Checkpoint:
             if tensor.file not in self._pickle:
                 self._pickle.clear()
                 self._pickle[tensor.file] = load_pickle(path)
-            return self._pickle[tensor.file][name].contiguous().reshape(-1).view(torch.uint8)[first:last].clone()
-        data = np.fromfile(path, np.uint8, last - first, offset=tensor.start + first)
+            whole = self._pickle[tensor.file][name].contiguous()
+            return whole.reshape(-1).view(torch.uint8)[first:last].clone()
+        data = np.fromfile(
+            path,
+            np.uint8,
+            last - first,
+            offset=tensor.start + first,
+        )
         if len(data) < last - first:
             raise changed(path)
         return torch.from_numpy(data)
 
     def read(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor, or these rows of it."""
-        tensor = self.tensors[name]
-        if rows is None:
-            return self.data(name).view(tensor.dtype).view(tensor.shape)
-        low, high = int(rows.min()), int(rows.max()) + 1
-        width = tensor.nbytes // tensor.shape[0]
-        part = self.data(name, low * width, high * width).view(tensor.dtype)
-        return part.view(-1, *tensor.shape[1:])[rows - low]
+        stored = self.tensors[name]
+        tensor = self.data(name).view(stored.dtype).view(stored.shape)
+        return tensor if rows is None else tensor[rows]
 
     def check_unchanged(self) -> None:
-        """Raise ConversionError where a file is no longer as it was when the folder was opened."""
+        """Raise ConversionError if a file has changed since the folder was opened."""
         for name, before in self.fingerprints.items():
             path = self.folder / name
             if not path.exists() or _fingerprint(path) != before:
@@ -99,7 +106,7 @@ def open_checkpoint(
     """Look at a folder, and read its config and the headers of the weights that `from_pretrained` would load.
 
     Args:
-        allow_pickle: read ``pytorch_model.bin`` where there is nothing else.
+        allow_pickle: read ``pytorch_model.bin`` if there is nothing else.
         adapter: it is the folder of a PEFT adapter.
         weights: False where they may be missing, as for the plan of a hub's model.
     """
@@ -114,21 +121,31 @@ def open_checkpoint(
         not_copied |= {name: reason for name, reason in why.items() if reason}
         others = tuple(name for name, reason in why.items() if not reason)
         fingerprints = {name: _fingerprint(folder / name) for name in sorted({*read, *others})}
-        opened = {name: _open_shard(folder / name) for name in shards}
+        opened = {name: _open_shard(folder, name) for name in shards}
     tensors = {key: tensor for _, stored in opened.values() for key, tensor in stored.items()}
     metadata = {name: kept for name, (kept, _) in opened.items()}
     return Checkpoint(folder, config, config_name, tensors, metadata, index, others, not_copied, fingerprints)
 
 
-def _open_shard(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+def _open_shard(folder: Path, name: str) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """``__metadata__`` and tensors of a file, in the order of their bytes."""
+    path = folder / name
     with open(path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
             raise ConversionError(f"{path}: a pointer of Git LFS, and not the file: run git lfs pull in its folder")
     if path.suffix == ".bin":
         state = load_pickle(path)
-        sizes = {key: (path.name, CODES[t.dtype], tuple(t.shape), 0, t.nbytes) for key, t in state.items()}
-        return {"format": "pt"}, {key: StoredTensor(*place) for key, place in sizes.items()}
+        tensors = {
+            key: StoredTensor(
+                name,
+                CODES[t.dtype],
+                tuple(t.shape),
+                0,
+                t.nbytes,
+            )
+            for key, t in state.items()
+        }
+        return {"format": "pt"}, tensors
     try:
         with safe_open(path, "pt"):  # the library's own check of lengths, offsets, shapes and dtypes
             pass
@@ -142,5 +159,11 @@ def _open_shard(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
         entry = entries[key]
         first, last = entry["data_offsets"]
-        tensors[key] = StoredTensor(path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
+        tensors[key] = StoredTensor(
+            name,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            8 + length + first,
+            last - first,
+        )
     return metadata, tensors

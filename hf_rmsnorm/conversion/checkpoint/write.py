@@ -1,7 +1,7 @@
 """Write a checkpoint whose tensors are made from those of another, so that a kill at any time costs one shard.
 
-``DST.converting/`` holds ``lock``, ``journal.json`` (what is made of what) and ``model/``, which one rename makes DST.
-A shard has its name there once it is whole and on the disk.
+``DST.converting/`` holds ``lock``, ``journal.json`` (the source and the plan) and ``model/``. At the end ``model/`` is
+renamed to DST. A shard has its name there once it is whole and on the disk.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from .layout import Layout
 from .source import Checkpoint
 
 LOCK, JOURNAL, REPORT, PARTIAL = "lock", "journal.json", "report.txt", ".partial"
-WINDOWS = os.name == "nt"  # which opens no folder, nor flushes what is open to be read
+WINDOWS = os.name == "nt"  # where a folder cannot be opened, nor a file flushed that is open for reading
 
 
 def write_checkpoint(
@@ -42,7 +42,7 @@ def write_checkpoint(
         dst, restart, progress: as in `convert_checkpoint`.
         config: text of config.json.
         plan: equal for what gives equal bytes; another one does not go on where a run stopped.
-        check: called with the folder that is to become DST. Where it raises, that is kept, beside ``report.txt``.
+        check: called with the folder that is to become DST. If it raises, the folder is kept, with ``report.txt``.
     """
     dst = destination(source.folder, dst)
     headers = {name: shard.header() for name, shard in layout.shards.items()}
@@ -56,7 +56,7 @@ def write_checkpoint(
         try:
             with one_thread():
                 done = _write_shards(source, layout, headers, model, progress or (lambda *_: None))
-        except BadTensor:  # what is there serves nothing once the source is mended
+        except BadTensor:  # these shards are of no use once the source is repaired
             shutil.rmtree(model)
             _clean_up(staging, lock)
             raise
@@ -74,7 +74,7 @@ def write_checkpoint(
 
 @contextmanager
 def _locked(staging: Path) -> Iterator[FileLock]:
-    """Hold the lock of a staging folder, which is made; refused where it is another program's, or in use."""
+    """Make a staging folder and hold its lock; refused if it is another program's, or in use."""
     _journal(staging)
     staging.mkdir(parents=True, exist_ok=True)
     lock = FileLock(staging / LOCK)
@@ -90,7 +90,7 @@ def _locked(staging: Path) -> Iterator[FileLock]:
 
 
 def _journal(staging: Path) -> dict:
-    """What is in the journal, {} before there is one; refused where the folder is another program's."""
+    """The content of the journal, {} before there is one; refused if the folder is another program's."""
     try:
         names = {*os.listdir(staging)}
         journal = json.loads((staging / JOURNAL).read_bytes()) if JOURNAL in names else {}
@@ -103,8 +103,13 @@ def _journal(staging: Path) -> dict:
     raise ConversionError(f"{staging}: in the way, of another program: move it, or choose another DST")
 
 
-def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
-    """Make the folder ready; False where DST is the model that was in it, as a run was killed after the rename."""
+def _begin(
+    staging: Path,
+    dst: Path,
+    identity: dict,
+    restart: bool,
+) -> bool:
+    """Make the folder ready; False if DST is the model that was in it, as a run was killed after the rename."""
     journal, model = _journal(staging), staging / "model"
     is_same = journal.get("identity") == identity
     if os.path.lexists(dst):
@@ -122,7 +127,13 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     return True
 
 
-def _write_shards(source: Checkpoint, layout: Layout, headers: dict, model: Path, progress: Callable) -> int:
+def _write_shards(
+    source: Checkpoint,
+    layout: Layout,
+    headers: dict,
+    model: Path,
+    progress: Callable,
+) -> int:
     """Write the shards that are not there; how many were."""
     tensors = size = there = 0
     total = sum(shard.nbytes for shard in layout.shards.values())
@@ -133,6 +144,7 @@ def _write_shards(source: Checkpoint, layout: Layout, headers: dict, model: Path
             tensors, size = tensors + len(shard.entries), size + shard.nbytes
             progress(tensors, size, total)
             continue
+        target.parent.mkdir(exist_ok=True, parents=True)
         with _whole_file(target, model.parent) as file:
             file.write(headers[name])
             for entry in shard.entries.values():
@@ -153,7 +165,12 @@ def _whole_file(target: Path, staging: Path) -> Iterator[BinaryIO]:
     os.replace(file.name, target)
 
 
-def _copy_files(source: Checkpoint, layout: Layout, config: str, model: Path) -> None:
+def _copy_files(
+    source: Checkpoint,
+    layout: Layout,
+    config: str,
+    model: Path,
+) -> None:
     for name in source.others:
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, model / name)

@@ -15,11 +15,11 @@ FRAMES = 64  # of a sound
 
 @dataclass(frozen=True)
 class Tower:
-    """A part of a model that reads pictures or sound, and whose features take the places of certain tokens.
+    """A part of a model that reads pictures or sound; its features replace certain tokens.
 
     Args:
         configs: names that its config may have in the model's config.
-        arguments: names of what the forward may take for it.
+        arguments: names that its input may have in the forward.
         method: of the model, which returns the features.
         tokens: names that the id of the replaced token may have in the model's config.
     """
@@ -49,7 +49,7 @@ TOWERS = (
 def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dict:
     """Inputs for a float64 model that it runs on, through each tower that inputs can be made for.
 
-    Where it runs on none, what it raised of the first is raised. `tokens` are rows of text and their length.
+    If it runs on none, the error of the first is raised. `tokens` are rows of text and their length.
     """
     inputs = _first_that_runs(model, _texts(model, tokens))
     for tower in TOWERS:

@@ -1,7 +1,7 @@
-"""From parameters of a model to tensors of its checkpoint, found by saving numbers that say where they came from.
+"""Map parameters of a model to tensors of its checkpoint, by saving numbers that identify their places.
 
-Transformers renames, splits, stacks and drops parameters when it saves. So every element of every parameter is given
-a number of its own, the model is saved, and each saved element tells which parameter it was, and where in it.
+Transformers renames, splits, stacks and drops parameters when it saves. So each element of all
+parameters gets another number, the model is saved, and each saved number gives the parameter and the place in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 class KeyMap:
-    """Where each element of each parameter of a model is saved; refused where it saves numbers of no parameter."""
+    """Where each element of each parameter of a model is saved; refused if it saves numbers of no parameter."""
 
     def __init__(self, model: PreTrainedModel):
         numbered, first, self.total = copy.deepcopy(model), {}, 0
@@ -80,7 +80,9 @@ class KeyMap:
         return saved
 
     def _in_range(self, index: torch.Tensor) -> bool:
-        return bool(index.numel()) and int(index.min()) >= 0 and int(index.max()) < self.total
+        if not index.numel():
+            return False
+        return int(index.min()) >= 0 and int(index.max()) < self.total
 
     def _parameters_in(self, index: torch.Tensor) -> list[str]:
         """Parameters of which a tensor holds numbers."""
@@ -89,7 +91,7 @@ class KeyMap:
         return [names[place - 1] for place in places.nonzero().flatten().tolist()]
 
     def of(self, parameter: str) -> list[str]:
-        """The keys that hold elements of a parameter; none where it is not saved."""
+        """The keys that hold elements of a parameter; empty if it is not saved."""
         return self._keys.get(parameter, [])
 
     def unsaved(self) -> set[str]:
@@ -101,15 +103,17 @@ class KeyMap:
         return {name for name, part in zip(self.shapes, parts, strict=True) if not part.all()}
 
     def centre(self, residual_weights: list[ResidualWeight]) -> tuple[Centre, ...]:
-        """Their blocks in checkpoint tensors, as long as here; refused where a block is no row of one tensor."""
+        """Their blocks in checkpoint tensors, as long as here; refused if a block is no row of one tensor."""
         group = torch.full((self.total,), -1, dtype=torch.long)
         size = torch.zeros(self.total, dtype=torch.long)
         count = 0
         for weight in residual_weights:
             shape = self.shapes[weight.parameter]
-            here = slice(self.offsets[weight.parameter], self.offsets[weight.parameter] + shape.numel())
+            start = self.offsets[weight.parameter]
+            here = slice(start, start + shape.numel())
             group[here] = -1
-            rows = group[here].view(shape).movedim(weight.axis, -1).unflatten(-1, (-1, weight.block)).movedim(-2, 0)
+            along = group[here].view(shape).movedim(weight.axis, -1)
+            rows = along.unflatten(-1, (-1, weight.block)).movedim(-2, 0)
             for block in weight.blocks:  # each row of it gets a number
                 numbers = torch.arange(count, count + rows[block, ..., 0].numel())
                 rows[block] = numbers.view(rows.shape[1:-1])[..., None]
@@ -127,13 +131,25 @@ class KeyMap:
                 raise ConversionRefused(f"{key!r} of the checkpoint holds rows of the stream in an order unknown")
             axis, blocks = found
             covered += len(lengths)
-            done.append(Centre(key, axis, length, None if len(blocks) == marks.shape[axis] // length else blocks))
+            done.append(
+                Centre(
+                    key,
+                    axis,
+                    length,
+                    None if len(blocks) == marks.shape[axis] // length else blocks,
+                )
+            )
         if covered != int((group >= 0).sum()):
             raise ConversionRefused("a parameter that writes to the residual stream is only partly in the checkpoint")
         return tuple(done)
 
-    def scale(self, parameter: str, axis: int, by: str) -> list[Scale]:
-        """A parameter times the vector `by` along `axis`; refused where either is stored in another order."""
+    def scale(
+        self,
+        parameter: str,
+        axis: int,
+        by: str,
+    ) -> list[Scale]:
+        """A parameter times the vector `by` along `axis`; refused if either is stored in another order."""
         (by_key, *more), start = self.of(by), self.offsets[by]
         wanted = torch.arange(start, start + self.shapes[by].numel())
         shape = self.shapes[parameter]
@@ -152,18 +168,26 @@ class KeyMap:
         raise ConversionRefused(f"the layer scale {by!r} is stored in another order than {parameter!r}")
 
     def untie(self, tied: KeyMap) -> tuple[Copy, ...]:
-        """The tensors that this model saves and `tied`, the same with ties, does not; and what they equal there."""
+        """Copies for the tensors that this model saves, and that `tied`, the same model with ties, does not."""
         copies = []
         for key in sorted(self.saved.keys() - tied.saved.keys()):
-            names = [n for n in self.offsets if key in self.of(n)]
-            source = None
-            if len(names) == 1 and tied.shapes.get(tied.aliases.get(names[0])) == self.shapes[names[0]]:
-                moved = self.saved[key] - self.offsets[names[0]] + tied.offsets[tied.aliases[names[0]]]
-                source = next((k for k, index in tied.saved.items() if torch.equal(index, moved)), None)
+            source = self._source_in(tied, key)
             if source is None:
                 raise ConversionRefused(f"{key!r} is tied to something that the checkpoint does not hold")
             copies.append(Copy(key, source))
         return tuple(copies)
+
+    def _source_in(self, tied: KeyMap, key: str) -> str | None:
+        """The tensor of a tied model that holds the parameter which this one saves as `key`."""
+        names = [name for name in self.offsets if key in self.of(name)]
+        if len(names) != 1:
+            return None
+        name = names[0]
+        other = tied.aliases.get(name)
+        if tied.shapes.get(other) != self.shapes[name]:
+            return None
+        wanted = self.saved[key] - self.offsets[name] + tied.offsets[other]
+        return next((k for k, index in tied.saved.items() if torch.equal(index, wanted)), None)
 
 
 def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | None:
@@ -171,24 +195,27 @@ def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | N
     for axis in range(marks.ndim):
         if marks.shape[axis] % length:
             continue
-        rows = marks.movedim(axis, -1).reshape(-1, marks.shape[axis] // length, length)
+        count = marks.shape[axis] // length
+        rows = marks.movedim(axis, -1).reshape(-1, count, length)
         chosen = rows[..., 0] >= 0
-        if bool((rows == rows[..., :1]).all()) and bool((chosen == chosen[:1]).all()):
+        is_uniform = torch.equal(rows, rows[..., :1].expand_as(rows))
+        is_alike = torch.equal(chosen, chosen[:1].expand_as(chosen))
+        if is_uniform and is_alike:
             return axis, tuple(chosen[0].nonzero().flatten().tolist())
     return None
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors that `from_pretrained` loads from a folder; none where its weights are not here."""
+    """Names of the tensors that `from_pretrained` loads from a folder; empty if its weights are not here."""
     return {*open_checkpoint(folder, allow_pickle=True, weights=False).tensors}
 
 
 def naming(names: Collection[str], model: PreTrainedModel, optional: Collection[str] = ()) -> Callable[[str], str]:
-    """What a checkpoint calls a tensor that a model saves: other names that `from_pretrained` takes count too.
+    """Return a function from the name of a tensor that a model saves to its name in a checkpoint.
 
     Args:
-        names: every tensor of the checkpoint; none where they are not known, and then each keeps its name.
-        optional: what keeps its name where it is not there; any other tensor is refused.
+        names: every tensor of the checkpoint, as `from_pretrained` accepts it; if empty, each keeps its name.
+        optional: tensors that keep their name if they are missing; any other missing tensor is refused.
     """
     prefix = model.base_model_prefix
     loaded_name = _loaded_name(model)

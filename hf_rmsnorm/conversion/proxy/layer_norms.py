@@ -1,4 +1,4 @@
-"""Which modules of a float64 model are LayerNorms, by what they compute and not by what they are called."""
+"""Find the LayerNorms of a float64 model by their outputs, and not by the names of their classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...verification.context import is_float
 from .run import MISFITS, in_double, leaves, run, weight_axis
 
 TOLERANCE = 1e-9  # of the largest output; a wrong formula or eps is off by 1e-6 and more
-USUAL_EPS = (1e-5, 1e-6, 1e-12)  # what a module that holds none as an attribute may have in its code
+USUAL_EPS = (1e-5, 1e-6, 1e-12)  # tried for a module that has no eps as an attribute
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,14 @@ def _is_layer_norm(module: torch.nn.Module) -> bool:
     """Whether a module that was not called computes a LayerNorm of rows as long as its parameters, or its shape."""
     own = {p.shape for p in module.parameters(recurse=False)}
     shape = getattr(module, "normalized_shape", None)
-    own |= {torch.Size(shape)} if isinstance(shape, (tuple, list)) else set()
-    rows = (torch.empty(2, 3, *shape, dtype=torch.float64) for shape in own if 0 < len(shape) < 3)
-    return any(_recognise(module, (x,)) is not None for x in rows)
+    if isinstance(shape, (tuple, list)):
+        own.add(torch.Size(shape))
+    for shape in own:
+        if 0 < len(shape) < 3:
+            x = torch.empty(2, 3, *shape, dtype=torch.float64)
+            if _recognise(module, (x,)) is not None:
+                return True
+    return False
 
 
 @lru_cache(maxsize=16)
@@ -75,7 +80,12 @@ def _rows(shape: torch.Size) -> torch.Tensor:
     """Rows of several sizes and means."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5
-    return rows * 10.0 ** torch.randint(-3, 1, (*shape[:-1], 1), generator=generator)
+    return rows * 10.0 ** torch.randint(
+        -3,
+        1,
+        (*shape[:-1], 1),
+        generator=generator,
+    )
 
 
 def _recognise(module: torch.nn.Module, args: tuple) -> ModelNorm | None:
@@ -100,9 +110,13 @@ def _recognise(module: torch.nn.Module, args: tuple) -> ModelNorm | None:
 
 def _candidates(module: torch.nn.Module, x: torch.Tensor) -> Iterator[ModelNorm]:
     """The LayerNorms that a module may compute, by its parameters and the numbers that it holds."""
-    own = [p.detach().double() for p in module.parameters(recurse=False) if p.shape == x.shape[x.ndim - p.ndim :]]
+    own = []
+    for p in module.parameters(recurse=False):
+        if p.shape == x.shape[x.ndim - p.ndim :]:
+            own.append(p.detach().double())
     numbers = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < math.inf]
+    all_eps = dict.fromkeys((*numbers, *USUAL_EPS))
     weights = [(None, 0.0), *((p, offset) for offset in (0.0, 1.0) for p in own)]
-    for eps, (weight, offset), bias in product(dict.fromkeys((*numbers, *USUAL_EPS)), weights, (None, *own)):
+    for eps, (weight, offset), bias in product(all_eps, weights, (None, *own)):
         spec = NormSpec(True, eps, weight is not None, bias is not None, weight_offset=offset)
         yield ModelNorm(spec, x.shape[-1], weight, bias)

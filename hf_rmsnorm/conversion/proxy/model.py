@@ -1,4 +1,4 @@
-"""A small random model of the same classes and structure as a big one, on which everything can be tried in float64."""
+"""A small random model of the same classes and structure as a big one, which runs in float64."""
 
 import copy
 import inspect
@@ -40,7 +40,7 @@ LEAST_ROW = 4  # of two channels LayerNorm gives little but a sign, which has no
 
 @dataclass
 class ProxyModel:
-    """A small model that stands for a checkpoint.
+    """A small model of the same structure as that of a checkpoint.
 
     It is untied, in eval mode, float64 throughout, with weights as training leaves them: no mean is zero.
     """
@@ -67,7 +67,11 @@ class ProxyModel:
                 self.shapes[weight.parameter][weight.axis],
             )
             blocks = None if len(weight.blocks) * weight.block == here else list(weight.blocks)
-            found[weight.parameter] = {"axis": weight.axis, "block": there * weight.block // here, "blocks": blocks}
+            found[weight.parameter] = {
+                "axis": weight.axis,
+                "block": there * weight.block // here,
+                "blocks": blocks,
+            }
         return found
 
 
@@ -103,7 +107,15 @@ def make_proxy(
         except MISFITS as error:
             not_run = not_run or one_line(error)
             continue
-        return ProxyModel(model, plain(narrow), arguments, shapes, factor, folder, inputs is None)
+        return ProxyModel(
+            model,
+            plain(narrow),
+            arguments,
+            shapes,
+            factor,
+            folder,
+            inputs is None,
+        )
     raise ConversionRefused(_no_proxy(cls, _size(shapes), not_made, not_run, inputs is None))
 
 
@@ -125,7 +137,13 @@ def _fitting(name: str, value, model: PreTrainedModel):
     return value.double() if is_float(value) else value
 
 
-def _no_proxy(cls, size: int, not_made: str, not_run: str, default: bool) -> str:
+def _no_proxy(
+    cls,
+    size: int,
+    not_made: str,
+    not_run: str,
+    default: bool,
+) -> str:
     """Why there is no proxy model, and what to do."""
     if not_run and default:
         return f"{cls.__name__}: its inputs could not be made here ({not_run}): pass inputs=..."
@@ -138,7 +156,7 @@ def _no_proxy(cls, size: int, not_made: str, not_run: str, default: bool) -> str
 def config_and_class(
     source, trust_remote_code: bool, model_class, trained: bool = False
 ) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    """The config of a source, and the class of its model; refused where a record says that it is RMSNorm already."""
+    """The config of a source, and the class of its model; refused if a record says that it is RMSNorm already."""
     config = config_of(source, trust_remote_code)
     _check_record(source, config, trained)
     if model_class is not None:
@@ -202,7 +220,7 @@ def _why_no_config(stored: dict, error: Exception) -> str:
 
 
 def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
-    """A copy that computes by the plain code of Transformers, with its own embeddings for head and stacks or not."""
+    """A copy that runs the plain code of Transformers, with tied embeddings or not."""
     changes = {"_attn_implementation": "eager", "_experts_implementation": "eager", **PLAIN}
     return with_settings(config, changes if tied else {**changes, "tie_word_embeddings": False})
 
@@ -217,7 +235,13 @@ def with_settings(config: PretrainedConfig, changes: dict) -> PretrainedConfig:
 class _NoRandomNumbers(TorchFunctionMode):
     """Leaves new tensors as they are: to draw numbers for the meta device takes most of the time there, for nothing."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         if func.__name__ in ("normal_", "uniform_", "trunc_normal_"):
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
@@ -239,7 +263,7 @@ def _size(shapes: dict[str, torch.Size]) -> int:
 
 
 def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
-    """(divisor, config) of proxy models: itself where it is small, else narrower ones, the cheap ones first."""
+    """(divisor, config) of proxy models: the config itself if it is small, else narrower ones, cheap ones first."""
     if _size(shapes) <= SMALL:
         yield 1, config
         return
@@ -249,14 +273,20 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
             here = shapes_of(cls, narrow)
         except MISFITS:  # widths that do not go together: the next style may
             continue
-        if here.keys() != shapes.keys() or any(len(here[k]) != len(shapes[k]) for k in here):
+        if here.keys() != shapes.keys() or any(len(here[name]) != len(shapes[name]) for name in here):
             continue
-        cramped = any(here[k][-1:] < (LEAST_ROW,) <= shapes[k][-1:] for k in here)
-        if _size(here) <= MIDDLE and not cramped:
+        size, cramped = _size(here), _is_cramped(here, shapes)
+        if size <= MIDDLE and not cramped:
             yield factor, narrow
-        elif _size(here) <= LARGE:
-            later.append((cramped, _size(here), factor, narrow))
-    yield from (each[2:] for each in sorted(later, key=lambda each: each[:2]))
+        elif size <= LARGE:
+            later.append((cramped, size, factor, narrow))
+    for _, _, factor, narrow in sorted(later, key=lambda candidate: candidate[:2]):
+        yield factor, narrow
+
+
+def _is_cramped(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
+    """Whether narrowing has left rows of too few channels."""
+    return any(here[name][-1:] < (LEAST_ROW,) <= there[name][-1:] for name in here)
 
 
 def new_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -268,9 +298,9 @@ def new_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTraine
 
 @torch.no_grad()
 def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> None:
-    """Weights as training leaves them: gains around what they start from, and no mean that is zero.
+    """Give a model weights like trained ones: gains near their initial values, and no mean that is zero.
 
-    `lean` is how far the means of matrices are from zero; 0 for what chance alone makes them.
+    `lean` is how far the means of matrices are from zero; 0 for random means.
     """
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -280,14 +310,17 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
             continue
         first = p.flatten()[0].item()
         if id(p) in tables:
-            p.copy_(0.7 * normal(p.shape) + 0.3 * normal(p.shape[0], 1) + 0.2)
+            values = 0.7 * normal(p.shape)
+            p.copy_(values + 0.3 * normal(p.shape[0], 1) + 0.2)
         elif bool((p == first).all()):
             p.copy_((first if math.isfinite(first) else 0.0) + 0.1 + 0.25 * normal(p.shape))
         elif p.ndim < 2:
             p.mul_(1 + 0.1 * normal(p.shape))
         else:
             fan = p[0].numel() ** (0.5 if p.ndim == 3 else 1)
-            p.copy_((normal(p.shape) + lean * (0.3 * normal(1).item() + 0.2)) / math.sqrt(fan))
+            values = normal(p.shape)
+            mean = lean * (0.3 * normal(1).item() + 0.2)
+            p.copy_((values + mean) / math.sqrt(fan))
 
 
 def attend_to_encoder(proxy: ProxyModel) -> bool:

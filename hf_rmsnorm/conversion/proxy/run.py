@@ -19,7 +19,7 @@ MISFITS += (ValueError, StrictDataclassError)
 
 @contextmanager
 def in_double():
-    """What a forward casts to a narrower float stays float64, and what it makes is float64; gradients pass."""
+    """Casts of a forward to a narrower float have no effect, and new tensors are float64; gradients pass."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -29,7 +29,12 @@ def in_double():
         torch.set_default_dtype(before)
 
 
-def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=None) -> list[torch.Tensor]:
+def run(
+    model: torch.nn.Module,
+    inputs: dict,
+    paths: Iterable[str] = (),
+    hook=None,
+) -> list[torch.Tensor]:
     """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
 
     While it runs, `hook` is on the modules at `paths`, as by `hooked`.
@@ -46,7 +51,7 @@ def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=No
 
 @contextmanager
 def quiet():
-    """No progress bars of Transformers, and no reports of what a checkpoint lacks: whoever loads it looks at that."""
+    """No progress bars of Transformers, and no reports of missing tensors: the callers look at those."""
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -67,7 +72,8 @@ def loaded(cls, folder, *, wrong=("missing_keys", "mismatched_keys"), **how) -> 
 
 def and_more(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
-    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    first = repr(names[0])
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
 
 
 def alike(name: str) -> str:

@@ -57,7 +57,7 @@ def test_an_index_that_names_no_file_beside_it(src, name):
     index = json.loads((src / INDEX).read_text())
     index["weight_map"]["wte.weight"] = name
     (src / INDEX).write_text(json.dumps(index))
-    assert_refused(PLAN, src, INDEX, "no file beside it", "download it again")
+    assert_refused(PLAN, src, INDEX, "no file in its folder", "download it again")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"wte.weight": 7}}', "\xff"])

@@ -67,6 +67,24 @@ def test_every_file_of_the_checkpoint(tmp_path):
     assert result.tensors == len(load(dst)) and result.bytes == sum(t.nbytes for t in load(dst).values())
 
 
+def test_shards_in_a_subfolder_stay_there(tmp_path):
+    """Transformers loads them from where the index says that they are."""
+    shards, plan = tiny()
+    src = write_checkpoint(tmp_path / "src", shards, metadata={"format": "pt"})
+    expected = in_memory(plan, load(src))
+    index = json.loads((src / INDEX).read_text())
+    index["weight_map"] = {key: f"parts/{name}" for key, name in index["weight_map"].items()}
+    (src / INDEX).write_text(json.dumps(index))
+    (src / "parts").mkdir()
+    for path in src.glob("model-*"):
+        path.rename(src / "parts" / path.name)
+    write_plan(plan, src, tmp_path / "dst")
+    assert {*json.loads((tmp_path / "dst" / INDEX).read_text())["weight_map"].values()} == {
+        *index["weight_map"].values()
+    }
+    assert_same(load(tmp_path / "dst" / "parts"), expected)
+
+
 OLD = "weights of the model before the conversion"
 NOT_COPIED = {
     "pytorch_model.bin": OLD,
