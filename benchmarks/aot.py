@@ -61,7 +61,8 @@ class Variant:
     """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient; `added`: after a residual.
 
     `output`: the backward reads the norm's output; `strided`: rows do not lie one behind the other. `modulated`: with
-    the scale and shift of an adaptive LayerNorm, and where `added` with the gate of the sum.
+    the scale and shift of an adaptive LayerNorm, and where `added` with the gate of the sum. `heads`: of q and k,
+    with a rotary embedding.
     """
 
     spec: NormSpec
@@ -73,7 +74,7 @@ class Variant:
     output: bool = False
     strided: bool = False
     modulated: bool = False
-    heads: str = ""  # of q and k: "apart", "turned" by a rotary embedding, that and normalised "whole", or "weighted"
+    heads: bool = False
 
 
 VARIANTS = {
@@ -97,12 +98,9 @@ VARIANTS = {
     "textbook-fp32": Variant(
         NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True), torch.float32, torch.float32
     ),
-    "qk-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="apart"),
-    "qk_rotary-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="turned"),
-    "qk_rotary-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads="turned"),
-    "qk_rotary-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads="turned"),
-    "qk_whole-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads="whole"),
-    "qk_weighted-bf16": Variant(_COHERE, torch.bfloat16, torch.bfloat16, heads="weighted"),
+    "qk-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads=True),
+    "qk-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads=True),
+    "qk-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads=True),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
     "layernorm-bf16-strided": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, strided=True),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
@@ -198,21 +196,15 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:
-    """As `run`, on heads of q and of k in the strides of a projection, with gradients of an attention's.
-
-    Of heads that share no weight there are as many as in an 8B model; of others the kernels do not depend on that.
-    """
-    counts = (32, 8) if variant.heads in ("whole", "weighted") else (4, 2)
-    q, k = (tensor((2, 5, heads, head_dim), variant.x).transpose(1, 2) for heads in counts)
+    """As `run`, on heads of q and of k in the strides of a projection, with gradients of an attention's."""
+    q, k = (tensor((2, 5, heads, head_dim), variant.x).transpose(1, 2) for heads in (4, 2))
     dq, dk = (tensor(t.shape, variant.x) for t in (q, k))
-    shapes = {"whole": [(n * head_dim,) for n in counts], "weighted": [(n, head_dim) for n in counts]}
-    weights = [tensor(shape, variant.weight) for shape in shapes.get(variant.heads, [(head_dim,)] * 2)]
-    tables = [tensor((2, 5, head_dim), variant.x) if variant.heads in ("turned", "whole") else None for _ in range(2)]
-    parameters, need = (*weights, None, None), (True,) * 4 + (False,) * 2
-    operands = q, k, *parameters, *tables
-    *_, rstd, mean = launch_qk.QKForward(variant.spec, operands, variant.aligned).launch(*operands)
-    operands = dq, dk, q, k, *weights, *tables, None, None, rstd, mean
-    launch_qk.QKBackward(variant.spec, operands, variant.aligned, need).launch(*operands)
+    weights = [tensor((head_dim,), variant.weight) for _ in range(2)]
+    tables = [tensor((2, 5, head_dim), variant.x) for _ in range(2)]
+    operands = q, k, *weights, *tables
+    *_, rstd = launch_qk.QKForward(variant.spec, operands, variant.aligned).launch(*operands)
+    operands = dq, dk, *operands, rstd
+    launch_qk.QKBackward(variant.spec, operands, variant.aligned, (True,) * 4).launch(*operands)
 
 
 @dataclass(frozen=True)

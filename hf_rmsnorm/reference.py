@@ -173,73 +173,40 @@ def _sum_rows(t: Tensor, columns: int) -> Tensor:
     return t.sum(list(range(t.dim() - columns))) if t.dim() > columns else t
 
 
-def reference_qk_norm(
-    q, k, q_weight, k_weight, spec: NormSpec, cos=None, sin=None, q_bias=None, k_bias=None, way: str = ""
-):
-    """`fused_qk_norm` in the operators of Hugging Face's attention layers, bit-equal to them on the same device."""
-    sides = (q, q_weight, q_bias), (k, k_weight, k_bias)
-    normed = tuple(by_heads(reference_norm(as_normed(x, w), w, b, spec), x, w) for x, w, b in sides)
-    return normed if cos is None else tuple(rotated(y, cos, sin, way=way) for y in normed)
+def reference_qk_norm(q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: str = "") -> tuple[Tensor, Tensor]:
+    """(q', k'): the heads of q and of k, normalised and then rotated, in the operators of Hugging Face's attentions.
 
-
-def as_normed(x: Tensor, weight: Tensor | None) -> Tensor:
-    """x, (batch, heads, length, head_dim), as the norm of this weight reads it.
-
-    That is (batch, length, heads, head_dim) where each head has a weight, and (batch, length, heads * head_dim) where
-    one norm spans them all.
+    Args:
+        q, k: (batch, heads, length, head_dim); k may have fewer heads.
+        q_weight, k_weight: (head_dim,), or None where the spec has no weight.
+        cos, sin, way: as in `rotated`.
     """
-    if weight is None or weight.shape == x.shape[-1:]:
-        return x
-    return x.transpose(1, 2) if weight.dim() == 2 else x.transpose(1, 2).flatten(2)
+    q = reference_norm(q, q_weight, None, spec)
+    k = reference_norm(k, k_weight, None, spec)
+    return rotated(q, cos, sin, way), rotated(k, cos, sin, way)
 
 
-def by_heads(y: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
-    """What is laid out as `as_normed` of x, as x is."""
-    if weight is None or weight.shape == x.shape[-1:]:
-        return y
-    return (y if weight.dim() == 2 else y.unflatten(-1, (x.shape[1], x.shape[3]))).transpose(1, 2)
-
-
-def rotated(y, cos, sin, back: bool = False, way: str = ""):
-    """`apply_rotary_pos_emb` of one tensor, or (`back`) the gradient in front of it.
+def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
+    """`apply_rotary_pos_emb` of the Llama family (Su et al. 2021) on one tensor.
 
     Args:
         y: (batch, heads, length, head_dim).
         cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
-        way: words of "once" (computed in float32, and rounded to y's dtype), "pairs" (neighbouring columns turn with
-            each other, as in `CohereAttention`, and not those of the two halves) and "joined" (the result is row-major,
-            as a concatenation, also where all columns turn).
+        way: "" where every operator rounds; "once" where the rotation is computed in float32, and its result rounded to
+            y's dtype; "joined" where the result is row-major, as of a concatenation, also if all columns rotate.
     """
     columns = cos.shape[-1]
-    if columns != y.shape[-1] or "joined" in way:
-        parts = rotated(y[..., :columns], cos, sin, back, way.replace("joined", "")), y[..., columns:]
-        return torch.cat(parts, dim=-1)
+    if columns != y.shape[-1] or way == "joined":
+        turned, rest = y[..., :columns], y[..., columns:]
+        turned = rotated(turned, cos, sin, "" if way == "joined" else way)
+        return torch.cat((turned, rest), dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    alike = "once" in way and cos.dtype == y.dtype  # else the products are promoted
-    x = y.to(torch.promote_types(y.dtype, torch.float32)) if alike else y
-    rotate = _rotate_pairs if "pairs" in way else _rotate_half
-    turned = x * cos - rotate(x * sin) if back else x * cos + rotate(x) * sin  # transposed it is its negative
-    return turned.to(y.dtype) if "once" in way else turned
+    if way != "once":
+        return y * cos + _rotate_half(y) * sin
+    wide = y.to(torch.promote_types(y.dtype, torch.float32)) if cos.dtype == y.dtype else y  # else cos promotes y
+    return (wide * cos + _rotate_half(wide) * sin).to(y.dtype)
 
 
-def _rotate_half(y):
-    half = y.shape[-1] // 2
-    return torch.cat((-y[..., half:], y[..., :half]), dim=-1)
-
-
-def _rotate_pairs(y):
-    return torch.stack((-y[..., 1::2], y[..., ::2]), dim=-1).flatten(-2)
-
-
-def reference_qk_backward(dq, dk, q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, spec: NormSpec, need):
-    """The closed-form gradients of q, k, their weights and their biases, None where `need` is False."""
-
-    def side(dy, x, weight, bias, *need):
-        if dy is None or not any(need):
-            return None, None, None
-        dy = dy if cos is None else rotated(dy, cos, sin, back=True)
-        dx, *others = reference_backward(*(as_normed(t, weight) for t in (dy, x)), weight, bias, spec, need)[:3]
-        return dx if dx is None else by_heads(dx, x, weight), *others
-
-    of_q, of_k = side(dq, q, q_weight, q_bias, *need[::2]), side(dk, k, k_weight, k_bias, *need[1::2])
-    return tuple(each for pair in zip(of_q, of_k, strict=True) for each in pair)
+def _rotate_half(y: Tensor) -> Tensor:
+    left, right = y.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)

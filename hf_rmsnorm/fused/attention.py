@@ -36,8 +36,8 @@ class RotaryProof(NamedTuple):
     """What running a rotary function has shown.
 
     code, defaults: those that were run.
-    ways: by the dimension of the heads, or `IN_PAIRS`: how it rotates, in the words of `reference.rotated`, None where
-        that is in no known way. The key within is (fewer columns rotate than there are, the tables have another dtype).
+    ways: by the dimension of the heads, or `IN_PAIRS`: the way of `reference.rotated` in which it rotates, None where
+        it is none of these. The key within is (fewer columns rotate than there are, the tables have another dtype).
     """
 
     code: types.CodeType
@@ -103,16 +103,10 @@ def _in_one_launch(pair: NormPair, rotate: Callable, heads_at: int, q, k, cos, s
     if not all(type(t) is torch.Tensor for t in (q, k, cos, sin)):
         return None
     q_weight, k_weight, spec = pair.q_weight, pair.k_weight, pair.spec
-    if not _is_of_heads(q_weight, q) or not _is_of_heads(k_weight, k):
-        return None
     way = _way_of(rotate, heads_at, q, q_weight, spec, cos)
     if way is None:
         return None
-    return run_qk(launches_for(pair.q_norm, spec), (q, k, q_weight, k_weight, None, None, cos, sin), way)
-
-
-def _is_of_heads(weight: torch.Tensor | None, x: torch.Tensor) -> bool:
-    return weight is None or weight.shape == x.shape[-1:]
+    return run_qk(launches_for(pair.q_norm, spec), (q, k, q_weight, k_weight, cos, sin), way)
 
 
 def _way_of(rotate: Callable, heads_at: int, q, weight, spec: NormSpec, cos) -> str | None:

@@ -1,7 +1,6 @@
-"""Launches of the norms of rows: worked out once for tensors laid out alike, then called for each such tensors.
+"""Launches of the norms of rows: made once for a layout of tensors, then called on all tensors of that layout.
 
-What a launch allocates, which kernel it starts and with which constants depends on shapes, strides, dtypes and on the
-alignment of the operands alone.
+The outputs, the kernel and its constants follow from the shapes, strides, dtypes and alignment of the operands.
 """
 
 import math
@@ -25,7 +24,7 @@ from .rows import (
     sum_without_data,
     without_data,
 )
-from .saved import Saved, as_saved, require_saved, saved_of_rows
+from .saved import Saved, as_saved, require_saved, saved_as
 from .serves import require
 from .sizes import forward_config
 
@@ -36,16 +35,16 @@ KERNELS = (NORM_FORWARD, NORM_BACKWARD, REDUCE_PARTIALS)
 
 
 class Operands(NamedTuple):
-    """What a forward reads, in the order of the kernel's parameters.
+    """The operands of a forward, in the order of the kernel's parameters.
 
     Args:
         x: (..., hidden_size) of any strides, on a device that Triton serves.
         weight, bias: contiguous, (hidden_size,), or (heads, hidden_size) for x of (..., heads, hidden_size); or None.
         gate: x's shape, any strides, where the spec has one; else the scale of a modulation, whose result is
             ``norm * (1 + gate) + shift``, each operator rounding: all operands of one dtype then.
-        shift, factor: of gate's shape and strides, or None; factor is what x is multiplied by where it is added.
-        residual: x's shape, any strides and dtype: then h = residual + x is what is normalised. Not where a parameter
-            has heads; with the scale of a modulation both are contiguous, with another gate there is none.
+        shift, factor: of gate's shape and strides, or None; factor multiplies x before it is added.
+        residual: x's shape, any strides and dtype: the norm is that of h = residual + x. Not with a parameter that has
+            heads, nor with the gate of a formula; with the scale of a modulation both are contiguous.
     """
 
     x: Tensor
@@ -58,7 +57,7 @@ class Operands(NamedTuple):
 
 
 def formula_constants(spec: NormSpec, weight: Tensor | None) -> dict:
-    """What every kernel takes of a formula; where the weight is float32, rounding to its dtype rounds nothing."""
+    """The constants of a formula that every kernel takes; to round to the dtype of a float32 weight rounds nothing."""
     rounds_nothing = spec.rounding == "weight_dtype" and weight.dtype == torch.float32
     return {
         "eps": spec.eps,
@@ -71,12 +70,12 @@ def formula_constants(spec: NormSpec, weight: Tensor | None) -> dict:
 
 
 def gate_of(spec: NormSpec, gate: Tensor | None) -> str | None:
-    """What becomes of the second operand, which without a gate in the formula is the scale of a modulation."""
+    """How a kernel applies the gate; without one in the formula, that operand is the scale of a modulation."""
     return "modulate_after" if spec.gate is None and gate is not None else spec.gate
 
 
 class Nothing:
-    """What starts a kernel where there are no rows."""
+    """A `Start` for no rows."""
 
     @staticmethod
     def on(operands: tuple) -> None:
@@ -84,16 +83,16 @@ class Nothing:
 
 
 class NormForward:
-    """The forward of a formula on operands laid out like these; none of their values is read.
+    """The forward of a formula on operands of this layout; it reads none of their values.
 
     Args:
         aligned: the operands start at multiples of 16 bytes.
-        stats: also return what the backward needs.
-        keep_sum: h is rounded to its dtype first, and returned; else it is normalised as float32 holds it.
+        stats: also return rstd and mean for the backward.
+        keep_sum: round h to its dtype first, and return it; else normalise it as float32 holds it.
 
     Attributes:
         shape: that of x.
-        strides: those of what is normalised: x, or the sum.
+        strides: those of the normalised tensor: x, or the sum.
 
     Raises:
         NotImplementedError: no kernel computes this formula.
@@ -119,7 +118,8 @@ class NormForward:
         self.stats, self.has_mean = stats, stats and spec.centered
         normed = "x" if residual is None else "residual + x"
         second = "scale" if spec.gate is None else "gate"
-        self.saved = saved_of_rows({normed: total, "weight": weight, "bias": bias, second: gate}, rows)
+        named = {normed: total, "weight": weight, "bias": bias, second: gate}
+        self.saved = saved_as(named, rows, ("rstd", "mean"))
         self.device = x.device
         self.start = self._bound(spec, weight, gate, heads, rows, size, aligned) if rows else Nothing
 
@@ -178,12 +178,12 @@ class NormForward:
                 in_order(result, order).copy_(rows)
 
     def as_saved(self, strides: tuple, operands: tuple, dy: Tensor, dh: Tensor | None) -> tuple:
-        """(normed, weight, bias, gate, rstd, mean) as a backward reads them: laid out as they were when they were read.
+        """(normed, weight, bias, gate, rstd, mean) as a backward reads them: in the layout that the forward read.
 
         Hooks of saved tensors (`torch.autograd.graph.save_on_cpu`) may give tensors back with other strides.
 
         Args:
-            strides: those of what was kept, by which its rows are numbered.
+            strides: of the saved x or sum, by which its rows are numbered.
 
         Raises:
             RuntimeError: one has another shape, dtype or device than the forward read.

@@ -1,16 +1,15 @@
-"""Kernels for the norms of queries and keys, and the rotary embedding behind them: both tensors in one launch.
+"""Kernels for the norms of queries and keys with the rotary embedding behind them: both tensors in one launch.
 
 A row is one head of one position: row r of a (batch, heads, length, N) tensor is head r % heads of token r // heads.
-Where heads have weights of their own, or one norm spans them all (WHOLE), a tile has rows of one token alone.
-Every operand is addressed by its own three strides, so that transposed and sliced views need no copy, and the lengths
-and strides are run-time arguments. The first programs take the rows of q and the others those of k; each side has its
-own copy of the code, so that an access still has one known pointer.
+Every operand is addressed by its own three strides, so that transposed and sliced views need no copy. Lengths and
+strides are run-time arguments. The first programs take the rows of q and the others those of k; each side has its own
+copy of the code, so that the compiler knows the pointer of each access.
 """
 
 import triton
 import triton.language as tl
 
-from .device import load, normalised, reciprocal_root, round_product
+from .device import load, reciprocal_root, round_product
 from .forward import affine
 
 
@@ -44,36 +43,14 @@ def offsets(place, strides, UNIT: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(tile, rows_total, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """(rows, their mask, their heads) of a tile; HEADS: that each token has, where a tile has those of one token."""
-    if HEADS:
-        CHUNKS: tl.constexpr = (HEADS + ROWS - 1) // ROWS
-        head = tile % CHUNKS * ROWS + tl.arange(0, ROWS)
-        return tile // CHUNKS * HEADS + head, head < HEADS, head
-    else:
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        return rows, rows < rows_total, rows
-
-
-@triton.jit
-def tiles_of(rows_total, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """How many tiles such rows are."""
-    if HEADS:
-        return rows_total // HEADS * ((HEADS + ROWS - 1) // ROWS)
-    else:
-        return tl.cdiv(rows_total, ROWS)
-
-
-@triton.jit
-def mean_of_rows(values, N: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr):
-    """Mean of each row's `values`, half of whose columns were added to the other half; or one of all rows."""
-    total = tl.sum(values, axis=1)
-    return tl.zeros_like(total) + tl.sum(total, axis=0) * (1.0 / (N * HEADS)) if WHOLE else total * (1.0 / N)
+def mean_of_rows(values, N: tl.constexpr):
+    """Mean of each row of N columns, half of which were added to the other half."""
+    return tl.sum(values, axis=1) * (1.0 / N)
 
 
 @triton.jit
 def rounded(value, X):
-    """What float32 values become in a tensor of x's dtype."""
+    """float32 values, rounded as a tensor of x's dtype holds them."""
     return value.to(X.dtype.element_ty).to(tl.float32)
 
 
@@ -86,24 +63,24 @@ def as_output(y, X, W, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr = False):
-    """(columns, masks) of the two halves of rows: the columns that turn with each other stand at one place of both.
+def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
+    """(columns, masks) of the two halves of rows: two columns that turn with each other have one place in both.
 
-    Of the R columns that rotate, the one half has the first R / 2 and the other the next, or (PAIRS) the even and the
-    odd; those behind are split alike. So a thread has both columns of a pair, and nothing is read or normalised twice.
+    Of the R columns that rotate, the first half has the first R / 2 and the second half the next R / 2. The other
+    columns are split in the same way. So a thread has both columns of a pair, and nothing is read or normalised twice.
     """
-    HALF: tl.constexpr = (N + 1) // 2 if R > 0 else BLOCK
+    HALF: tl.constexpr = (N + 1) // 2
     low = place
     high = place + HALF
-    if R > 0 and (R < N or PAIRS):
-        low = tl.where(place < R // 2, place * 2 if PAIRS else place, place + R // 2)
-        high = tl.where(place < R // 2, place * 2 + 1 if PAIRS else place + R // 2, high)
+    if R < N:
+        low = tl.where(place < R // 2, place, place + R // 2)
+        high = tl.where(place < R // 2, place + R // 2, high)
     return low, high, place < HALF, place < N - HALF
 
 
 @triton.jit
 def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
-    """value * cos +- other * sin, every operator rounded to Y's dtype; ONCE: only what they make, when it is stored."""
+    """value * cos +- other * sin, every operator rounded to Y's dtype; ONCE: none of them rounded."""
     along = value * cos
     across = other * sin
     if not ONCE:
@@ -134,50 +111,34 @@ def rotated(
 
 @triton.jit
 def rows_forward(
-    X, W, B, COS, SIN, Y, RSTD, MEAN, tile, stats_at, rows_total, length, heads, of_x, of_y, of_tables, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
-    UNIT: tl.constexpr, R: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, ONCE: tl.constexpr, PAIRS: tl.constexpr,
+    X, W, COS, SIN, Y, RSTD, tile, stats_at, rows_total, length, heads, of_x, of_y, of_tables, eps,
+    N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDING: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch, position and head."""
-    rows, row_mask, head = tile_rows(tile, rows_total, ROWS, HEADS)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < rows_total
     # The columns as whole tiles give weights, cos and sin x's layout: 16-byte loads, no trip through shared memory.
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
-    low, high, low_cols, high_cols = halves(cols, BLOCK, N, R, PAIRS)
+    low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
     low_mask = row_mask[:, None] & low_cols
     high_mask = row_mask[:, None] & high_cols
     place = places(rows, length, heads, None, None)
     x_at = X + offsets(place, of_x, UNIT)
     x = load(x_at + low, low_mask, False).to(tl.float32)
     z = load(x_at + high, high_mask, False).to(tl.float32)  # the other half, as everywhere below
-    if CENTERED:  # as in `norm_forward`
-        mean = mean_of_rows(x + z, N, HEADS, WHOLE)
-        x = tl.where(low_cols, x - mean[:, None], 0.0)
-        z = tl.where(high_cols, z - mean[:, None], 0.0)
-        rest = mean_of_rows(x + z, N, HEADS, WHOLE)
-        mean = mean + rest
-        x = tl.where(low_cols, x - rest[:, None], 0.0)
-        z = tl.where(high_cols, z - rest[:, None], 0.0)
-        if MEAN is not None:
-            tl.store(MEAN + stats_at + rows, mean, mask=row_mask)
-    square = mean_of_rows(x * x + z * z, N, HEADS, WHOLE)
-    rstd = reciprocal_root(square, eps, EPS_OUTSIDE)
+    square = mean_of_rows(x * x + z * z, N)
+    rstd = reciprocal_root(square, eps, False)
     if RSTD is not None:
         tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)
-    dense: tl.constexpr = 2 * BLOCK == N and not HEADS
-    of_low, of_high = low, high  # where the parameters of these columns are
-    if HEADS:
-        of_low, of_high = low + (head * N)[:, None], high + (head * N)[:, None]
-        low_cols, high_cols = low_mask, high_mask
-    y = normalised(x, rstd[:, None], X, ROUNDING)
-    y = affine(y, X, W, B, of_low, low_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
-    z = normalised(z, rstd[:, None], X, ROUNDING)
-    z = affine(z, X, W, B, of_high, high_cols, dense, OFFSET, ROUND_OFFSET, ROUNDING)
-    if COS is not None:
-        y = as_output(y, X, W, ROUNDING)
-        z = as_output(z, X, W, ROUNDING)
-        at = offsets(place, of_tables, UNIT)
-        y, z = rotated(y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE)
+    DENSE: tl.constexpr = 2 * BLOCK == N
+    ROUND_OFFSET: tl.constexpr = ROUNDING != "once"
+    y = affine(x * rstd[:, None], X, W, None, low, low_cols, DENSE, OFFSET, ROUND_OFFSET, ROUNDING)
+    z = affine(z * rstd[:, None], X, W, None, high, high_cols, DENSE, OFFSET, ROUND_OFFSET, ROUNDING)
+    y = as_output(y, X, W, ROUNDING)
+    z = as_output(z, X, W, ROUNDING)
+    at = offsets(place, of_tables, UNIT)
+    y, z = rotated(y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE)
     y_at = Y + offsets(place, of_y, UNIT)
     tl.store(y_at + low, y.to(Y.dtype.element_ty), mask=low_mask)
     tl.store(y_at + high, z.to(Y.dtype.element_ty), mask=high_mask)
@@ -185,38 +146,40 @@ def rows_forward(
 
 @triton.jit
 def qk_norm_forward(
-    Q, K, WQ, WK, BQ, BK, COS, SIN, YQ, YK, RSTD, MEAN, tokens, length, q_heads, k_heads,
+    Q, K, WQ, WK, COS, SIN, YQ, YK, RSTD, tokens, length, q_heads, k_heads,
     q_batch: tl.int64, q_position: tl.int64, q_head: tl.int64,
     k_batch: tl.int64, k_position: tl.int64, k_head: tl.int64,
     yq_batch: tl.int64, yq_position: tl.int64, yq_head: tl.int64,
     yk_batch: tl.int64, yk_position: tl.int64, yk_head: tl.int64,
     rotary_batch: tl.int64, rotary_position: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROWS_K: tl.constexpr, HEADS: tl.constexpr,
-    HEADS_K: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr, CENTERED: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    ONCE: tl.constexpr, PAIRS: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDING: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises, and rotates where there is a rotary embedding, a tile of rows of q or of k.
+    """One program normalises and rotates a tile of ROWS rows of q or of k.
 
-    ROWS and HEADS are as in `tile_rows`, of q and (_K) of k.
-    RSTD and MEAN are None where no backward follows, MEAN also where not CENTERED; `tokens` is batch * length, and only
-    the first R columns rotate, as `turned` and `halves` say. The rest is as in `launch_qk.qk_norm_forward`.
+    Args:
+        Q, K: (batch, heads, length, N), columns of unit stride, addressed by *_batch, *_position and *_head.
+        WQ, WK: (N,), or None both.
+        COS, SIN: (batch or 1, length, R): the first R columns rotate, as `halves` says.
+        YQ, YK: the results, addressed as Q and K.
+        RSTD: float32, one for each row of q and then of k; None where no backward follows.
+        tokens: batch * length.
+        BLOCK: columns of half a row, rounded up to a power of two.
+        ONCE: the rotation is rounded only when it is stored; else after each operator.
     """
     q_rows = tokens * q_heads
-    q_tiles = tiles_of(q_rows, ROWS, HEADS)
+    q_tiles = tl.cdiv(q_rows, ROWS)
     tile = tl.program_id(0)
     of_tables = (rotary_batch, rotary_position, 0)
     if tile < q_tiles:
         rows_forward(
-            Q, WQ, BQ, COS, SIN, YQ, RSTD, MEAN, tile, 0, q_rows, length, q_heads,
+            Q, WQ, COS, SIN, YQ, RSTD, tile, 0, q_rows, length, q_heads,
             (q_batch, q_position, q_head), (yq_batch, yq_position, yq_head), of_tables, eps,
-            N, BLOCK, ROWS, HEADS, WHOLE, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, ONCE,
-            PAIRS,
+            N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
         )  # fmt: skip
     else:
         rows_forward(
-            K, WK, BK, COS, SIN, YK, RSTD, MEAN, tile - q_tiles, q_rows, tokens * k_heads, length, k_heads,
+            K, WK, COS, SIN, YK, RSTD, tile - q_tiles, q_rows, tokens * k_heads, length, k_heads,
             (k_batch, k_position, k_head), (yk_batch, yk_position, yk_head), of_tables, eps,
-            N, BLOCK, ROWS_K, HEADS_K, WHOLE, UNIT, R, CENTERED, OFFSET, ROUND_OFFSET, ROUNDING, EPS_OUTSIDE, ONCE,
-            PAIRS,
+            N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Which formulas each family of kernels computes, in the words of `NormSpec.axes`.
 
-What is not listed is refused. So a field or a value that is added to `NormSpec` is computed by no kernel, never as
-another formula, until somebody writes it into the kernels and then here.
+The kernels refuse every other formula. So a new field or value of `NormSpec` is never computed as another formula: add
+it to the kernels first, and then here.
 """
 
 from ..formula import NormSpec
@@ -13,7 +13,7 @@ _ROWS = frozenset({
 SERVES = {
     "rows": _ROWS | {"gate=silu_before", "gate=silu_after", "gate=sigmoid_after"},
     "residual sum": _ROWS,
-    "queries and keys": _ROWS,
+    "queries and keys": frozenset({"weight_offset", "rounding=before_weight"}),
     # xhat has to follow from the output alone, and with its own rounding.
     "from the output": _ROWS - {"eps_outside", "rounding=rstd"},
 }

@@ -5,7 +5,7 @@ from functools import cache
 
 MAX_HIDDEN_SIZE = 16_384  # the widest row that registers hold; longer ones keep their own forward
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
-MAX_TOKEN = 8_192  # columns of all heads of a token in one tile, where one norm spans them: more would spill
+QK_PROGRAMS_PER_SM = 4  # of their backward: what its registers leave room for
 CENTERED_SUMS_MAX = 8_192  # LayerNorm sums dweight and dbias beside dx; of wider rows without a gap they would spill
 TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often
 WARP_ELEMENTS = 1_024  # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
@@ -48,6 +48,20 @@ def forward_config(hidden_size: int) -> TileConfig:
     if block > WARP_ELEMENTS and 8 * hidden_size <= 5 * block:
         num_warps //= 2  # 40 elements a thread: of twice the warps each would hold 24, most of them behind the row
     return TileConfig(block, max(1, TILE_ELEMENTS // block), num_warps)
+
+
+@cache
+def qk_config(head_dim: int) -> TileConfig:
+    """Forward and backward of q and k; heads of 512 with their tables would spill in fewer warps."""
+    block = next_power_of_2(head_dim)
+    return TileConfig(block, TILE_ELEMENTS // block, num_warps=4)
+
+
+def qk_stages(itemsize: int, shared_limit: int) -> int:
+    """As many stages of the backward of q and k as let all programs of a multiprocessor fit at once."""
+    buffer = 4 * TILE_ELEMENTS * itemsize  # x, dy, cos and sin
+    memory = shared_limit // QK_PROGRAMS_PER_SM - 1_024
+    return max(1, min(3, 1 + memory // buffer))
 
 
 @cache

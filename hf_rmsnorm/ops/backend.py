@@ -15,7 +15,7 @@ import torch
 from ..formula import TORCH_RELEASE, NormSpec, promoted
 from ..kernels.failure import KernelUnavailable, failed
 from ..kernels.serves import unserved
-from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, MAX_TOKEN, next_power_of_2
+from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
 from .direct import autocast_enabled, is_direct
 from .launches import forget_launches
 from .settings import chosen, insists, settings
@@ -253,89 +253,69 @@ def autocast_to_float32(spec: NormSpec, *tensors):
     return tuple(t if t is None else t.to(torch.float32) for t in tensors)
 
 
-def why_not_qk(spec: NormSpec, q, k, parameters: tuple, tables: tuple) -> str | None:
-    """Why one launch does not norm and rotate q and k, or None where it does.
-
-    Args:
-        parameters: the weights of q and k, then their biases, or None for each.
-        tables: cos and sin, or None for each.
-    """
+def why_not_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> str | None:
+    """Why one launch does not norm and rotate q and k, or None where it does."""
+    weights = q_weight, k_weight
     return (
-        _why_not_pair_formula(spec, parameters, tables)
-        or _why_not_dtypes(spec, q, k, parameters, tables)
+        _why_not_formula_of_heads(spec, weights)
+        or _why_not_tensors((q, k), weights, (cos, sin))
         or _why_not_heads(q, k)
-        or _why_not_weights_of_heads(spec, q, k, parameters)
-        or _why_not_tables(q, *tables)
+        or _why_not_weights_of_heads(q, weights)
+        or _why_not_tables(q, cos, sin)
         or device_refusal(q.device.type, q.device.index)
     )
 
 
-def _why_not_pair_formula(spec: NormSpec, parameters: tuple, tables: tuple) -> str | None:
-    cos, sin = tables
+def _why_not_formula_of_heads(spec: NormSpec, weights: tuple) -> str | None:
     missing = unserved(spec, "queries and keys")
     if missing is not None:
         return f"{missing}, which the kernels do not compute"
-    if spec.has_bias and not (spec.has_weight and cos is None):
-        return "a bias without a weight, or before a rotation"
-    expected = spec.has_weight, spec.has_weight, spec.has_bias, spec.has_bias
-    if any((p is None) == has for p, has in zip(parameters, expected, strict=True)):
-        return "its formula has a parameter and the call has none, or the other way round"
-    if (cos is None) != (sin is None):
-        return "cos without sin, or the other way round"
+    if any((w is None) == spec.has_weight for w in weights):
+        return "its formula has a weight and the call has none, or the other way round"
     return None
 
 
-def _why_not_dtypes(spec: NormSpec, q, k, parameters: tuple, tables: tuple) -> str | None:
-    given = [t for t in (q, k, *parameters, *tables) if t is not None]
-    if not is_direct(*given):
+def _why_not_tensors(*pairs: tuple) -> str | None:
+    tensors = [t for pair in pairs for t in pair if t is not None]
+    if not is_direct(*tensors):
         return "a tensor of another class"
-    if any(t.device != q.device for t in given):
+    if len({t.device for t in tensors}) > 1:
         return "tensors on several devices"
-    for group in ((q, k), parameters, tables):
-        if len({t.dtype for t in group if t is not None}) > 1:
-            return "two dtypes where both are of a kind"
-    if any(t.dtype not in KERNEL_DTYPES for t in given):
+    for one, other in pairs:
+        if one is not None and one.dtype != other.dtype:
+            return f"a pair of {one.dtype} and {other.dtype}"
+    if any(t.dtype not in KERNEL_DTYPES for t in tensors):
         return "a dtype that the kernels do not serve"
-    if spec.rounding == "weight_dtype" and any(t.dtype != q.dtype for t in given):
-        return "a mixture of dtypes that is rounded to the weight's"
     return None
 
 
 def _why_not_heads(q, k) -> str | None:
     if q.dim() != 4 or k.dim() != 4:
         return "q or k is not (batch, heads, length, head_dim)"
-    if q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3] or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+    head_dim = q.shape[3]
+    if q.shape[::2] != k.shape[::2] or head_dim != k.shape[3] or not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"q is {tuple(q.shape)} and k {tuple(k.shape)}; heads are 1 to {MAX_HEAD_DIM} wide"
     if q.stride(3) != 1 or k.stride(3) != 1:
         return "columns with gaps"
-    if q.numel() + k.numel() > MAX_ROWS * q.shape[3]:
+    if q.numel() + k.numel() > MAX_ROWS * head_dim:
         return f"more than {MAX_ROWS} rows"
     return None
 
 
-def _why_not_weights_of_heads(spec: NormSpec, q, k, parameters: tuple) -> str | None:
-    """Of all heads, (head_dim,); of each, (heads, head_dim); or of one norm over all of them, (heads * head_dim,)."""
-    given = [p for p in parameters if p is not None]
-    if not all(p.is_contiguous() for p in given):
-        return "parameters with gaps"
-    shapes = [tuple(p.shape) for p in given]
-    (_, q_heads, _, head_dim), k_heads = q.shape, k.shape[1]
-    pairs = len(shapes) // 2
-    if shapes == [(head_dim,)] * 2 * pairs or shapes == [(q_heads, head_dim), (k_heads, head_dim)] * pairs:
-        return None
-    if shapes != [(q_heads * head_dim,), (k_heads * head_dim,)] * pairs:
-        return f"parameters of shapes {shapes}"
-    if spec.centered or next_power_of_2(q_heads) * next_power_of_2(head_dim) > MAX_TOKEN:
-        return f"one norm over all heads that is centred, or of more than {MAX_TOKEN} columns"
+def _why_not_weights_of_heads(q, weights: tuple) -> str | None:
+    head_dim = q.shape[3]
+    for weight in weights:
+        if weight is not None and (weight.shape != (head_dim,) or not weight.is_contiguous()):
+            return f"a weight of shape {tuple(weight.shape)} and strides {weight.stride()} for heads of {head_dim}"
     return None
 
 
 def _why_not_tables(q, cos, sin) -> str | None:
-    if cos is None:
-        return None
     if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
         return "cos and sin are not (batch or 1, length, columns) in one layout"
-    (batch, _, length, head_dim), (tables, positions, columns) = q.shape, cos.shape
-    if positions != length or tables not in (1, batch) or columns > head_dim or columns % 2 or not columns:
+    batch, _, length, head_dim = q.shape
+    tables, positions, columns = cos.shape
+    fits = positions == length and tables in (1, batch)
+    if not fits or columns % 2 or not 2 <= columns <= head_dim:
         return f"tables of shape {tuple(cos.shape)} for q of {tuple(q.shape)}"
     return None

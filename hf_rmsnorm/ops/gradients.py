@@ -108,14 +108,15 @@ def by_formula(spec: NormSpec, operands, dy, dh, need):
 
 def gradients_of(formula: Callable, inputs: tuple, dy, need) -> list:
     """The gradients of any formula that returns one tensor, differentiable where gradients are on."""
+    return gradients_of_all(lambda *inputs: (formula(*inputs),), inputs, (dy,), need)
 
-    def outputs(*inputs):
-        return (formula(*inputs),)
 
+def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
+    """The gradients of any formula that returns a tuple, differentiable where gradients are on."""
     if torch.is_grad_enabled():  # create_graph
-        return differentiable(outputs, inputs, (dy,), need)
+        return differentiable(formula, inputs, gradients, need)
     leaves = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, need, strict=True))
-    return [g if g is None else g.detach() for g in differentiable(outputs, leaves, (dy,), need)]
+    return [g if g is None else g.detach() for g in differentiable(formula, leaves, gradients, need)]
 
 
 def _by_output(spec: NormSpec, saved: tuple, dy, dh, need):

@@ -26,7 +26,7 @@ FUSED = re.compile(r"^\s*(?:fma\.|v_(?:pk_)?(?:fma|mad|mac)\w*_b?f(?:16|32)).*$"
 if __name__ == "__main__":
     target, found = sys.argv[1], {}
     recorder = aot.compile_for(target)
-    for variant in (LLAMA, BIASED, LAYER_NORM, aot.VARIANTS["qk_rotary-bf16"]):
+    for variant in (LLAMA, BIASED, LAYER_NORM, aot.VARIANTS["qk-bf16"]):
         for dtype in (torch.bfloat16, torch.float16):
             recorder.compiled.clear()
             aot.run(replace(variant, x=dtype, weight=dtype), 128)

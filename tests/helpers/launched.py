@@ -20,14 +20,12 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate=None, dh=Non
     return launch.launch(*read, rstd, mean)
 
 
-def qk_norm_forward(q, k, parameters, cos, sin, spec, stats, way=""):
-    """(q', k', rstd, mean)."""
-    operands = q, k, *parameters, cos, sin
-    return QKForward(spec, operands, memory_of(operands), stats, way).launch(*operands)
+def qk_norm_forward(operands, spec, stats=True):
+    """(q', k', rstd) of q, k, their weights, cos and sin."""
+    return QKForward(spec, operands, memory_of(operands), stats).launch(*operands)
 
 
-def qk_norm_backward(dq, dk, q, k, parameters, cos, sin, rstd, mean, spec, need):
-    """The gradients of q, k and the parameters."""
-    read = dq, dk, q, k, *parameters[:2], cos, sin
-    kept = *parameters[2:], rstd, mean
-    return QKBackward(spec, (*read, *kept), memory_of(read), need).launch(*read, *kept)
+def qk_norm_backward(dq, dk, operands, rstd, spec, need):
+    """The gradients of q, k and their weights."""
+    read = dq, dk, *operands
+    return QKBackward(spec, (*read, rstd), memory_of(read), need).launch(*read, rstd)

@@ -96,8 +96,9 @@ def _norms():
 
 
 def _heads():
+    from heads import fused_qk_norm
+
     from hf_rmsnorm import NormSpec
-    from hf_rmsnorm.ops.qk import fused_qk_norm
 
     q, k = (torch.randn(2, 16, heads, 128).to(BF16).transpose(1, 2).requires_grad_() for heads in (16, 8))
     tables = [torch.randn(2, 16, 128).to(BF16) for _ in range(2)]
@@ -106,13 +107,6 @@ def _heads():
     spec = NormSpec(False, 1e-6, rounding="before_weight")
     made = partial(fused_qk_norm, q, k, *weights, spec, *tables)
     yield "q and k with rotary embedding 128", 2 * 16 * 24, partial(_back, made, (q, k, *weights), torch.ones(()))
-    whole = [torch.randn(heads * 128).to(BF16).requires_grad_() for heads in (16, 8)]
-    made = partial(fused_qk_norm, q, k, *whole, spec, *tables)
-    yield (
-        "q and k as wholes with rotary embedding 128",
-        2 * 16 * 24,
-        partial(_back, made, (q, k, *whole), torch.ones(())),
-    )
 
 
 def counted() -> dict:

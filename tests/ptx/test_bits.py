@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
+from heads import fused_qk_norm
 from probes import facts
 
 from hf_rmsnorm import use_backend
 from hf_rmsnorm.ops import fused_norm
-from hf_rmsnorm.ops.qk import fused_qk_norm
 from hf_rmsnorm.reference import reference_norm, reference_qk_norm
 from tests.unit.kernels.test_kernels import SPECS, check, last_dimension_strided, parameters, rows, unaligned
 

@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 import torch
+from heads import fused_qk_norm
 from ptx import Fault, Kernel
 
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.ops import fused_add_norm, fused_norm
 from hf_rmsnorm.ops.modulated import modulated_norm
-from hf_rmsnorm.ops.qk import fused_qk_norm
 
 BF16 = torch.bfloat16
 LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
@@ -58,7 +58,6 @@ TOGETHER = {
 }
 QUICK = ("norm_forward", "norm_backward", "reduce_partials")
 HEADS = ("qk_norm_forward", "qk_norm_backward")
-TOKENS = ("qk_norm_forward of tokens", "qk_norm_backward of tokens")
 SUMS = ("norm_forward of a sum", "norm_backward of a sum")
 GATES = ("norm_forward of a gated sum",)
 MOST = 8  # statements of a kind that are broken one by one
@@ -77,9 +76,9 @@ def _sum(rows, hidden_size):
     torch.autograd.grad(made, (x, w), (dh, dy))
 
 
-def _heads(length, head_dim, whole=False):
+def _heads(length, head_dim):
     q, k = (torch.randn(1, heads, length, head_dim).to(BF16).requires_grad_() for heads in (4, 2))
-    weights = [torch.randn(head_dim * (heads if whole else 1)).to(BF16).requires_grad_() for heads in (4, 2)]
+    weights = [torch.randn(head_dim).to(BF16).requires_grad_() for _ in range(2)]
     tables = [torch.randn(1, length, head_dim).to(BF16) for _ in range(2)]
     turned = fused_qk_norm(q, k, *weights, LLAMA, *tables)
     torch.autograd.grad(turned, (q, k, *weights), [torch.randn_like(t) for t in turned])
@@ -92,7 +91,7 @@ def launch_of(driver, name):
     driver.launches = []
     with use_backend("triton"):
         if name.startswith("qk"):
-            _heads(40, 96, whole=name in TOKENS)
+            _heads(40, 96)
         elif name in SUMS:
             _sum(600, 96)
         elif name in GATES:
@@ -121,8 +120,8 @@ def noticed(driver, launch, text):
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
 @pytest.mark.parametrize(
-    "names", [QUICK, *(pytest.param(names, marks=pytest.mark.full) for names in (HEADS, TOKENS, SUMS, GATES))],
-    ids=["rows", "heads", "tokens", "sums", "gates"],
+    "names", [QUICK, *(pytest.param(names, marks=pytest.mark.full) for names in (HEADS, SUMS, GATES))],
+    ids=["rows", "heads", "sums", "gates"],
 )  # fmt: skip
 def test_what_is_broken_is_noticed(driver, names, kind):
     pattern, replacement = ALONE.get(kind) or TOGETHER[kind]

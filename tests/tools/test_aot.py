@@ -16,7 +16,6 @@ from places import ROOT
 
 pytest.importorskip("triton", reason="nothing is compiled without Triton")
 GATED = ("mamba-bf16", "qwen3_next-bf16", "gated_layernorm-bf16")
-TOKENS = ("qk_whole", "qk_weighted")
 OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "SHIFT", "FACTOR", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK",
             "DXQ", "DXK", "COS", "SIN")  # fmt: skip
 SHARED_LIMIT = {"sm_75": 65_536, "sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448,
@@ -43,12 +42,11 @@ SAMPLE = (
     "sm_90:llama-bf16-output,add_llama-bf16-output:128,4096,8192,14336",
     "sm_90:layernorm-bf16-output:128,4096",
     "sm_80,sm_100,gfx942:add_llama-bf16:128,896,4096,8192,14336,16384",
-    "sm_80,sm_90,sm_100,gfx942:qk-bf16,qk_rotary-bf16:64,128,256",
-    "sm_90:qk_rotary-bf16-unaligned,qk_rotary-fp32:128",
-    "sm_80,sm_90,gfx942:qk_whole-bf16,qk_weighted-bf16:64,128",
+    "sm_80,sm_90,sm_100,gfx942:qk-bf16:64,128,256",
+    "sm_90:qk-bf16-unaligned,qk-fp32:128",
     "sm_80,sm_90,sm_100,gfx942:modulated-bf16,add_modulated-bf16:1152,3072",
     "sm_75:llama-bf16,llama-fp16,add_llama-bf16:128,4096",
-    "sm_75:qk_rotary-bf16:128",
+    "sm_75:qk-bf16:128",
 )
 
 
@@ -115,8 +113,6 @@ def test_rows_move_by_16_bytes(kernels):
             continue
         least = 8 if kernel["target"].startswith("gfx") else 16
         widths = {operand: w for operand, w in kernel["widths"].items() if operand in OPERANDS}
-        if kernel["variant"].startswith(TOKENS):  # a token of k has a quarter of the elements, for as many threads
-            widths = {operand: w for operand, w in widths.items() if operand.endswith("Q")}
         assert widths or kernel["kernel"].endswith("reduce_partials")
         narrow |= {f"{name_of(kernel)} {operand}": w for operand, w in widths.items() if min(w) < least}
     assert not narrow, "bytes per access"

@@ -9,7 +9,7 @@ import torch
 from ...fused.attention import IN_PAIRS, RotaryProof, rotary_proofs
 from ...reference import rotated
 
-WAYS = "", "once", "joined"  # words of `reference.rotated`
+WAYS = "", "once", "joined"  # of `reference.rotated`
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 _SAME_DTYPES = tuple(zip(_DTYPES, _DTYPES, strict=True))
 _OTHER_DTYPES = tuple(itertools.permutations(_DTYPES, 2))

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from heads import fused_qk_norm
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import fused_add_norm, fused_norm, fused_qk_norm
+from hf_rmsnorm.ops import fused_add_norm, fused_norm
 from hf_rmsnorm.ops.modulated import modulated_norm
 from hf_rmsnorm.ops.unrounded import norm_of_summands
 
@@ -85,15 +86,14 @@ def unrounded(spec, size, dtype):
     return run, 3
 
 
-def heads(spec, size, dtype, rotary: bool = True, of=lambda heads, dim: (dim,)):
-    """A row is a token, of four heads of q and as many of k; of: the shape of a weight."""
-    shape = of(4, size // 8)
-    weights = [parameters(spec, torch.Size(shape).numel(), dtype)[0].view(shape) for _ in range(2)]
+def heads(spec, size, dtype):
+    """A row is a token, of four heads of q and as many of k."""
+    weights = [parameters(spec, size // 8, dtype)[0] for _ in range(2)]
 
     def run(rows, dy, angles):
         rows, dy, angles = (t.reshape(-1, *t.shape[-2:]) if t.dim() > 2 else t[None] for t in (rows, dy, angles))
         angles = angles[..., : size // 8].float()
-        tables = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotary else ()
+        tables = angles.cos().to(dtype), angles.sin().to(dtype)
         q, k = (t.unflatten(-1, (-1, size // 8)).transpose(1, 2) for t in rows.split((size // 2, size // 2), -1))
         dq, dk = (t.unflatten(-1, (-1, size // 8)).transpose(1, 2) for t in dy.split((size // 2, size // 2), -1))
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
@@ -165,18 +165,10 @@ def test_a_backward_from_the_output(size):
     check(norm(SPECS["RMSNorm"], size, BF16, keep_output=True), size, BF16)
 
 
-WEIGHTS = {
-    "one": lambda heads, dim: (dim,), "of each head": lambda heads, dim: (heads, dim),
-    "of all heads": lambda heads, dim: (heads * dim,),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("rotary", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_heads(weight, head_dim, rotary):
+def test_heads(head_dim):
     shapes = [(1,), (2,), (3,), (7,), (64,)]
-    check(heads(SPECS["RMSNorm"], 8 * head_dim, BF16, rotary, WEIGHTS[weight]), 8 * head_dim, BF16, shapes)
+    check(heads(SPECS["RMSNorm"], 8 * head_dim, BF16), 8 * head_dim, BF16, shapes)
 
 
 def test_one_row_of_a_thousand():

@@ -1,40 +1,35 @@
-"""The fused q/k norm, with and without rotary embedding, against the attention layers of Hugging Face.
+"""The fused q/k norm with its rotary embedding, against the attention layers of Hugging Face.
 
 In half precision the results are bit-equal; in float32 the order of a sum shows, so the tolerance policy judges.
 """
 
 import pytest
 import torch
+from heads import fused_qk_norm
 from tolerance import assert_as_accurate
-from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.gemma3.modeling_gemma3 import apply_rotary_pos_emb as gemma3_rotary
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial_rotary
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
-from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import fused_norm, fused_qk_norm
+from hf_rmsnorm.ops import fused_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXACT = FP32 if DEVICE == "cpu" else BF16  # compiled, products of float32 that nothing rounds are fused into sums
 QWEN3 = NormSpec(False, 1e-6, rounding="before_weight")
 NORMS = {
-    "qwen3": (Qwen3RMSNorm, QWEN3, apply_rotary_pos_emb),
-    "olmoe": (OlmoeRMSNorm, NormSpec(False, 1e-5, rounding="before_weight"), apply_rotary_pos_emb),
-    "gemma3": (Gemma3RMSNorm, NormSpec(False, 1e-6, weight_offset=1.0), gemma3_rotary),
-    "l2": (
-        lambda n: Llama4TextL2Norm(1e-6), NormSpec(False, 1e-6, has_weight=False), apply_rotary_pos_emb
-    ),
-    "layer_norm": (
-        lambda n: nn.LayerNorm(n, bias=False), NormSpec(True, 1e-5, functional=True), apply_rotary_pos_emb
-    ),
-    "rms_norm": (
-        lambda n: nn.RMSNorm(n, eps=1e-6), NormSpec(False, 1e-6, functional=True), apply_rotary_pos_emb
-    ),
-}  # fmt: skip
+    "qwen3": (Qwen3RMSNorm, QWEN3),
+    "gemma3": (Gemma3RMSNorm, NormSpec(False, 1e-6, weight_offset=1.0)),
+    "gemma3n": (Gemma3nRMSNorm, NormSpec(False, 1e-6)),
+    "l2": (lambda n: Llama4TextL2Norm(1e-6), NormSpec(False, 1e-6, has_weight=False)),
+}
+SPECS = {
+    **{name: spec for name, (_, spec) in NORMS.items()},
+    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, rounding="before_weight"),
+}
 
 
 def random(*shape, dtype, seed, scale=1.7, shift=0.25):
@@ -90,30 +85,27 @@ def angles(batch, length, columns, dtype, seed=5, shared=True):
     return emb.cos().to(dtype), emb.sin().to(dtype)
 
 
-def norms(name, head_dim, dtype):
-    make, spec, rotary = NORMS[name]
-    pair = [make(head_dim).to(DEVICE, dtype) for _ in range(2)]
-    for i, norm in enumerate(pair):
-        for p in norm.parameters():
-            p.data.copy_(random(head_dim, dtype=dtype, seed=20 + i, scale=0.3, shift=1.0 - spec.weight_offset))
-    return pair, spec, rotary
-
-
-def weights_of(pair):
-    return [next(iter(norm.parameters()), None) for norm in pair]
+def parameters(spec, head_dim, dtype):
+    if not spec.has_weight:
+        return [None, None]
+    return [random(head_dim, dtype=dtype, seed=s, scale=0.3, shift=1.0 - spec.weight_offset) for s in (2, 3)]
 
 
 def doubled(*tensors):
     return [t if t is None else t.detach().double() for t in tensors]
 
 
-def eager(pair, rotary, q, k, cos=None, sin=None):
-    q, k = pair[0](q), pair[1](k)
-    return (q, k) if cos is None else rotary(q, k, cos, sin)
+def rotated_once(q, k, cos, sin):
+    """In float32, rounded at the end."""
+    made = apply_rotary_pos_emb(q.float(), k.float(), cos.float(), sin.float())
+    return tuple(y.to(x.dtype) for y, x in zip(made, (q, k), strict=True))
+
+
+ROTARY = {"": apply_rotary_pos_emb, "once": rotated_once}
 
 
 def real_strides(t):
-    """The stride of a dimension of one element is anybody's choice."""
+    """The strides, but for those of dimensions of one element, which may be anything."""
     return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
 
 
@@ -122,35 +114,7 @@ def assert_strides(got, expected):
         assert real_strides(a) == real_strides(b) and a.dtype == b.dtype
 
 
-@pytest.mark.parametrize("turn", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("name", NORMS)
-def test_the_layers_of_hugging_face(name, dtype, turn):
-    """The reference is theirs bit for bit; the kernel adds in another order, which a rounding may show."""
-    pair, spec, rotary = norms(name, 64, dtype)
-    weights = weights_of(pair)
-    q, k = projected(2, 4, 5, 64, dtype, 0), projected(2, 2, 5, 64, dtype, 1)
-    tables = angles(2, 5, 64, dtype) if turn else ()
-    with torch.no_grad():
-        expected = eager(pair, rotary, q, k, *tables)
-        with use_backend("reference"), count_launches() as launches:
-            reference = fused_qk_norm(q, k, *weights, spec, *tables)
-            exact = fused_qk_norm(*doubled(q, k, *weights), spec, *doubled(*tables))
-        assert not launches
-        with use_backend("triton"), count_launches() as launches:
-            fused = fused_qk_norm(q, k, *weights, spec, *tables)
-        assert launches == {"qk_norm_forward": 1}
-    assert_strides(reference, expected)
-    assert_strides(fused, expected)
-    for side, a, r, b, c in zip("qk", fused, reference, expected, exact, strict=True):
-        assert torch.equal(r, b)
-        assert_as_accurate(a, b, c, side)
-        if dtype == BF16 and not spec.functional and DEVICE == "cpu":
-            assert torch.equal(a, b)
-        elif dtype != FP32 and not spec.functional:
-            assert (a == b).double().mean() > 0.999
-
-
+DTYPES = [BF16, FP16, FP32]
 MIXED = [  # q and k, the weights, cos and sin
     (BF16, FP32, FP32),  # autocast
     (FP16, FP32, FP32),
@@ -161,38 +125,56 @@ MIXED = [  # q and k, the weights, cos and sin
 ]
 
 
-@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ROTARY)
+@pytest.mark.parametrize("name", NORMS)
+def test_the_layers_of_hugging_face(name, way, dtype):
+    check_forward(name, way, dtype, dtype, dtype)
+
+
 @pytest.mark.parametrize("dtypes", MIXED, ids=str)
-@pytest.mark.parametrize("name", [name for name in NORMS if not NORMS[name][1].functional])
-def test_the_layers_of_hugging_face_on_other_dtypes(name, dtypes, turn):
-    of_rows, of_weights, of_tables = dtypes
-    pair, spec, rotary = norms(name, 64, of_weights)
-    weights = weights_of(pair)
+@pytest.mark.parametrize("way", ROTARY)
+def test_the_layers_of_hugging_face_on_other_dtypes(way, dtypes):
+    check_forward("qwen3", way, *dtypes)
+
+
+def check_forward(name, way, of_rows, of_weights, of_tables):
+    """The reference is theirs bit for bit; the kernel adds in another order, which a rounding may show."""
+    make, spec = NORMS[name]
+    weights = parameters(spec, 64, of_weights)
+    pair = [make(64).to(DEVICE, of_weights) for _ in range(2)]
+    for norm, weight in zip(pair, weights, strict=True):
+        for parameter in norm.parameters():
+            parameter.data.copy_(weight)
     q, k = projected(2, 4, 5, 64, of_rows, 0), projected(2, 2, 5, 64, of_rows, 1)
-    tables = angles(2, 5, 64, of_tables) if turn else ()
+    tables = angles(2, 5, 64, of_tables)
     with torch.no_grad():
-        expected = eager(pair, rotary, q, k, *tables)
-        with use_backend("reference"):
-            exact = fused_qk_norm(*doubled(q, k, *weights), spec, *doubled(*tables))
-        with use_backend("triton"):
-            fused = fused_qk_norm(q, k, *weights, spec, *tables)
+        expected = ROTARY[way](pair[0](q), pair[1](k), *tables)
+        with use_backend("reference"), count_launches() as launches:
+            reference = fused_qk_norm(q, k, *weights, spec, *tables, way)
+            exact = fused_qk_norm(*doubled(q, k, *weights), spec, *doubled(*tables), way)
+        assert not launches
+        with use_backend("triton"), count_launches() as launches:
+            fused = fused_qk_norm(q, k, *weights, spec, *tables, way)
+        assert launches == {"qk_norm_forward": 1}
+    assert_strides(reference, expected)
     assert_strides(fused, expected)
-    for side, a, b, c in zip("qk", fused, expected, exact, strict=True):
+    for side, a, r, b, c in zip("qk", fused, reference, expected, exact, strict=True):
+        assert torch.equal(r, b)
         assert_as_accurate(a, b, c, side)
-        if a.dtype == BF16 and DEVICE == "cpu":
+        if a.dtype == BF16 and way == "" and DEVICE == "cpu":
             assert torch.equal(a, b)
+        elif a.dtype != FP32:
+            assert (a == b).double().mean() > 0.999
 
 
-@pytest.mark.parametrize("turn", [False, True])
-@pytest.mark.parametrize("dtypes", MIXED, ids=str)
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "l2"])
-def test_backward_on_other_dtypes(name, dtypes, turn):
-    of_rows, of_weights, of_tables = dtypes
-    spec = SPECS[name]
-    q, k = projected(2, 4, 9, 80, of_rows, 0), packed(2, 2, 9, 80, of_rows, 1)
-    dq, dk = length_first(2, 4, 9, 80, FP32, 7), contiguous(2, 2, 9, 80, FP32, 8)
-    tables = angles(2, 9, 80, of_tables, shared=False) if turn else ()
-    check_backward(spec, q, k, parameters(spec, 80, of_weights), dq, dk, tables)
+def test_a_rotation_that_ends_in_a_concatenation_is_row_major():
+    q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
+    weights, tables = parameters(QWEN3, 64, BF16), angles(2, 5, 64, BF16)
+    with torch.no_grad(), use_backend("triton"):
+        usual = fused_qk_norm(q, k, *weights, QWEN3, *tables)
+        joined = fused_qk_norm(q, k, *weights, QWEN3, *tables, "joined")
+    assert all(y.is_contiguous() for y in joined) and all(map(torch.equal, joined, usual))
 
 
 def shifted(x):
@@ -203,16 +185,16 @@ def shifted(x):
 
 @pytest.mark.parametrize("k_layout", LAYOUTS[:4])
 @pytest.mark.parametrize("q_layout", LAYOUTS)
-@pytest.mark.parametrize("turn", ["no", "whole", "part"])
-def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(turn, q_layout, k_layout):
+@pytest.mark.parametrize("columns", [48, 16])
+def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(columns, q_layout, k_layout):
     """Bit-equal to what contiguous tensors give, and as accurate as the norms alone.
 
     Of a pair that holds an unaligned tensor, both are read, and summed, as such.
     """
     weights = [random(48, dtype=EXACT, seed=s, shift=1.0) for s in (2, 3)]
     q, k = q_layout(2, 4, 5, 48, EXACT, 0), k_layout(2, 3, 5, 48, EXACT, 1)
-    rotary = partial_rotary if turn == "part" else apply_rotary_pos_emb
-    tables = {"no": (), "whole": angles(2, 5, 48, EXACT, shared=False), "part": angles(1, 5, 16, EXACT)}[turn]
+    rotary = partial_rotary if columns < 48 else apply_rotary_pos_emb
+    tables = angles(1 if columns < 48 else 2, 5, columns, EXACT, shared=False)
     whole = [t.contiguous() for t in (q, k)]
     if any(t.data_ptr() % 16 for t in (q, k)):
         whole = map(shifted, whole)
@@ -220,7 +202,7 @@ def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(turn, q_l
         got = fused_qk_norm(q, k, *weights, QWEN3, *tables)
         same = fused_qk_norm(*whole, *weights, QWEN3, *tables)
         apart = [fused_norm(x, w, None, QWEN3) for x, w in zip((q, k), weights, strict=True)]
-        apart = rotary(*apart, *tables) if tables else apart
+        apart = rotary(*apart, *tables)
     with torch.no_grad(), use_backend("reference"):
         exact = fused_qk_norm(*doubled(q, k, *weights), QWEN3, *doubled(*tables))
     assert_strides(got, apart)
@@ -239,12 +221,12 @@ def gradients(function, q, k, weights, dq, dk):
     return [None if t is None else next(grads) for t in leaves]
 
 
-def check_backward(spec, q, k, weights, dq, dk, tables):
+def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
     """Against float64 under the tolerance policy, with what plain torch errs as the measure."""
     before = [d if d is None else d.clone() for d in (dq, dk)]
 
     def fused(*leaves):
-        return fused_qk_norm(*leaves, spec, *tables)
+        return fused_qk_norm(*leaves, spec, *tables, way)
 
     with use_backend("triton"), count_launches() as launches:
         got = gradients(fused, q, k, weights, dq, dk)
@@ -262,11 +244,11 @@ def check_backward(spec, q, k, weights, dq, dk, tables):
             turned = [t[:, order] for t in tables]
 
             def shuffled(*leaves, turned=turned):
-                return fused_qk_norm(*leaves, spec, *turned)
+                return fused_qk_norm(*leaves, spec, *turned, way)
 
             orders.append(gradients(shuffled, *moved[:2], weights, *moved[2:]))
         exact = gradients(
-            lambda *leaves: fused_qk_norm(*leaves, spec, *doubled(*tables)), *doubled(q, k), doubled(*weights),
+            lambda *leaves: fused_qk_norm(*leaves, spec, *doubled(*tables), way), *doubled(q, k), doubled(*weights),
             *doubled(dq, dk),
         )  # fmt: skip
     for i, name in enumerate(("dq", "dk", "dq_weight", "dk_weight")):
@@ -277,99 +259,93 @@ def check_backward(spec, q, k, weights, dq, dk, tables):
     return got
 
 
-SPECS = {
-    **{name: spec for name, (_, spec, _) in NORMS.items()},
-    "t5": NormSpec(False, 1e-6, rounding="weight_dtype"),
-    "rounded_rstd": NormSpec(False, 1e-6, rounding="rstd"),
-    "textbook": NormSpec(False, 1e-2, eps_outside=True),
-    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, rounding="before_weight"),
-    "layer_norm_no_affine": NormSpec(True, 1e-5, has_weight=False),
-}
+ROTATIONS = [("", 80, BF16), ("", 32, FP16), ("", 32, FP32), ("once", 80, BF16), ("once", 32, FP16)]
 
 
-def parameters(spec, head_dim, dtype):
-    if not spec.has_weight:
-        return [None, None]
-    return [random(head_dim, dtype=dtype, seed=s, scale=0.3, shift=1.0 - spec.weight_offset) for s in (2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "turn"), [(BF16, "no"), (BF16, "whole"), (BF16, "part"), (FP16, "whole"), (FP32, "no"), (FP32, "part")]
-)
+@pytest.mark.parametrize("way, columns, dtype", ROTATIONS)
 @pytest.mark.parametrize("name", SPECS)
-def test_backward_of_every_formula(name, dtype, turn):
+def test_backward_of_every_formula(name, way, columns, dtype):
     spec = SPECS[name]
     q, k = projected(2, 4, 9, 80, dtype, 0), packed(2, 2, 9, 80, dtype, 1)
     dq, dk = length_first(2, 4, 9, 80, dtype, 7), contiguous(2, 2, 9, 80, dtype, 8)
-    tables = {"no": (), "whole": angles(2, 9, 80, dtype, shared=False), "part": angles(1, 9, 32, dtype)}[turn]
-    check_backward(spec, q, k, parameters(spec, 80, dtype), dq, dk, tables)
+    tables = angles(2, 9, columns, dtype, shared=False)
+    check_backward(spec, q, k, parameters(spec, 80, dtype), dq, dk, tables, way)
 
 
-@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+@pytest.mark.parametrize("way", ROTARY)
+def test_backward_on_other_dtypes(way, dtypes):
+    of_rows, of_weights, of_tables = dtypes
+    q, k = projected(2, 4, 9, 80, of_rows, 0), packed(2, 2, 9, 80, of_rows, 1)
+    dq, dk = length_first(2, 4, 9, 80, FP32, 7), contiguous(2, 2, 9, 80, FP32, 8)
+    tables = angles(2, 9, 80, of_tables, shared=False)
+    check_backward(QWEN3, q, k, parameters(QWEN3, 80, of_weights), dq, dk, tables, way)
+
+
 @pytest.mark.parametrize("layout", [*LAYOUTS, columns_apart])
-def test_gradients_arrive_in_any_strides(layout, turn):
+def test_gradients_arrive_in_any_strides(layout):
     shape = (2, 4, 6, 48)
     q, k = projected(*shape, BF16, 0), contiguous(*shape, BF16, 1)
-    tables = angles(2, 6, 48, BF16) if turn else ()
     dq, dk = layout(*shape, BF16, 7), columns_apart(*shape, BF16, 8)
-    got = check_backward(QWEN3, q, k, parameters(QWEN3, 48, BF16), dq, dk, tables)
+    got = check_backward(QWEN3, q, k, parameters(QWEN3, 48, BF16), dq, dk, angles(2, 6, 48, BF16))
     assert [g.stride() for g in got[:2]] == [q.stride(), k.stride()]
 
 
 @pytest.mark.parametrize("head_dim", [2, 8, 64, 72, 96, 128, 192, 256, 512])
-@pytest.mark.parametrize("name", ["qwen3", "layer_norm"])
-def test_every_head_dim(name, head_dim):
-    spec = SPECS[name]
-    weights = parameters(spec, head_dim, BF16)
+def test_every_head_dim(head_dim):
+    weights = parameters(QWEN3, head_dim, BF16)
     q, k = projected(1, 3, 5, head_dim, BF16, 0), projected(1, 1, 5, head_dim, BF16, 1)
     dq, dk = contiguous(1, 3, 5, head_dim, BF16, 7), contiguous(1, 1, 5, head_dim, BF16, 8)
     tables = angles(1, 5, head_dim, BF16)
-    check_backward(spec, q, k, weights, dq, dk, tables)
+    check_backward(QWEN3, q, k, weights, dq, dk, tables)
     with torch.no_grad(), use_backend("triton"):
-        got = fused_qk_norm(q, k, *weights, spec, *tables)
-        normed = [fused_norm(x, w, None, spec) for x, w in zip((q, k), weights, strict=True)]
+        got = fused_qk_norm(q, k, *weights, QWEN3, *tables)
+        normed = [fused_norm(x, w, None, QWEN3) for x, w in zip((q, k), weights, strict=True)]
     assert all(map(torch.equal, got, apply_rotary_pos_emb(*normed, *tables)))
 
 
-def test_gradients_are_those_of_the_norm_kernels_bit_for_bit():
+@pytest.mark.parametrize("way", ROTARY)
+def test_gradients_are_those_of_the_norm_kernels_bit_for_bit(way):
     """The rotary embedding's gradient is rounded where eager rounds it, so that training does not drift from it."""
     weights = parameters(QWEN3, 64, BF16)
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
     dq, dk = contiguous(2, 4, 5, 64, BF16, 7), contiguous(2, 2, 5, 64, BF16, 8)
     tables = angles(2, 5, 64, BF16, shared=False)
 
+    def fused(*leaves):
+        return fused_qk_norm(*leaves, QWEN3, *tables, way)
+
     def apart(q, k, q_weight, k_weight):
         normed = fused_norm(q, q_weight, None, QWEN3), fused_norm(k, k_weight, None, QWEN3)
-        return apply_rotary_pos_emb(*normed, *tables)
+        return ROTARY[way](*normed, *tables)
 
     with use_backend("triton"):
-        got = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables), q, k, weights, dq, dk)
+        got = gradients(fused, q, k, weights, dq, dk)
         expected = gradients(apart, q, k, weights, dq, dk)
-        again = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables), q, k, weights, dq, dk)
+        again = gradients(fused, q, k, weights, dq, dk)
     assert all(map(torch.equal, got[:2], expected[:2]))
     assert all(map(torch.equal, got, again)), "a gradient is not deterministic"
 
 
-@pytest.mark.parametrize("turn", [False, True])
 @pytest.mark.parametrize("missing", ["q", "k"])
-def test_one_of_two_gradients(missing, turn):
+def test_one_of_two_gradients(missing):
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
     dq = None if missing == "q" else contiguous(2, 4, 5, 64, BF16, 7)
     dk = None if missing == "k" else contiguous(2, 2, 5, 64, BF16, 8)
-    got = check_backward(QWEN3, q, k, parameters(QWEN3, 64, BF16), dq, dk, angles(2, 5, 64, BF16) if turn else ())
+    got = check_backward(QWEN3, q, k, parameters(QWEN3, 64, BF16), dq, dk, angles(2, 5, 64, BF16))
     assert [g is None for g in got] == 2 * [dq is None, dk is None]
 
 
 def test_frozen_weights_and_inputs_take_no_gradient():
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
-    weights = parameters(QWEN3, 64, BF16)
+    weights, tables = parameters(QWEN3, 64, BF16), angles(2, 5, 64, BF16)
     dq, dk = torch.ones_like(q), torch.ones_like(k)
     with use_backend("triton"):
-        whole = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3), q, k, weights, dq, dk)
+        whole = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables), q, k, weights, dq, dk)
         for wanted in ([0], [1], [0, 1], [2], [3], [2, 3], [0, 3]):
             leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((q, k, *weights))]
             with count_launches() as launches:
-                outputs = fused_qk_norm(*leaves, QWEN3)
+                outputs = fused_qk_norm(*leaves, QWEN3, *tables)
                 torch.autograd.backward(outputs, (dq, dk))
             assert launches["qk_reduce_partials"] == (max(wanted) > 1)
             for i, leaf in enumerate(leaves):
@@ -378,10 +354,9 @@ def test_frozen_weights_and_inputs_take_no_gradient():
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])
-@pytest.mark.parametrize("turn", [True, False])
-def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(rows, turn):
+def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(rows):
     q, k = projected(1, 4, rows, 64, BF16, seed=0), projected(1, 2, rows, 64, BF16, seed=1)
-    weights, tables = parameters(QWEN3, 64, BF16), angles(1, rows, 64, BF16) if turn else ()
+    weights, tables = parameters(QWEN3, 64, BF16), angles(1, rows, 64, BF16)
 
     def alone(q, weight):
         return fused_qk_norm(q, q.detach()[:, :0], weight, weight, QWEN3, *tables)

@@ -107,14 +107,13 @@ def test_row_numbers_stay_below_32_bits_in_the_last_tile():
     assert MAX_ROWS + most < 2**31 and 2 * (MAX_ROWS // 2) + most * MAX_HEADS < 2**32
 
 
-def pair(batch=2, length=3, head_dim=4, heads=(4, 2), dtype=torch.float32, tables=4, **of):
-    """Operands that one launch takes, but for what is given: spec, q, k, parameters, tables."""
+def pair(batch=2, length=3, head_dim=4, heads=(4, 2), dtype=torch.float32, tables=4, spec=RMS, **of):
+    """Operands that one launch takes, but for those in `of`: spec, q, k, their weights, cos and sin."""
     q, k = (torch.ones(batch, count, length, head_dim, dtype=dtype) for count in heads)
-    made = {"q": q, "k": k, "q_weight": torch.ones(head_dim), "k_weight": torch.ones(head_dim), "q_bias": None,
-            "k_bias": None, "spec": RMS} | {name: torch.ones(1, length, tables) for name in ("cos", "sin")}  # fmt: skip
-    made |= of
-    parameters = tuple(made[name] for name in ("q_weight", "k_weight", "q_bias", "k_bias"))
-    return [made["spec"], made["q"], made["k"], parameters, (made["cos"], made["sin"])]
+    weights = {name: torch.ones(head_dim) for name in ("q_weight", "k_weight")}
+    angles = {name: torch.ones(1, length, tables) for name in ("cos", "sin")}
+    operands = {"q": q, "k": k, **weights, **angles, **of}
+    return [spec, *operands.values()]
 
 
 SUMS = [
@@ -138,82 +137,75 @@ class Tagged(torch.Tensor):
 
 
 WEIGHTLESS = NormSpec(False, 1e-6, has_weight=False)
+MANY = of(MAX_ROWS // 2, 4)[None, None]
 
 
 @pytest.mark.parametrize(
     "operands",
     [
         pair(),
-        pair(cos=None, sin=None),
         pair(q_weight=None, k_weight=None, spec=WEIGHTLESS),
-        pair(head_dim=1, cos=None, sin=None),
+        pair(spec=NormSpec(False, 1e-6, weight_offset=1.0, rounding="before_weight")),
+        pair(head_dim=2, tables=2),
         pair(head_dim=MAX_HEAD_DIM),
         pair(head_dim=8, tables=2),
-        pair(spec=BIASED, q_bias=torch.ones(4), k_bias=torch.ones(4), cos=None, sin=None),
-        pair(q_weight=torch.ones(4, 4), k_weight=torch.ones(2, 4)),
-        pair(q_weight=torch.ones(16), k_weight=torch.ones(8)),
-        pair(heads=(2, 1), q_weight=torch.ones(8), k_weight=torch.ones(4)),
+        pair(heads=(4, 0)),
         pair(cos=torch.ones(2, 3, 4), sin=torch.ones(2, 3, 4)),
         pair(dtype=torch.bfloat16),
         pair(q=torch.ones(2, 3, 4, 4).transpose(1, 2)),
-        pair(q=of(MAX_ROWS // 2, 4)[None, None], k=of(MAX_ROWS // 2, 4)[None, None], cos=None, sin=None),
+        pair(q=MANY, k=MANY, cos=of(MAX_ROWS // 2, 4)[None], sin=of(MAX_ROWS // 2, 4)[None]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
 def test_queries_and_keys_that_one_launch_takes(operands):
     assert why_not_qk(*operands) is None
 
 
+NARROW, WIDE = torch.ones(3), torch.ones(5)
+HALVES = torch.ones(4).half()
+GAPS = torch.ones(8)[::2]
+
+
 @pytest.mark.parametrize(
-    "operands",
+    "said, operands",
     [
-        pair(spec=BIASED, cos=None, sin=None),
-        pair(spec=BIASED, q_bias=torch.ones(4), k_bias=torch.ones(4)),  # and a rotation behind the bias
-        pair(q_bias=torch.ones(4), k_bias=torch.ones(4), cos=None, sin=None),
-        pair(q_weight=torch.ones(16), k_weight=torch.ones(4)),
-        pair(q_weight=torch.ones(4, 4), k_weight=torch.ones(8)),
-        pair(q_weight=torch.ones(16), k_weight=torch.ones(8), spec=NormSpec(True, 1e-6)),
-        pair(head_dim=4, heads=(2**11 + 1, 1), q_weight=torch.ones(2**13 + 4), k_weight=torch.ones(4)),
-        pair(q_weight=None, k_weight=None),
-        pair(k_weight=None),
-        pair(q_weight=None),
-        pair(spec=WEIGHTLESS),
-        pair(cos=None),
-        pair(sin=None),
-        pair(q=torch.ones(2, 4, 3, 4).as_subclass(Tagged)),
-        pair(sin=torch.ones(1, 3, 4).as_subclass(Tagged)),
-        pair(k=torch.ones(2, 2, 3, 4).half()),
-        pair(k_weight=torch.ones(4).half()),
-        pair(sin=torch.ones(1, 3, 4).half()),
-        pair(k=torch.ones(2, 2, 3, 4, device="meta")),
-        pair(q_weight=torch.ones(4, device="meta"), k_weight=torch.ones(4, device="meta")),
-        pair(cos=torch.ones(1, 3, 4).double(), sin=torch.ones(1, 3, 4).double()),
-        pair(dtype=torch.bfloat16, spec=NormSpec(False, 1e-6, rounding="weight_dtype")),
-        pair(q=torch.ones(4, 3, 4)),
-        pair(k=torch.ones(1, 2, 2, 3, 4)),
-        pair(k=torch.ones(1, 2, 3, 4)),
-        pair(k=torch.ones(2, 2, 4, 4)),
-        pair(k=torch.ones(2, 2, 3, 5)),
-        pair(head_dim=0, cos=None, sin=None),
-        pair(head_dim=MAX_HEAD_DIM + 2),
-        pair(q=torch.ones(2, 4, 4, 3).transpose(2, 3)),
-        pair(k=torch.ones(2, 2, 4, 3).transpose(2, 3)),
-        pair(q_weight=torch.ones(3)),
-        pair(k_weight=torch.ones(5)),
-        pair(q_weight=torch.ones(8)[::2]),
-        pair(k_weight=torch.ones(8)[::2]),
-        pair(cos=torch.ones(3, 4), sin=torch.ones(3, 4)),
-        pair(sin=torch.ones(2, 3, 4)),
-        pair(sin=torch.ones(1, 3, 8)[..., :4]),
-        pair(cos=torch.ones(1, 3, 8)[..., ::2], sin=torch.ones(1, 3, 8)[..., ::2]),
-        pair(cos=torch.ones(1, 2, 4), sin=torch.ones(1, 2, 4)),
-        pair(cos=torch.ones(3, 3, 4), sin=torch.ones(3, 3, 4)),
-        pair(tables=6),
-        pair(tables=3),
-        pair(tables=0),
-        pair(batch=1, q=torch.ones(1, 1, 1, 4).expand(1, 1, MAX_ROWS, 4), cos=None, sin=None,
-             k=torch.ones(1, 1, 1, 4).expand(1, 1, MAX_ROWS, 4)),
+        ("its formula has centered", pair(spec=NormSpec(True, 1e-6))),
+        ("its formula has has_bias", pair(spec=BIASED)),
+        ("its formula has rounding", pair(spec=NormSpec(False, 1e-6, rounding="weight_dtype"))),
+        ("the call has none", pair(q_weight=None, k_weight=None)),
+        ("the call has none", pair(k_weight=None)),
+        ("or the other way round", pair(spec=WEIGHTLESS)),
+        ("another class", pair(q=torch.ones(2, 4, 3, 4).as_subclass(Tagged))),
+        ("another class", pair(sin=torch.ones(1, 3, 4).as_subclass(Tagged))),
+        ("a pair of torch.float32 and torch.float16", pair(k=torch.ones(2, 2, 3, 4).half())),
+        ("a pair of torch.float32 and torch.float16", pair(k_weight=HALVES)),
+        ("a pair of torch.float32 and torch.float16", pair(sin=torch.ones(1, 3, 4).half())),
+        ("several devices", pair(k=torch.ones(2, 2, 3, 4, device="meta"))),
+        ("a dtype", pair(cos=torch.ones(1, 3, 4).double(), sin=torch.ones(1, 3, 4).double())),
+        ("is not (batch, heads", pair(q=torch.ones(4, 3, 4))),
+        ("is not (batch, heads", pair(k=torch.ones(1, 2, 2, 3, 4))),
+        ("q is (2, 4, 3, 4) and k (1,", pair(k=torch.ones(1, 2, 3, 4))),
+        ("q is (2, 4, 3, 4) and k (2, 2, 4,", pair(k=torch.ones(2, 2, 4, 4))),
+        ("q is (2, 4, 3, 4) and k (2, 2, 3, 5)", pair(k=torch.ones(2, 2, 3, 5))),
+        ("wide", pair(head_dim=MAX_HEAD_DIM + 2)),
+        ("columns with gaps", pair(q=torch.ones(2, 4, 4, 3).transpose(2, 3))),
+        ("columns with gaps", pair(k=torch.ones(2, 2, 4, 3).transpose(2, 3))),
+        ("a weight of shape (3,)", pair(q_weight=NARROW)),
+        ("a weight of shape (5,)", pair(k_weight=WIDE)),
+        ("a weight of shape (4, 4)", pair(q_weight=torch.ones(4, 4), k_weight=torch.ones(2, 4))),
+        ("a weight of shape (16,)", pair(q_weight=torch.ones(16), k_weight=torch.ones(8))),
+        ("and strides (2,)", pair(k_weight=GAPS)),
+        ("in one layout", pair(cos=torch.ones(3, 4), sin=torch.ones(3, 4))),
+        ("in one layout", pair(sin=torch.ones(2, 3, 4))),
+        ("in one layout", pair(sin=torch.ones(1, 3, 8)[..., :4])),
+        ("in one layout", pair(cos=torch.ones(1, 3, 8)[..., ::2], sin=torch.ones(1, 3, 8)[..., ::2])),
+        ("tables of shape (1, 2, 4)", pair(cos=torch.ones(1, 2, 4), sin=torch.ones(1, 2, 4))),
+        ("tables of shape (3, 3, 4)", pair(cos=torch.ones(3, 3, 4), sin=torch.ones(3, 3, 4))),
+        ("tables of shape (1, 3, 6)", pair(tables=6)),
+        ("tables of shape (1, 3, 3)", pair(tables=3)),
+        ("tables of shape (1, 3, 0)", pair(tables=0)),
+        (f"more than {MAX_ROWS} rows", pair(q=of(MAX_ROWS, 4)[None, None], k=of(MAX_ROWS, 4)[None, None])),
     ],
-)  # fmt: skip
-def test_queries_and_keys_that_one_launch_does_not_take(operands):
-    assert why_not_qk(*operands)
+)
+def test_queries_and_keys_that_one_launch_does_not_take(said, operands):
+    assert said in why_not_qk(*operands)

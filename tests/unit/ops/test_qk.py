@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from heads import fused_qk_norm
 
-from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import fused_qk_norm
+from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import run_qk
 from tests.unit.kernels.test_qk import (
@@ -14,23 +14,40 @@ from tests.unit.kernels.test_qk import (
     QWEN3,
     angles,
     contiguous,
-    gradients,
     parameters,
     projected,
 )
 
-LAYER_NORM = NormSpec(True, 1e-5, functional=True)
 
-
-@pytest.mark.parametrize("columns", [None, 6, 4])
-@pytest.mark.parametrize("spec", [QWEN3, LAYER_NORM])
-def test_gradients_and_their_gradients_in_float64(spec, columns):
+@pytest.mark.parametrize("way", ["", "once"])
+@pytest.mark.parametrize("columns", [6, 4])
+def test_gradients_and_their_gradients_in_float64(columns, way):
     q, k = projected(2, 2, 3, 6, FP32, 0).double(), contiguous(2, 1, 3, 6, FP32, 1).double()
-    leaves = [t.requires_grad_() for t in (q, k, *(w.double() for w in parameters(spec, 6, FP32)))]
-    tables = () if columns is None else [t.double() for t in angles(2, 3, columns, FP32, shared=False)]
+    leaves = [t.requires_grad_() for t in (q, k, *(w.double() for w in parameters(QWEN3, 6, FP32)))]
+    tables = [t.double() for t in angles(2, 3, columns, FP32, shared=False)]
     with use_backend("reference"):
-        assert torch.autograd.gradcheck(lambda *t: fused_qk_norm(*t, spec, *tables), leaves)
-        assert torch.autograd.gradgradcheck(lambda *t: fused_qk_norm(*t, spec, *tables), leaves)
+        assert torch.autograd.gradcheck(lambda *t: fused_qk_norm(*t, QWEN3, *tables, way), leaves)
+        assert torch.autograd.gradgradcheck(lambda *t: fused_qk_norm(*t, QWEN3, *tables, way), leaves)
+
+
+@pytest.mark.parametrize("way", ["", "once"])
+def test_gradients_of_gradients(way):
+    """`create_graph` differentiates the formula, rotation and all."""
+    q, k = projected(1, 2, 3, 8, FP32, 0), projected(1, 1, 3, 8, FP32, 1)
+    operands, tables = (q, k, *parameters(QWEN3, 8, FP32)), angles(1, 3, 8, FP32, shared=False)
+
+    def twice():
+        leaves = [t.detach().requires_grad_() for t in operands]
+        made = fused_qk_norm(*leaves, QWEN3, *tables, way)
+        first = torch.autograd.grad(sum(y.pow(3).sum() for y in made), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    with use_backend("triton"):
+        ours = twice()
+    with use_backend("reference"):
+        expected = twice()
+    for got, right in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
 
 
 class Tagged(torch.Tensor):
@@ -38,37 +55,27 @@ class Tagged(torch.Tensor):
 
 
 def served(*operands, spec=QWEN3):
-    """Whether q, k, their weights, cos and sin are normalised in one launch."""
-    q, k, *weights, cos, sin = (*operands, None, None)[:6]
-    return run_qk(launches_of(spec), (q, k, *weights, None, None, cos, sin)) is not None
+    """Whether q, k and their weights, cos and sin, are for one launch."""
+    return run_qk(launches_of(spec), operands) is not None
 
 
 def test_what_is_not_provably_the_same_is_left_to_the_model():
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
     w, cos, sin = parameters(QWEN3, 64, BF16)[0], *angles(2, 5, 64, BF16)
     none = NormSpec(False, 1e-6, has_weight=False)
-    assert served(q, k, w, w, cos, sin) and served(q, k, None, None, spec=none) and served(q, k, w, w, spec=LAYER_NORM)
+    assert served(q, k, w, w, cos, sin) and served(q, k, None, None, cos, sin, spec=none)
     refused = [
-        (q, k.float(), w, w),
+        (q, k.float(), w, w, cos, sin),
         (q, k, w, w, cos.float(), sin),
-        (q.as_subclass(Tagged), k, w, w),
+        (q.as_subclass(Tagged), k, w, w, cos, sin),
         (q, k, w, w, cos.clone().requires_grad_(), sin),
-        (q.double(), k.double(), w.double(), w.double()),
+        (q.double(), k.double(), w.double(), w.double(), cos, sin),
     ]
     assert not any(served(*operands) for operands in refused)
     with torch.autocast(DEVICE, BF16):
-        assert served(q, k, w, w) and not served(q, k, w, w, spec=LAYER_NORM)
+        assert served(q, k, w, w, cos, sin)
     with use_backend("reference"):
-        assert not served(q, k, w, w)
-
-
-def test_what_one_launch_cannot_do_takes_a_launch_for_each_norm():
-    q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
-    weights = parameters(QWEN3, 64, BF16)
-    with use_backend("triton"), count_launches() as launches:
-        got = fused_qk_norm(q, k.float(), *weights, QWEN3)
-        gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3), q, k.float(), weights, *got)
-    assert got[1].dtype == FP32 and launches["norm_forward"] == 4 and "qk_norm_forward" not in launches
+        assert not served(q, k, w, w, cos, sin)
 
 
 @pytest.mark.parametrize("at", range(4))

@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from heads import fused_qk_norm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import fused_add_norm, fused_qk_norm
+from hf_rmsnorm.ops import fused_add_norm
 from hf_rmsnorm.reference import reference_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

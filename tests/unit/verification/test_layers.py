@@ -92,10 +92,10 @@ def put(monkeypatch, module, wrong):
         run = attention.run_qk
 
         def of_heads(launches, operands, way):
-            q, k, q_weight, k_weight, _, _, *tables = operands
+            q, k, q_weight, k_weight, *tables = operands
 
             def real(q, k, q_weight, k_weight, spec, *tables):
-                return run(launches_of(spec), (q, k, q_weight, k_weight, None, None, *tables), way)
+                return run(launches_of(spec), (q, k, q_weight, k_weight, *tables), way)
 
             return wrong(real, q, k, q_weight, k_weight, launches.spec, *tables)
 
