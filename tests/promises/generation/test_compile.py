@@ -1,5 +1,7 @@
 """`torch.compile` of a patched model traces the model's own code, unless it is asked to keep the kernels."""
 
+import shutil
+
 import pytest
 import tiny_diffusion
 import tiny_models
@@ -106,6 +108,18 @@ def test_so_are_the_graphs_of_layers_that_are_compiled_one_by_one():
     expected = nodes(model)
     patch_model(model)
     assert nodes(model) == expected
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler for a CPU")
+def test_a_compiler_gives_the_same_bits_before_and_after_the_patch():
+    model = tiny_models.build("llama", torch.bfloat16, num_hidden_layers=1)
+    ids = tiny_models.token_ids()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with torch.no_grad():
+        expected = compiled(ids, use_cache=False).logits
+        patch_model(model)
+        assert torch.equal(compiled(ids, use_cache=False).logits, expected)
 
 
 @pytest.mark.full
