@@ -113,28 +113,39 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
         spec = replace(spec, group_size=None)
     expected = reference_norm(recipe.rows_of(x), *parameters, spec, gate)
     expected = expected.movedim(-1, 1) if recipe.layout == "channels_first" else expected
-    strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (y, expected)]
-    if strides[0] != strides[1] and not y.is_contiguous():
+    keeps = _strides(y) == _strides(expected)
+    if not keeps and not y.is_contiguous():
         raise NotInFamily("its output lies in memory in an order of its own")
-    return strides[0] == strides[1]
+    return keeps
+
+
+def _strides(t: torch.Tensor) -> list[int]:
+    """The strides that matter: those of dimensions with more than one element."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
 
 
 def _check_strange_values(trial: Trial, recipe: Recipe, dtype: torch.dtype) -> None:
     """NaN, infinity and the largest numbers, in the input and in the weight."""
     x = trial.normal(4, trial.size)
-    x[1, 0], x[2, -1], x[0, 0] = math.nan, math.inf, 6e4
+    x[1, 0] = math.nan
+    x[2, -1] = math.inf
+    x[0, 0] = 6e4
     if trial.exact:  # their squares are infinite; another way to the same root need not pass through them
         x[3] *= 6e4 if dtype == torch.float16 else 1e25
     x, gate = x.to(dtype), trial.gate_for(x, recipe, dtype)
     parameters = trial.parameters(recipe, dtype)
+    names = recipe.weight, recipe.bias
+    tensors = {name: p for name, p in zip(names, parameters, strict=True) if name is not None}
     for strange_weights in (False, True) if dtype == torch.float32 else (True,):
-        tensors = {n: p for n, p in zip((recipe.weight, recipe.bias), parameters, strict=True) if n is not None}
-        for p in tensors.values() if strange_weights else ():
-            p[0], p[-1] = math.nan, math.inf
+        if strange_weights:
+            for parameter in tensors.values():
+                parameter[0] = math.nan
+                parameter[-1] = math.inf
         with trial.in_dtype(dtype), trial.probe.having(**tensors):
             y = trial.probe.run(x, gate)
         expected = reference_norm(x, *parameters, recipe.spec, gate)
-        if not (same_bits(y, expected) if trial.exact else torch.equal(y.isnan(), expected.isnan())):
+        same = same_bits(y, expected) if trial.exact else torch.equal(y.isnan(), expected.isnan())
+        if not same:
             raise NotInFamily("it treats NaN and infinity, or very large numbers, in a way of its own")
 
 
@@ -144,9 +155,11 @@ def _same_under_autocast(trial: Trial, recipe: Recipe, x: torch.Tensor) -> bool:
             return trial.probe.torch_norm(x, trial.gate_for(x, recipe))
 
     others = [("cpu", torch.bfloat16), ("cuda", torch.float16), ("cpu", torch.float16), ("cuda", torch.bfloat16)]
+    if x.dtype != torch.float32:
+        others = others[2:]
     plain = watched()
     with contextlib.suppress(Unusable):
-        for device_type, autocast_dtype in others if x.dtype == torch.float32 else others[2:]:
+        for device_type, autocast_dtype in others:
             with _autocast(device_type, autocast_dtype):
                 if watched() != plain or not trial.agrees(recipe, x, x.dtype, x.dtype):
                     return False
@@ -243,12 +256,19 @@ def _size_of_terms(name: str, gradient: torch.Tensor, x: torch.Tensor, terms: tu
 @torch.no_grad()
 def _terms(x, weight, dy, gate, spec) -> tuple[torch.Tensor, torch.Tensor]:
     """The size of the gradients' summands: of x, (rows, 1); and of the parameters, ()."""
-    x, dy = x.double(), dy.double().nan_to_num()
-    weight, gate = (None if t is None else t.double() for t in (weight, gate))
-    grouped = (x, gate) if spec.group_size is None else in_groups(spec.group_size, x, gate)
-    rstd = reference_stats(grouped[0], spec.ungrouped if spec.group_size else spec, *grouped[1:])[0]
+    x = x.double()
+    dy = dy.double().nan_to_num().abs()
+    gate = None if gate is None else gate.double()
+    if spec.group_size is None:
+        rstd, _ = reference_stats(x, spec, gate)
+    else:
+        rows, gates = in_groups(spec.group_size, x, gate)
+        rstd, _ = reference_stats(rows, spec.ungrouped, gates)
     rstd = rstd.double().view(len(x), -1).amax(-1, keepdim=True)
-    scale = 1.0 if weight is None else (weight + spec.weight_offset).abs().amax()
-    scale = scale if gate is None else scale * (1 + gate.abs().amax())
-    dx = rstd * scale * dy.abs().amax(-1, keepdim=True)
-    return dx, dy.abs().amax()
+    scale = 1.0
+    if weight is not None:
+        scale = (weight.double() + spec.weight_offset).abs().amax()
+    if gate is not None:
+        scale = scale * (1 + gate.abs().amax())
+    dx = rstd * scale * dy.amax(-1, keepdim=True)
+    return dx, dy.amax()

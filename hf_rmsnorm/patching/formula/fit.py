@@ -42,14 +42,28 @@ class Fit(Trial):
         with self.in_dtype(torch.bfloat16):
             functional = self.probe.torch_norm(self.normal(2, self.size).bfloat16())
         centered, weight, bias, offset = self._find_structure()
-        functional = None if functional == "hat" and weight is None else functional
-        rounding = "before_weight" if functional == "hat" else "once"
-        group = None if self.group == self.size else self.group
-        spec = NormSpec(centered, 0.0, weight is not None, bias is not None, offset, functional=functional is not None,
-                        rounding=rounding, group_size=group)  # fmt: skip
-        absent = tuple(name for name, value in self.probe.module._parameters.items() if value is None)
-        recipe = Recipe(spec, weight, bias, hidden_size=self._fixed_size(weight), layout=self.probe.layout,
-                        dims=self.probe.dims, absent=absent)  # fmt: skip
+        if functional == "hat" and weight is None:
+            functional = None
+        spec = NormSpec(
+            centered=centered,
+            eps=0.0,
+            has_weight=weight is not None,
+            has_bias=bias is not None,
+            weight_offset=offset,
+            rounding="before_weight" if functional == "hat" else "once",
+            functional=functional is not None,
+            group_size=None if self.group == self.size else self.group,
+        )
+        parameters = self.probe.module._parameters
+        recipe = Recipe(
+            spec,
+            weight,
+            bias,
+            hidden_size=self._fixed_size(weight),
+            layout=self.probe.layout,
+            dims=self.probe.dims,
+            absent=tuple(name for name, value in parameters.items() if value is None),
+        )
         recipe = self._find_eps(recipe)
         if gate is not None:
             recipe = replace(recipe, spec=replace(recipe.spec, gate=gate), gate=self.probe.gate)
@@ -70,18 +84,21 @@ class Fit(Trial):
         value, *_ = self.probe.neutral
         x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
         gate = 3.0 * self.normal(*x.shape)
-        wide, y = (self.probe.run(x, g) for g in (torch.full_like(x, value), gate))
+        open_gate = torch.full_like(x, value)
+        ungated = self.probe.run(x, open_gate)
+        y = self.probe.run(x, gate)
         sigmoid = torch.sigmoid(gate)
-        for kind, expected, before, after in (
-            ("silu_after", wide * gate * sigmoid / value, 1.0, 1 / value),
-            ("sigmoid_after", wide * sigmoid, 1.0, 1.0),
-            ("silu_before", None, 1 / value, 1.0),
-        ):
-            if expected is None:  # the product is normalised, so a constant gate changes nothing
-                expected = self.probe.run(x * gate * sigmoid / value, torch.full_like(x, value))
-            if close(y, expected, 1e-4):
-                self.probe.neutral = value, before, after
-                return kind
+        silu = gate * sigmoid
+        if close(y, ungated * silu / value, 1e-4):
+            self.probe.neutral = value, 1.0, 1 / value
+            return "silu_after"
+        if close(y, ungated * sigmoid, 1e-4):
+            self.probe.neutral = value, 1.0, 1.0
+            return "sigmoid_after"
+        # The product of x and gate is normalised, so a constant gate changes nothing.
+        if close(y, self.probe.run(x * silu / value, open_gate), 1e-4):
+            self.probe.neutral = value, 1 / value, 1.0
+            return "silu_before"
         raise NotInFamily(f"its second input, {self.probe.gate!r}, is no gate that this package knows")
 
     def _find_structure(self) -> tuple[bool, str | None, str | None, float]:
@@ -90,39 +107,51 @@ class Fit(Trial):
         y = self.probe.run(x).double()
         tensors = {name: tensor for name, tensor in self.tensors.items() if tensor.shape[0] == self.size}
         for centered in (False, True):
-            if found := affine(self._hat(x.double(), centered), y, tensors, 2e-5):
-                return centered, *found
+            xhat = self._hat(x.double(), centered)
+            operands = affine(xhat, y, tensors, 2e-5)
+            if operands:
+                return centered, *operands
         raise NotInFamily(describe(x, y, tensors) or "its formula is not one that this package knows")
 
     def _hat(self, x: torch.Tensor, centered: bool) -> torch.Tensor:
         h = x.unflatten(-1, (-1, self.group))
-        h = h - h.mean(-1, keepdim=True) if centered else h
-        return (h * h.pow(2).mean(-1, keepdim=True).rsqrt()).flatten(-2)
+        if centered:
+            h = h - h.mean(-1, keepdim=True)
+        rstd = h.pow(2).mean(-1, keepdim=True).rsqrt()
+        return (h * rstd).flatten(-2)
 
     def _fixed_size(self, weight: str | None) -> int | None:
-        if self.group == self.size:  # whether groups keep their number or their size as rows grow is not known
-            if weight is not None:
-                return None
-            with contextlib.suppress(Unusable):
-                self.probe.run(self.normal(2, self.size + 8))
-                return None
+        if self.group != self.size:  # longer rows may have larger groups, or more of them
+            return self.size
+        if weight is not None:
+            return None
+        with contextlib.suppress(Unusable):
+            self.probe.run(self.normal(2, self.size + 8))
+            return None
         return self.size
 
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to about `EPS_READING`."""
-        values = {recipe.weight: 1.0 - recipe.spec.weight_offset, recipe.bias: 0.0}
-        neutral = {n: torch.full((self.size,), value, dtype=torch.float32) for n, value in values.items() if n}
+        neutral = {}
+        for name, value in ((recipe.weight, 1.0 - recipe.spec.weight_offset), (recipe.bias, 0.0)):
+            if name is not None:
+                neutral[name] = torch.full((self.size,), value, dtype=torch.float32)
         x = scale * (1.0 + self.normal(1, self.size))
         with self.probe.having(**neutral):
             y = self.probe.run(x).double()[:, : self.group]
         h = x.double()[:, : self.group]
-        h = h - h.mean() if recipe.spec.centered else h
+        if recipe.spec.centered:
+            h = h - h.mean()
         rstd = ((y * h).sum() / (h * h).sum()).item()
-        square = h.pow(2).mean().item()
+        mean_square = h.pow(2).mean().item()
         if not rstd:
             return math.inf
-        own, whole = (1 / rstd, math.sqrt(square)) if recipe.spec.eps_outside else (rstd**-2, square)
-        return 0.0 if abs(own - whole) <= 1e-5 * whole else own - whole
+        if recipe.spec.eps_outside:
+            without_eps, with_eps = math.sqrt(mean_square), 1 / rstd
+        else:
+            without_eps, with_eps = mean_square, rstd**-2
+        eps = with_eps - without_eps
+        return 0.0 if abs(eps) <= 1e-5 * without_eps else eps
 
     def _find_eps(self, recipe: Recipe) -> Recipe:
         recipe, reading = self._place_eps(recipe)
@@ -186,10 +215,16 @@ class Fit(Trial):
     @staticmethod
     def _roundings(recipe: Recipe, functional: str | None) -> Iterable[Recipe]:
         """The recipe with every rounding order it may have, the commonest first."""
-        orders = ROUNDINGS if recipe.weight is not None else ("once", "rstd")
-        none = ("rstd",) if recipe.spec.gate is not None or recipe.spec.centered or recipe.spec.eps_outside else ()
-        orders = {"all": ("once",), "hat": ("before_weight",)}.get(functional, [o for o in orders if o not in none])
-        return (replace(recipe, spec=replace(recipe.spec, rounding=rounding)) for rounding in orders)
+        spec = recipe.spec
+        if functional == "all":
+            orders = ["once"]
+        elif functional == "hat":
+            orders = ["before_weight"]
+        else:
+            orders = list(ROUNDINGS) if recipe.weight is not None else ["once", "rstd"]
+            if spec.gate is not None or spec.centered or spec.eps_outside:
+                orders.remove("rstd")
+        return (replace(recipe, spec=replace(spec, rounding=rounding)) for rounding in orders)
 
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
@@ -197,7 +232,9 @@ class Fit(Trial):
         if recipe.spec.rounding == "rstd":
             return without
         x = self.rows(1024, half=True)
-        dtypes = ((torch.float32, torch.float32), *(() if recipe.only_float32 else SAME_DTYPES + MIXED_DTYPES))
+        dtypes = ((torch.float32, torch.float32),)
+        if not recipe.only_float32:
+            dtypes += SAME_DTYPES + MIXED_DTYPES
         for kind in GATES:
             spec = replace(recipe.spec, gate=kind)
             gated = replace(recipe, spec=spec, gate=self.probe.gate, gate_optional=True)
@@ -209,15 +246,21 @@ class Fit(Trial):
         """Whether gates of another dtype than x's may be given too."""
         if recipe.gate is None:
             return recipe
-        x, half = self.rows(1024, half=True), torch.bfloat16
-        mixed = [(torch.float32, torch.float32, half)]
+        x = self.rows(1024, half=True)
+        mixed = [(torch.float32, torch.float32, torch.bfloat16)]
         if not recipe.only_float32:
-            mixed += [(half, half, torch.float32), (half, half, torch.float16), (torch.float16, torch.float16, half)]
-        return recipe if self._agrees_in(recipe, x, mixed) else replace(recipe, one_gate_dtype=True)
+            mixed += [
+                (torch.bfloat16, torch.bfloat16, torch.float32),
+                (torch.bfloat16, torch.bfloat16, torch.float16),
+                (torch.float16, torch.float16, torch.bfloat16),
+            ]
+        if self._agrees_in(recipe, x, mixed):
+            return recipe
+        return replace(recipe, one_gate_dtype=True)
 
     def _agrees_in(self, recipe: Recipe, x: torch.Tensor, dtypes: Iterable[tuple]) -> bool:
         with contextlib.suppress(Unusable):
-            return all(self.agrees(recipe, x, *each) for each in dtypes)
+            return all(self.agrees(recipe, x, *combination) for combination in dtypes)
         return False
 
     def _with_settings(self, recipe: Recipe) -> Recipe:

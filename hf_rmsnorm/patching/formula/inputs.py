@@ -1,6 +1,7 @@
 """The inputs of a probed module: rows for which formulas differ, in the layout that the module normalises."""
 
 import contextlib
+import itertools
 import math
 
 import torch
@@ -37,13 +38,29 @@ class Trial:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float32)
 
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float32)
+
     def rows(self, minimum: int = 0, half: bool = False) -> torch.Tensor:
         """(rows, hidden_size) float32: plain, with a large mean, so small that eps rules, large, one outlier, zeros."""
         small, large = (1e-4, 1e3) if half else (1e-12, 1e12)
-        scales = torch.tensor([1.0, 1.0, 30.0, 0.02, 1e-3, 3e-4, small, large, 1.0, 2.0, 1.0, 0.0], dtype=torch.float32)
-        means = torch.tensor([0.0, 0.1, -100.0, 0.3, 0.0, 1e-3, small, 0.0, 8.0, -0.5, 0.0, 0.0], dtype=torch.float32)
-        repeats = max(1, math.ceil(minimum / (len(scales) * self.size)))
-        x = self.normal(repeats, len(scales), self.size) * scales[:, None] + means[:, None]
+        kinds = [
+            (1.0, 0.0),
+            (1.0, 0.1),
+            (30.0, -100.0),
+            (0.02, 0.3),
+            (1e-3, 0.0),
+            (3e-4, 1e-3),
+            (small, small),
+            (large, 0.0),
+            (1.0, 8.0),
+            (2.0, -0.5),
+            (1.0, 0.0),  # gets an outlier
+            (0.0, 0.0),
+        ]
+        scales, means = torch.tensor(kinds, dtype=torch.float32).unbind(1)
+        repeats = max(1, math.ceil(minimum / (len(kinds) * self.size)))
+        x = self.normal(repeats, len(kinds), self.size) * scales[:, None] + means[:, None]
         x[:, 10, self.size // 2] = 300.0
         return x.flatten(0, 1)
 
@@ -64,23 +81,28 @@ class Trial:
         self.randomise()
         least, most = (-7.5, 2.5) if dtype == torch.float16 else (-15.0, 15.0)
         for name, part in ((recipe.weight, 0.5), (recipe.bias, 0.25)):
-            if name is not None:
-                tensor = self.tensors[name]
-                wide = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float32) * (most - least) + least
-                wide = torch.pow(10.0, wide) * self.normal(*tensor.shape).sign()
-                chance = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float32) / part
-                wide[chance < 0.25], wide[chance < 0.125] = 0.0, -recipe.spec.weight_offset
-                self.tensors[name] = torch.where(chance < 1, wide, tensor)
+            if name is None:
+                continue
+            tensor = self.tensors[name]
+            exponents = self.uniform(*tensor.shape) * (most - least) + least
+            wide = torch.pow(10.0, exponents) * self.normal(*tensor.shape).sign()
+            chance = self.uniform(*tensor.shape) / part
+            wide[chance < 0.25] = 0.0
+            wide[chance < 0.125] = -recipe.spec.weight_offset
+            self.tensors[name] = torch.where(chance < 1, wide, tensor)
         self.probe.set(**self.tensors)
 
     def uneven(self, half: bool) -> torch.Tensor:
         """(4, hidden_size) rows whose elements differ by many orders of magnitude, among them the most uneven ones."""
         size = self.size
-        exponents = torch.rand(4, size, generator=self.generator, dtype=torch.float32)
-        x = torch.pow(10.0, exponents * 9.0 - (6.0 if half else 7.0)) * self.normal(4, size).sign()
+        least = -6.0 if half else -7.0
+        exponents = self.uniform(4, size) * 9.0 + least
+        x = torch.pow(10.0, exponents) * self.normal(4, size).sign()
         x[1:3] = 0.0
-        x[1, size // 3], x[2, size // 2] = 1e3, -1e-2
-        x[3], x[3, ::2] = 1e-6, -1e-6
+        x[1, size // 3] = 1e3
+        x[2, size // 2] = -1e-2
+        x[3] = 1e-6
+        x[3, ::2] = -1e-6
         return x
 
     def find_input(self) -> None:
@@ -101,19 +123,20 @@ class Trial:
         raise kind(*reason)
 
     def _find_layout(self) -> None:
-        sizes = self._row_sizes()
+        layouts = LAYOUTS[:1] if self.probe.head_dim else LAYOUTS
         failure = None
-        for layout, dims in LAYOUTS[:1] if self.probe.head_dim else LAYOUTS:
-            for self.size in sizes:
-                self.probe.layout, self.probe.dims = layout, dims
-                try:
-                    self._try_input()
-                except (Unusable, NotANorm) as error:
-                    failure = failure or (type(error), error.args)
-                    continue
-                if dims is None:
-                    self._find_dims()
-                return
+        for (layout, dims), size in itertools.product(layouts, self._row_sizes()):
+            self.size = size
+            self.probe.layout = layout
+            self.probe.dims = dims
+            try:
+                self._try_input()
+            except (Unusable, NotANorm) as error:
+                failure = failure or (type(error), error.args)
+                continue
+            if dims is None:
+                self._find_dims()
+            return
         kind, reason = failure
         raise kind(*reason)
 
@@ -132,13 +155,17 @@ class Trial:
 
     def _find_dims(self) -> None:
         """Which numbers of dimensions the forward takes, if not any from two to four."""
-        own, accepted = 1 if self.probe.head_dim is None else 2, []
-        for dims in range(own, 6):
+        fewest = 1 if self.probe.head_dim is None else 2
+        every = range(fewest, 6)
+        accepted = []
+        for dims in every:
             self.probe.dims = (dims,)
+            leading = (2, 1, 1, 1)[: dims - fewest]
             with contextlib.suppress(Unusable):
-                self.probe.run(self.normal(*[2, 1, 1, 1][: dims - own], self.size))
+                self.probe.run(self.normal(*leading, self.size))
                 accepted.append(dims)
-        self.probe.dims = None if accepted == [*range(own, 6)] else tuple(accepted)
+        takes_all = accepted == list(every)
+        self.probe.dims = None if takes_all else tuple(accepted)
 
     def _try_input(self) -> None:
         """Scaling a row must not change its result, other rows must not matter, the row's own elements must."""
@@ -153,8 +180,9 @@ class Trial:
         scales = torch.tensor([1.0, 2.0, 64.0, 1024.0], dtype=torch.float32).view(2, 2, 1)
         scaled = self.probe.run(x * scales)
         if not close(scaled, y, 1e-3):
-            other = close(self.probe.run(x * 1024), y, 1e-3) and "it normalises over another dimension than the last"
-            raise NotANorm(other or describe(x, y, self.tensors) or "it does not normalise over the last dimension")
+            if close(self.probe.run(x * 1024), y, 1e-3):
+                raise NotANorm("it normalises over another dimension than the last")
+            raise NotANorm(describe(x, y, self.tensors) or "it does not normalise over the last dimension")
         moved = x.clone()
         moved[0, 0, 0] += 3e4
         change = (self.probe.run(moved) != y).flatten(0, 1)
@@ -188,4 +216,5 @@ class Trial:
 
     def parameters(self, recipe: Recipe, dtype: torch.dtype = torch.float32) -> list[torch.Tensor | None]:
         """[weight, bias] as the formula takes them, copied."""
-        return [None if n is None else self.tensors[n].to(dtype, copy=True) for n in (recipe.weight, recipe.bias)]
+        names = recipe.weight, recipe.bias
+        return [None if name is None else self.tensors[name].to(dtype, copy=True) for name in names]

@@ -61,14 +61,18 @@ class Probe:
 
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
+        module = self.module
         for name, value in values.items():
             if isinstance(value, torch.Tensor):  # a copy, for forwards that write to their weight
                 value = value.detach().clone().requires_grad_(value.requires_grad)
-                value = value.view(self._shapes[name]) if len(self._shapes.get(name, ())) == 2 else value
-            stores = (self.module._parameters, self.module._buffers, self.module.__dict__)
-            if name in self.module._parameters:
-                value = Parameter(value, requires_grad=value.requires_grad)
-            next((store for store in stores if name in store), stores[-1])[name] = value
+                if len(self._shapes.get(name, ())) == 2:
+                    value = value.view(self._shapes[name])
+            if name in module._parameters:
+                module._parameters[name] = Parameter(value, requires_grad=value.requires_grad)
+            elif name in module._buffers:
+                module._buffers[name] = value
+            else:
+                module.__dict__[name] = value
 
     @contextlib.contextmanager
     def having(self, **values) -> Iterator[None]:
@@ -148,13 +152,14 @@ class Probe:
 
     def present(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as the module takes them."""
-        row, leading = x.shape[-1:], x.shape[:-1]
-        if self.head_dim is not None:
-            row = (row[0] // self.head_dim, self.head_dim)
+        *leading, size = x.shape
+        row = [size] if self.head_dim is None else [size // self.head_dim, self.head_dim]
         if self.dims is not None and len(leading) + len(row) not in self.dims:
+            rows = math.prod(leading)
             first = leading[0] if leading else 1
-            leading = [first, math.prod(leading) // first, 1, 1][: max(self.dims) - len(row)]
-            leading = leading if len(leading) > 1 else [math.prod(x.shape[:-1])]
+            leading = [first, rows // first, 1, 1][: max(self.dims) - len(row)]
+            if len(leading) < 2:
+                leading = [rows]
         x = x.reshape(*leading, *row)
         return x.movedim(-1, 1) if self.layout == "channels_first" else x
 
