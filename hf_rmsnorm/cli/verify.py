@@ -59,17 +59,13 @@ def run(args) -> Result:
     backend = where["backend"]
     if backend != "triton":  # its own forward against itself would prove nothing
         backend = "reference"
-    dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
-    dtypes = ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),)
+    dtypes = _dtypes(args)
     with steps(args, 8 * len(dtypes)) as step:
         runs = [_verify(args, source, each, device, backend, step) for each in dtypes]
     # A conversion is judged by its own formula, in whatever runs it; of the others the kernels are in question.
     if backend != "triton" and not any(conversion for _, conversion in runs):
         runs = [(_as_idle(report, device), None) for report, _ in runs]
     passed = all(report.passed for report, _ in runs)
-    parts = [_text(source.name, report, conversion, args.verbose) for report, conversion in runs]
-    (ran,) = where_norms_run([where])
-    parts.append(fitted(f"The norms ran on {ran}."))
     data = {
         "model": source.name,
         "passed": passed,
@@ -78,7 +74,15 @@ def run(args) -> Result:
         "backend_reason": where["reason"],
         "runs": [_data(report, conversion) for report, conversion in runs],
     }
-    return Result(data, "\n\n".join(parts), 0 if passed else 1)
+    parts = [_text(source.name, report, conversion, args.verbose) for report, conversion in runs]
+    (ran,) = where_norms_run([where])
+    return Result(data, "\n\n".join([*parts, fitted(f"The norms ran on {ran}.")]), 0 if passed else 1)
+
+
+def _dtypes(args) -> tuple[str, ...]:
+    """The dtypes to verify in: the one that is asked for, else the stored one; two for a demo."""
+    dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
+    return ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),)
 
 
 def _verify(args, source, dtype: str, device, backend: str, step) -> tuple:

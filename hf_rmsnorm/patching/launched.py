@@ -169,6 +169,16 @@ def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
         return "use_backend('reference') is in force"
     if not isinstance(x, torch.Tensor):
         return "it was called without a tensor"
+    reason = _why_not_computed(norm, x)
+    if reason is not None:
+        return reason
+    if not starts_kernels(x):
+        return f"a {type(x).__name__} under torch.func, forward-mode gradients or tracing"
+    return recipe_of(norm).notes() if alone else _why_called(norm) or UNKNOWN
+
+
+def _why_not_computed(norm: nn.Module, x: torch.Tensor) -> str | None:
+    """Why the kernels do not compute a patched norm of x as it stands, or None if they do."""
     recipe = recipe_of(norm)
     spec = recipe.spec_of(norm)
     if spec is None:
@@ -176,12 +186,7 @@ def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
     weight, bias = (None if name is None else tensor_of(norm, name) for name in (recipe.weight, recipe.bias))
     gate = x if spec.gate is not None else None
     rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
-    reason = why_not(spec, rows, weight, bias, gate)
-    if reason is not None:
-        return reason
-    if not starts_kernels(x):
-        return f"a {type(x).__name__} under torch.func, forward-mode gradients or tracing"
-    return recipe.notes() if alone else _why_called(norm) or UNKNOWN
+    return why_not(spec, rows, weight, bias, gate)
 
 
 def _why_called(norm: nn.Module) -> str:

@@ -47,6 +47,11 @@ class NormCheck:
         return self.reason != NOT_REACHED
 
     @property
+    def was_compared(self) -> bool:
+        """Whether there is a result: values that were compared, or a failure."""
+        return self.elements > 0 or not self.passed
+
+    @property
     def words(self) -> str:
         """The line of a report."""
         if not self.elements:

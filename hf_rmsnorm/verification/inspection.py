@@ -85,14 +85,14 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
             centered = {path: recipes[path] for path in recipes if path in layer_norms and means.of[path]}
             if centered:
                 naive = _swapped_naively(model, arguments, centered, logits)
-    norms = []
-    for path, parts in means.of.items():
-        if parts:
-            ratios = torch.cat(parts)
-            name = type(model.get_submodule(path)).__name__
-            sizes = len(ratios), ratios.median().item(), ratios.max().item()
-            norms.append(NormInput(path, name, path in layer_norms, *sizes))
+    norms = [_norm_input(model, path, path in layer_norms, parts) for path, parts in means.of.items() if parts]
     return Inspection(tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive)
+
+
+def _norm_input(model: nn.Module, path: str, centered: bool, parts: list[torch.Tensor]) -> NormInput:
+    ratios = torch.cat(parts)
+    name = type(model.get_submodule(path)).__name__
+    return NormInput(path, name, centered, len(ratios), ratios.median().item(), ratios.max().item())
 
 
 class _Means:

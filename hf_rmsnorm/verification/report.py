@@ -231,7 +231,14 @@ class EquivalenceReport:
         if not self.norms:
             yield _row(_NORMS, "no module differs between the two models", True)
             return
-        compared = [norm for norm in self.norms if norm.elements or not norm.passed]
+        yield _row(_NORMS, self._norms_in_total(), self.norms_passed)
+        worst = sorted(self.norms, key=lambda norm: (norm.passed, not norm.reason, -norm.off, -norm.worst_ulp))
+        failed = [norm for norm in worst if not norm.passed]
+        for norm in worst if verbose else failed[:_SHOWN]:
+            yield _row(f"    {norm.path}", norm.words, norm.passed if norm.was_compared else None)
+
+    def _norms_in_total(self) -> str:
+        compared = [norm for norm in self.norms if norm.was_compared]
         good = sum(norm.passed for norm in compared)
         originals = f"{self.numerics}'s order of rounding" if self.numerics else "the originals"
         parts = [f"{good} of {len(compared)} match {originals}"]
@@ -239,11 +246,7 @@ class EquivalenceReport:
             parts.append(_total(compared))
         if len(compared) < len(self.norms):
             parts.append(f"{len(self.norms) - len(compared)} not compared")
-        yield _row(_NORMS, "; ".join(parts), self.norms_passed)
-        worst = sorted(self.norms, key=lambda norm: (norm.passed, not norm.reason, -norm.off, -norm.worst_ulp))
-        failed = [norm for norm in worst if not norm.passed]
-        for norm in worst if verbose else failed[:_SHOWN]:
-            yield _row(f"    {norm.path}", norm.words, norm.passed if norm in compared else None)
+        return "; ".join(parts)
 
     def _piece_rows(self) -> Iterator[tuple[str, str, str]]:
         if self.fused:
