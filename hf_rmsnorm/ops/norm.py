@@ -73,12 +73,10 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
         return None
     spec = launches.spec
     if spec.functional and _autocast_anywhere() and autocasts_functional(spec, x.device.type):
-        if residual is None:
-            x, weight, bias = _in_float32(x, weight, bias)
-        elif torch.float32 in (x.dtype, residual.dtype):
-            weight, bias = _in_float32(weight, bias)
-        else:
-            return None  # the norm has another dtype than the sum
+        cast = _autocast(x, weight, bias, residual)
+        if cast is None:
+            return None
+        x, weight, bias = cast
     graded = _is_grad_enabled() and _asks(x, weight, bias, gate, residual)
     if graded and residual is not None and not (x.requires_grad or residual.requires_grad):
         return None  # the sum would ask for gradients because the weight does
@@ -95,8 +93,15 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
     return y if h is None else (h, y)
 
 
-def _in_float32(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [t if t is None else t.float() for t in tensors]
+def _autocast(x, weight, bias, residual) -> tuple | None:
+    """(x, weight, bias) as a functional norm gets them under autocast; None if the norm and the sum have two dtypes."""
+    weight = None if weight is None else weight.float()
+    bias = None if bias is None else bias.float()
+    if residual is None:
+        return x.float(), weight, bias
+    if torch.float32 in (x.dtype, residual.dtype):
+        return x, weight, bias
+    return None
 
 
 def _asks(x, weight, bias, gate, residual) -> bool:
