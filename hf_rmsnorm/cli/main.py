@@ -5,6 +5,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -70,12 +71,21 @@ def build_parser() -> Parser:
 def add_command(commands, name: str, module) -> None:
     """Add a subcommand whose help is the module's docstring; its `run` finds the name in ``args.command``."""
     summary = module.__doc__.splitlines()[0]
-    texts = {"help": summary[0].lower() + summary[1:].rstrip("."), "description": module.__doc__}
+    texts = {"help": summary[0].lower() + summary[1:].rstrip("."), "description": _in_columns(module.__doc__)}
     sub = commands.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
     module.add_arguments(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     sub.add_argument("--traceback", action="store_true", help="show where an error comes from")
     sub.set_defaults(run=module.run, command=name)
+
+
+def _in_columns(text: str) -> str:
+    """The paragraphs in 100 columns; those with indented lines, such as examples, as they are."""
+    paragraphs = []
+    for part in text.strip().split("\n\n"):
+        indented = "\n " in f"\n{part}"
+        paragraphs.append(part if indented else textwrap.fill(part, 100, break_on_hyphens=False))
+    return "\n\n".join(paragraphs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -503,3 +503,8 @@ def test_help_and_version_import_nothing_heavy(tmp_path):
 def test_demos_are_the_ones_in_the_help(capsys):
     _, out, _ = run(capsys, "report", "--help")
     assert all(f"demo:{name}" in out for name in DEMO_MODELS)
+
+
+@pytest.mark.parametrize("command", ["report", "verify", "inspect", "convert", "bench", "env"])
+def test_help_is_at_most_100_columns_wide(capsys, command):
+    assert max(map(len, run(capsys, command, "--help")[1].splitlines())) <= 100
