@@ -128,7 +128,7 @@ def chosen_shapes(names: str | None, default: dict | None = None) -> dict:
 
 
 def write_result(file: Path, data: dict) -> None:
-    """Write what was measured, as JSON.
+    """Write a result as JSON.
 
     Raises:
         CliError: the file cannot be written.

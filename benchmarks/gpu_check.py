@@ -14,7 +14,7 @@ Each section runs in its own process, so that a crash or a hang ends one section
     host     what one call on one row costs the host
     llama, qwen3
              batch-1 decode, an 8K-token prefill and a training step of a random 8-layer model, unpatched and patched
-             in turn, then with Liger's norms
+             by turns, then with Liger's norms
 
 Results go to $OUT/gpu_check.json, else to --out, else to scripts/results/<device>-<date>.json. They are written after
 every section. Exit code: 0 if the tests and every gate of this package's own kernels passed (sections skipped

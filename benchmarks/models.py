@@ -133,7 +133,7 @@ def liger_norms(name: str, model) -> Iterator[str]:
 
 
 class Rounds:
-    """Measures the variants of one model, and fills ``data`` with medians, samples and what was patched.
+    """Measures the variants of one model, and fills ``data`` with medians, samples and the norms that were patched.
 
     Args:
         left: seconds that are left; below 20 a measurement is skipped, and named.

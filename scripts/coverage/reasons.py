@@ -31,14 +31,17 @@ def why_not_a_norm(path: str, module: torch.nn.Module, reported: set[str]) -> st
     if inside:
         kinds = ", ".join(sorted({type(m).__name__ for _, m in inside if not any(m.children())}))
         return f"made of {kinds}, none of which is a norm"
+    return _of_one_module(module)
+
+
+def _of_one_module(module: torch.nn.Module) -> str | None:
     if type(module).__module__.startswith("torch.nn.utils"):
         return "computes a weight of another module, from parameters alone"
     stored = [name for name, _ in module.named_buffers() if re.search(r"mean|var|std", name)]
     if stored:
         return f"scales by what it has stored ({', '.join(sorted(stored))}), not by statistics of its input"
-    needed = [
-        p.name for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty and p.kind < 2
-    ]
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind < 2]
     if len(needed) > 1:
         return f"takes several tensors at once ({', '.join(needed)})"
     code = inspect.getsource(type(module).forward)

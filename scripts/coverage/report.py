@@ -34,24 +34,32 @@ def fused(run: dict) -> set[str]:
 
 def totals(results: list[dict]) -> dict:
     runs = [run for r in results for run in r["runs"][:1]]
-    formulas: Counter = Counter()
-    for _, formula, n in (entry for run in runs for entry in run["swapped"]):
-        formulas[formula] += n
+    verdicts = [bool(wrong(r)) for r in results]
+    fusions = Counter(kind for run in runs for kind in fused(run))
+    ran = [bool(r["ran"]) for r in results]
     return {
         "tried": len(results),
         "built": sum(bool(r["built"]) for r in results),
-        "run": sum(bool(r["ran"]) for r in results),
-        "bit_equal": sum(bool(r["ran"]) and not wrong(r) for r in results),
-        "with_wrong_results": sum(bool(wrong(r)) for r in results),
+        "run": sum(ran),
+        "bit_equal": sum(it_ran and not bad for it_ran, bad in zip(ran, verdicts, strict=True)),
+        "with_wrong_results": sum(verdicts),
         "not_repeatable": sum(not all(run["repeatable"]) for run in runs),
-        "norms_swapped": sum(n for run in runs for *_, n in run["swapped"]),
-        "norms_left_alone": sum(n for run in runs for *_, n in run["left_alone"]),
-        **{
-            f"types_with_fused_{kind}": sum(kind in fused(run) for run in runs)
-            for kind in ("sums", "pairs", "modulations")
-        },
-        "swapped_by_formula": dict(formulas.most_common()),
+        "norms_swapped": sum(_sum(run["swapped"]) for run in runs),
+        "norms_left_alone": sum(_sum(run["left_alone"]) for run in runs),
+        "types_with_fused_sums": fusions["sums"],
+        "types_with_fused_pairs": fusions["pairs"],
+        "types_with_fused_modulations": fusions["modulations"],
+        "swapped_by_formula": _by_formula(runs),
     }
+
+
+def _by_formula(runs: list[dict]) -> dict[str, int]:
+    """How many norms of each formula were swapped, the most first."""
+    formulas: Counter = Counter()
+    for run in runs:
+        for _, formula, count in run["swapped"]:
+            formulas[formula] += count
+    return dict(formulas.most_common())
 
 
 def by_reason(results: list[dict], key: str) -> list[dict]:
@@ -70,18 +78,7 @@ def by_reason(results: list[dict], key: str) -> list[dict]:
 
 def table(results: list[dict]) -> str:
     lines = [f"{'type':<34} {'norms':>5} {'alone':>5} {'run':>5}  {'style':<9} result"]
-    for r in results:
-        run = r["runs"][0] if r["runs"] else None
-        verdict = "; ".join(wrong(r)[:3]) or ("bit-equal" if r["ran"] else f"not run: {(r['error'] or '')[:110]}")
-        if not r["built"]:
-            verdict = f"not built: {(r['error'] or '')[:110]}"
-        if run is None:
-            lines.append(f"{r['type']:<34} {'':>5} {'':>5} {'':>5}  {'':<9} {verdict}")
-            continue
-        lines.append(
-            f"{r['type']:<34} {_sum(run['swapped']):>5} {_sum(run['left_alone']):>5} {run['norms_run']:>5}  "
-            f"{run['style']:<9} {verdict}"
-        )
+    lines += [_line(r) for r in results]
     if fused := [(r["type"], run["fusion"]) for r in results for run in r["runs"][:1] if "fusion" in run]:
         lines += ["", "operators and launches of one forward: before, norms swapped, fused (of which launches):"]
         lines += [f"{name:<34} {'{:>5} {:>5} {:>5}'.format(*f['operators'])} ({f['launches']})" for name, f in fused]
@@ -93,6 +90,25 @@ def table(results: list[dict]) -> str:
         ]
     lines += ["", *(f"{k}: {v}" for k, v in totals(results).items() if k != "swapped_by_formula")]
     return "\n".join(lines)
+
+
+def _line(result: dict) -> str:
+    """One type."""
+    figures = f"{'':>5} {'':>5} {'':>5}  {'':<9}"
+    if result["runs"]:
+        run = result["runs"][0]
+        counts = f"{_sum(run['swapped']):>5} {_sum(run['left_alone']):>5} {run['norms_run']:>5}"
+        figures = f"{counts}  {run['style']:<9}"
+    return f"{result['type']:<34} {figures} {_verdict(result)}"
+
+
+def _verdict(result: dict) -> str:
+    error = (result["error"] or "")[:110]
+    if not result["built"]:
+        return f"not built: {error}"
+    if changed := wrong(result):
+        return "; ".join(changed[:3])
+    return "bit-equal" if result["ran"] else f"not run: {error}"
 
 
 def _sum(entries: list[list]) -> int:

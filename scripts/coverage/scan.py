@@ -22,17 +22,23 @@ def norm_classes(folder: Path = MODELS) -> dict[str, list[str]]:
         if "orm" not in text:
             continue
         classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-        norms = [
-            n
-            for n, node in classes.items()
-            if "norm" in n.lower() and not _is_model(node) and _has_forward(node, classes)
-        ]
-        if norms:
-            names = {n: {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} for n, node in classes.items()}
+        norms = [name for name in classes if _is_norm(name, classes)]
+        if not norms:
+            continue
+        used = {name: _names(node) for name, node in classes.items()}
         for norm in norms:
-            users = [f"{path.stem}:{n}" for n in classes if n != norm and norm in names[n]]
+            users = [f"{path.stem}:{name}" for name in classes if name != norm and norm in used[name]]
             found[norm] = found.get(norm, []) + users
     return found
+
+
+def _is_norm(name: str, classes: dict[str, ast.ClassDef]) -> bool:
+    node = classes[name]
+    return "norm" in name.lower() and not _is_model(node) and _has_forward(node, classes)
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _is_model(node: ast.ClassDef) -> bool:
