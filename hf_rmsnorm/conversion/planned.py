@@ -3,7 +3,7 @@
 import json
 
 from ..record import RECORD_KEY
-from .plan import Centre, CentringPlan, ConversionError, Scale
+from .plan import Centre, CentringPlan, ConversionError, Copy, Scale
 from .tensors import Centring, Lazy, Scaling, Source, Stored, filled
 
 
@@ -12,37 +12,50 @@ def planned_tensors(plan: CentringPlan, source: Source, where: object) -> dict[s
 
     A step that does not fit the tensors is refused; `where` is the folder, for that.
     """
-    tensors = {name: Stored(name) for name in source.tensors}
     _check_names(plan, source, where)
+    tensors: dict[str, Lazy] = {name: Stored(name) for name in source.tensors}
     for copy in plan.copy:
-        if copy.key in tensors and not source.read(copy.key).equal(source.read(copy.source)):
-            what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
-            cure = "set tie_word_embeddings to false if it is right, remove it if it is stale"
-            raise ConversionError(f"{where}: {what}: {cure}")
-        tensors.setdefault(copy.key, Stored(copy.source))
+        if copy.key in tensors:
+            _check_equal(copy, source, where)
+        else:
+            tensors[copy.key] = Stored(copy.source)
     for scale in plan.scale:
         size = _size(scale, tensors, source)
         if tuple(source.tensors[scale.by].shape) != (size,):
             raise _of_other_weights(scale, where)
-        tensors[scale.key] = tensors[scale.key].then(Scaling(scale.axis, Stored(scale.by)))
+        step = Scaling(scale.axis, Stored(scale.by))
+        tensors[scale.key] = tensors[scale.key].then(step)
     for centre in plan.centre:
         size = _size(centre, tensors, source)
-        if size % centre.block or max(centre.blocks or (0,)) >= size // centre.block:
+        count, rest = divmod(size, centre.block)
+        if rest or max(centre.blocks or (0,)) >= count:
             raise _of_other_weights(centre, where)
-        tensors[centre.key] = tensors[centre.key].then(Centring(centre.axis, centre.block, centre.blocks))
-    ones = {scale.by: filled(Stored(scale.by), 1.0) for scale in plan.scale}
-    return {**tensors, **ones}
+        step = Centring(centre.axis, centre.block, centre.blocks)
+        tensors[centre.key] = tensors[centre.key].then(step)
+    for scale in plan.scale:
+        tensors[scale.by] = filled(Stored(scale.by), 1.0)
+    return tensors
 
 
 def _check_names(plan: CentringPlan, source: Source, where: object) -> None:
     """Refuse a plan that names a tensor which the checkpoint lacks."""
-    copies = {copy.key for copy in plan.copy}
-    named = {step.key for step in (*plan.centre, *plan.scale)} - copies
-    named |= {copy.source for copy in plan.copy} | {scale.by for scale in plan.scale}
+    named = {step.key for step in (*plan.centre, *plan.scale)}
+    named -= {copy.key for copy in plan.copy}
+    named |= {copy.source for copy in plan.copy}
+    named |= {scale.by for scale in plan.scale}
     missing = sorted(named - source.tensors.keys())
     if missing:
         what = f"no tensor {missing[0]}, which the plan names"
         raise ConversionError(f"{where}: {what}: the plan is of another checkpoint")
+
+
+def _check_equal(copy: Copy, source: Source, where: object) -> None:
+    """Refuse a checkpoint that has a tensor already, with other values than the plan gives it."""
+    if source.read(copy.key).equal(source.read(copy.source)):
+        return
+    what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
+    cure = "set tie_word_embeddings to false if it is right, remove it if it is stale"
+    raise ConversionError(f"{where}: {what}: {cure}")
 
 
 def _size(step: Scale | Centre, tensors: dict[str, Lazy], source: Source) -> int:
@@ -52,9 +65,8 @@ def _size(step: Scale | Centre, tensors: dict[str, Lazy], source: Source) -> int
 
 
 def _of_other_weights(step: Scale | Centre, where: object) -> ConversionError:
-    return ConversionError(
-        f"{where}: {step.key} has another shape than the plan says: config.json or the plan is of other weights"
-    )
+    what = f"{step.key} has another shape than the plan says"
+    return ConversionError(f"{where}: {what}: config.json or the plan is of other weights")
 
 
 def changed_config(config: dict, changes: dict) -> str:
