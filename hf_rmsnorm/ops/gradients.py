@@ -25,16 +25,22 @@ def seen_through(*gradients: torch.Tensor | None) -> bool:
     return any(g is not None and _is_batched(g) for g in gradients)
 
 
-def differentiable(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
-    """The gradients of ``formula(*inputs)``, a tuple, as functions of its inputs and of the gradients given."""
+def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
+    """The gradients of ``formula(*inputs)``, a tuple; differentiable where gradients are on, as for `create_graph`."""
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Through views of their own: where x was itself computed from the same weight, the gradient asked for is the
-        # one along this norm alone.
-        inputs = [t if t is None else t.view_as(t) for t in inputs]
+        if create_graph:
+            # Views: where x was itself computed from the same weight, the gradient asked for is the one along this
+            # norm alone.
+            inputs = [t if t is None else t.view_as(t) for t in inputs]
+        else:
+            pairs = zip(inputs, need, strict=True)
+            inputs = [t if t is None else t.detach().requires_grad_(needed) for t, needed in pairs]
         pairs = [(y, d) for y, d in zip(formula(*inputs), gradients, strict=True) if d is not None]
         outputs, gradients = zip(*pairs, strict=True)
         leaves = [t for t, needed in zip(inputs, need, strict=True) if needed]
-        of_leaves = iter(torch.autograd.grad(outputs, leaves, gradients, create_graph=True, allow_unused=True))
+        grads = torch.autograd.grad(outputs, leaves, gradients, create_graph=create_graph, allow_unused=True)
+    of_leaves = iter(grads)
     return [next(of_leaves) if needed else None for needed in need]
 
 
@@ -99,7 +105,7 @@ def by_formula(spec: NormSpec, operands, dy, dh, need):
         def formula(x, weight, bias, gate):
             return (reference_norm(x, weight, bias, spec, gate),)
 
-        grads = differentiable(formula, tuple(operands), (dy,), need)
+        grads = gradients_of_all(formula, tuple(operands), (dy,), need)
     else:
         x, weight, bias, gate = operands
         grads = reference_backward(dy, x, weight, bias, spec, need, gate)
@@ -109,14 +115,6 @@ def by_formula(spec: NormSpec, operands, dy, dh, need):
 def gradients_of(formula: Callable, inputs: tuple, dy, need) -> list:
     """The gradients of any formula that returns one tensor, differentiable where gradients are on."""
     return gradients_of_all(lambda *inputs: (formula(*inputs),), inputs, (dy,), need)
-
-
-def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
-    """The gradients of any formula that returns a tuple, differentiable where gradients are on."""
-    if torch.is_grad_enabled():  # create_graph
-        return differentiable(formula, inputs, gradients, need)
-    leaves = tuple(t if t is None else t.detach().requires_grad_(n) for t, n in zip(inputs, need, strict=True))
-    return [g if g is None else g.detach() for g in differentiable(formula, leaves, gradients, need)]
 
 
 def _by_output(spec: NormSpec, saved: tuple, dy, dh, need):

@@ -1,16 +1,23 @@
-"""Queries and keys as patched attentions compute them: in one launch, or in plain torch where no kernel serves."""
+"""Queries and keys as patched attentions compute them: in one launch, or by each norm and then the rotation."""
 
 import torch
 
+from hf_rmsnorm.ops import chosen_backend, fused_norm
+from hf_rmsnorm.ops.direct import under_transform
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import run_qk
-from hf_rmsnorm.reference import reference_qk_norm
+from hf_rmsnorm.reference import reference_qk_norm, rotated
 
 
 def fused_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, way=""):
     """(q', k')."""
-    if not torch.compiler.is_compiling():
-        launched = run_qk(launches_of(spec), (q, k, q_weight, k_weight, cos, sin), way)
+    operands = q, k, q_weight, k_weight
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        launched = run_qk(launches_of(spec), (*operands, cos, sin), way)
         if launched is not None:
             return launched
-    return reference_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, way)
+    if chosen_backend() == "reference" or (not compiling and under_transform()):
+        return reference_qk_norm(*operands, spec, cos, sin, way)
+    q, k = fused_norm(q, q_weight, None, spec), fused_norm(k, k_weight, None, spec)
+    return rotated(q, cos, sin, way), rotated(k, cos, sin, way)
