@@ -1,4 +1,4 @@
-"""Triton functions, what starts a compiled one, and the device that they run on."""
+"""Triton functions, the objects that start a compiled one, and the device that they run on."""
 
 import inspect
 import threading
@@ -72,17 +72,17 @@ class Kernel:
         return Start(self, grid, num_warps, tuple(values[name] for name in self.fixed), device, aligned)
 
     def available(self, device: torch.device) -> None:
-        """Do nothing, or raise `KernelUnavailable` where loading this kernel has failed before."""
+        """Raise `KernelUnavailable` if loading this kernel has failed before."""
         if device in self._failed_on and device in failed:
             raise KernelUnavailable(failed[device])
 
     def fail(self, device: torch.device, error: Exception) -> KernelUnavailable:
-        """What is raised of an error that loading this kernel has raised, which is not tried again."""
+        """The `KernelUnavailable` for an error of loading this kernel, which is not tried again."""
         self._failed_on.add(device)
         return unavailable(error)
 
     def load(self, start: "Start", operands: tuple) -> Callable[[tuple], None]:
-        """What launches this kernel on operands like these: compiled, and loaded on the current device."""
+        """Compile this kernel, load it on the current device, and return the function that launches it."""
         grid, tail, options = start.grid, start.tail, self.options(start)
         variant = self.variants[start.aligned]
         if INTERPRETED:
@@ -105,7 +105,7 @@ class Kernel:
         return self.variants[start.aligned].warmup(*operands, *start.tail, grid=start.grid, **self.options(start))
 
     def options(self, start: "Start") -> dict:
-        """What Triton is told of the code to be compiled."""
+        """Triton's compile options."""
         # Not where rows are not vectorised: a thread may then have but one product of a row, and would add its own
         # unrounded and its neighbours' rounded, so that threads did not agree on the sum.
         return {"num_warps": start.num_warps, "enable_fp_fusion": start.aligned and self.contracts}
@@ -132,7 +132,7 @@ class Start:
         self._launch: Callable[[tuple], None] | None = None
 
     def with_care(self, operands: tuple) -> None:
-        """Start the kernel where it is to be loaded or counted, launches are watched, or another device is current."""
+        """Start the kernel, also if it is not loaded, launches are counted or watched, or another device is current."""
         if self.current() != self.index:
             with torch.get_device_module(self.device.type).device(self.device):
                 return self.with_care(operands)
@@ -168,10 +168,10 @@ def _is_plain(run) -> bool:
 
 
 def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
-    """What calls the launcher in C where nothing watches launches.
+    """A function that calls the launcher in C while nothing watches launches.
 
-    Quicker than `compiled[grid]`, which finds out the device, builds what Triton's launch hooks are told and asks for
-    scratch memory twice, each time.
+    Quicker than `compiled[grid]`, which at each call asks for the device, builds the arguments of Triton's launch hooks
+    and asks for scratch memory twice.
     """
     (x, y, z), tail, with_care = careful.grid, careful.tail, careful.with_care
     current, here = careful.current, careful.index
@@ -187,7 +187,7 @@ def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
         if watched or counting.active or current() != here:
             with_care(operands)
             return
-        # The five of None: what hooks are told, the two hooks, and the scratch memory of the kernel and of its profile.
+        # The five of None: the arguments of hooks, two hooks, and the scratch memory of the kernel and of its profile.
         start(
             x, y, z, stream_of(index), function, cooperative, dependent, metadata, None, None, None, None, None,
             annotations, signature, (*operands, *tail),
@@ -198,7 +198,7 @@ def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
 
 @cache
 def current_device(device_type: str) -> Callable[[], int]:
-    """What tells the index of the current device, without torch's checks: a tensor there has initialised it."""
+    """A function of the current device's index, without torch's checks: a tensor there has initialised it."""
     known = {"cuda": "_cuda_getDevice", "xpu": "_xpu_getDevice"}.get(device_type, "")
     return getattr(torch._C, known, None) or torch.get_device_module(device_type).current_device
 

@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr, FLAT: tl.constexpr = 0):
-    """Offset in elements of each row of a tensor whose rows lie at (row // inner, row % inner).
+    """Offset in elements of each row of a tensor; row r is at (r // inner, r % inner).
 
-    FLAT: rows lie one behind the other, of so many elements; 0 where they may not. One address then serves all operands
-    of a kernel, which otherwise takes a seventh of a backward's instructions to find out where its rows are.
+    FLAT: the elements of a row if no gaps are between rows; else 0. One address then serves all operands of a kernel.
+    To compute the addresses otherwise takes a seventh of a backward's instructions.
 
     Strides arrive divided by UNIT, so that the compiler can see that they are multiples of it: that is what makes
     16-byte loads possible without one compile per stride. Products are 64-bit: a tensor may pass 2^31 elements. The
@@ -29,7 +29,7 @@ def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr, FLA
 def load(pointers, mask, DENSE: tl.constexpr, always=True):
     """Load, without a mask where the tile covers only valid elements; masked lanes read as zero.
 
-    always: what holds in each step of a loop, where the compiler is not to see it: such a load is not made ahead.
+    always: True in each step of a loop, by a test that the compiler does not see through: so it does not load ahead.
     """
     if always:
         values = tl.load(pointers) if DENSE else tl.load(pointers, mask=mask, other=0.0)
@@ -40,7 +40,7 @@ def load(pointers, mask, DENSE: tl.constexpr, always=True):
 
 @triton.jit
 def wide(x):
-    """x in float32. A bfloat16 is its upper half: said so, the assembler takes one instruction for it, not two."""
+    """x in float32. A bfloat16 is its upper half: written so, the assembler takes one instruction, not two."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -58,13 +58,13 @@ def store(pointers, values, mask, DENSE: tl.constexpr):
 
 @triton.jit
 def known(values, mask, GAPS: tl.constexpr):
-    """Zero behind the row: registers that lie there in every thread then cost the compiler no instruction."""
+    """Zero behind the row: the registers there then cost no instruction, as the compiler knows their value."""
     return tl.where(mask, values, 0.0) if GAPS else values
 
 
 @triton.jit
 def reciprocal_root(square, eps, EPS_OUTSIDE: tl.constexpr):
-    """What a row is multiplied by, from its mean square."""
+    """The factor of a row, from its mean square."""
     if EPS_OUTSIDE:
         divisor = tl.sqrt_rn(square) + eps
         return tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
@@ -93,7 +93,7 @@ def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_product(y, X, W, ROUNDING: tl.constexpr):
-    """Round xhat * weight where that product is a tensor of its own, of the promoted dtype of its factors."""
+    """Round xhat * weight if that product is a tensor, of the promoted dtype of its factors."""
     if ROUNDING == "weight_dtype":
         y = y.to(W.dtype.element_ty).to(tl.float32)
     elif ROUNDING != "once" and W.dtype.element_ty == X.dtype.element_ty:

@@ -18,7 +18,7 @@ UNKNOWN = (
     "see that there are a C compiler (CC=), python3-dev and a folder to write to (TRITON_CACHE_DIR=); "
     "else report it with what `hf-rmsnorm env` prints"
 )
-# What Triton, and what it calls, say of each.
+# Texts of Triton, and of the programs that it calls, with their cures.
 _CURES = (
     (r"Python\.h", HEADERS),
     (r"C compiler|\b(gcc|clang|cc)\b", COMPILER),
@@ -27,7 +27,7 @@ _CURES = (
     (r"libcuda", DRIVER),
     (r"\[Errno|cache|shared object", CACHE),
 )
-# A driver says as much of its GPU, whoever asks next; but for what it says of the code that it is to load.
+# Errors of a driver about its GPU, which any next call gets too; not those about the code that it has to load.
 _OF_THE_DEVICE = re.compile(
     r"(CUDA|HIP|driver) error|Triton Error \[(?!.*(PTX|image|symbol|function))|out of memory|illegal memory access"
     r"|misaligned address|device-side assert|launch failure|captur",
@@ -38,7 +38,7 @@ _OF_THE_CACHE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQ
 _OF_THE_MOMENT = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}  # another try may succeed
 _MOST = 300  # characters of a cause
 
-# By device, what the first failure there said: what failed is not tried again there.
+# By device, the text of the first failure there. A kernel that failed is not tried again.
 failed: dict[torch.device, str] = {}
 
 
@@ -47,7 +47,7 @@ class KernelUnavailable(RuntimeError):
 
 
 def unavailable(error: Exception) -> KernelUnavailable:
-    """What is said of an error that Triton, the compiler or the loader raised."""
+    """An error of Triton, the compiler or the loader as one line with its cure."""
     cause = _cause(error).rstrip(".")
     return KernelUnavailable(f"kernels cannot be compiled here: {cause}\nWhat to do: {_cure(error, cause)}")
 

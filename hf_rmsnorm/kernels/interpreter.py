@@ -7,9 +7,9 @@ from contextlib import contextmanager
 def faithful_interpreter():
     """Make Triton's interpreter round to bfloat16 and add rows as GPUs do, for the length of one launch.
 
-    It truncates where hardware rounds to nearest even. It adds along all but the last dimension one after another,
-    where threads add in pairs, which loses bits of a sum of many. It also replaces the functions of triton.language
-    again for every call of a helper, which took a third of its time: here once for each module they are named by.
+    It truncates, and hardware rounds to nearest even. Along all but the last dimension it adds one element after the
+    other, and threads add in pairs: a sum of many loses bits. It also replaces the functions of triton.language at
+    every call of a helper, which took a third of its time: here once for each module that names them.
     """
     import numpy as np
     import triton.language as tl
@@ -47,8 +47,7 @@ def faithful_interpreter():
             tl.tensor.__index__ = lambda x: int(x.handle.data.item())  # Triton 3.6 has what NumPy 2.4 refuses
             return scope
 
-    # The lock is held and the launch is ours, so nobody else sees the replacement; `with np.errstate`: inf and nan
-    # inputs are the caller's business, not a warning.
+    # Under the lock no other launch sees the replacement. No warnings about inf and nan: they come from the inputs.
     interpreter._convert_float, interpreter._patch_lang, reductions.sum = convert, patch_once, add_in_pairs
     try:
         with np.errstate(all="ignore"):

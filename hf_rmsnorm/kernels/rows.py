@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 
+Shape = tuple[int, ...]
+
 
 class RowAddress(NamedTuple):
     """Row r starts at (r // length) * outer + (r % length) * inner elements: in place, or in a `copy` made first."""
@@ -21,15 +23,18 @@ class RowAddress(NamedTuple):
     copy: bool = False
 
     @classmethod
-    def of(cls, t: torch.Tensor | None, order: tuple[int, ...] | None) -> RowAddress:
-        """Where the kernels read the rows of t, taken in `order`; no row where there is no t."""
+    def of(cls, t: torch.Tensor | None, order: Shape | None) -> RowAddress:
+        """Where the kernels read the rows of t, taken in `order`; a t of None has no rows."""
         if t is None:
             return cls()
-        found = row_address(t.shape, t.stride(), order)
-        return found or cls(max(1, math.prod(t.shape[:-1])), 0, t.shape[-1], copy=True)
+        address = row_address(t.shape, t.stride(), order)
+        if address is not None:
+            return address
+        rows = math.prod(t.shape[:-1])
+        return cls(max(1, rows), 0, t.shape[-1], copy=True)
 
     def flat(self, rows: int, hidden_size: int) -> bool:
-        """Whether the rows lie one behind the other; also where there is but one row, or no tensor."""
+        """Whether no gaps are between the rows; True of one row, and of no tensor."""
         return self == RowAddress() or self[:3] == (rows, 0, hidden_size)
 
     def arguments(self, name: str) -> dict[str, int]:
@@ -37,18 +42,21 @@ class RowAddress(NamedTuple):
         return {f"{name}_len": self.length, f"{name}_outer": self.outer, f"{name}_inner": self.inner}
 
 
-def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The leading dimensions from the slowest to the fastest, or None where that is their own order."""
-    leading = range(len(shape) - 1)
-    order = tuple(sorted(leading, key=lambda d: -strides[d] if shape[d] > 1 else 0))
+def memory_order(shape: Shape, strides: Shape) -> Shape | None:
+    """The leading dimensions from the slowest to the fastest, or None if they have that order already."""
     if strides[-1] != 1 and shape[-1] != 1:
         return None  # such rows are copied, and a copy has its own order
+
+    def slowest_first(d: int) -> int:
+        return -strides[d] if shape[d] > 1 else 0
+
+    order = tuple(sorted(range(len(shape) - 1), key=slowest_first))
     real = [d for d in order if shape[d] > 1]
     return None if real == sorted(real) else order
 
 
-def row_address(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...] | None) -> RowAddress | None:
-    """Address of the rows taken in `order` (None: their own), or None where two levels do not reach them."""
+def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress | None:
+    """Address of the rows in `order` (None: that of the dimensions), or None where two levels do not reach them."""
     if strides[-1] != 1 and shape[-1] != 1:
         return None
     levels: list[tuple[int, int]] = []
@@ -68,8 +76,8 @@ def row_address(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[i
     return RowAddress(size, levels[0][1] if len(levels) == 2 else 0, stride)
 
 
-def flat_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...] | None) -> bool:
-    """Whether rows taken in `order` (None: their own) lie one behind the other without gaps."""
+def flat_strides(shape: Shape, strides: Shape, order: Shape | None) -> bool:
+    """Whether no gaps are between the rows, taken in `order` (None: that of the dimensions)."""
     expected = shape[-1]
     if strides[-1] != 1 and shape[-1] != 1:
         return False
@@ -80,11 +88,11 @@ def flat_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[
     return True
 
 
-def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> tuple[int, ...] | None:
-    """The leading dimensions of x in the order in which the kernels number its rows, or None where that is their own.
+def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> Shape | None:
+    """The leading dimensions of x in the order in which the kernels number its rows, or None if they have it already.
 
-    Rows keep their own where the output is row-major, and where each head has a weight of its own: the kernel tells the
-    head by the row's number.
+    It is that of the dimensions if the output is row-major, and if each head has its weight: a kernel computes the head
+    from the row's number.
     """
     if spec.functional or heads > 1 or x.is_contiguous():
         return None
@@ -93,7 +101,10 @@ def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> tuple[int, ...] | 
 
 def heads_of(*parameters: torch.Tensor | None) -> int:
     """How many rows of parameters there are: each row of x takes the next."""
-    return next((p.shape[0] for p in parameters if p is not None and p.dim() == 2), 1)
+    for parameter in parameters:
+        if parameter is not None and parameter.dim() == 2:
+            return parameter.shape[0]
+    return 1
 
 
 def output_layout(x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, heads: int):
@@ -102,7 +113,7 @@ def output_layout(x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, 
         return None, torch.contiguous_format, True
     order = row_order(x, spec, heads)
     output = without_data(x)
-    if heads > 1 and weight is not None:  # such a weight has a say in the order of their product
+    if heads > 1 and weight is not None:  # a weight of heads takes part in the order of the product
         with _disable_current_modes():
             product = without_data(weight) * output
         if product.is_contiguous():
@@ -111,13 +122,13 @@ def output_layout(x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, 
 
 
 def without_data(x: torch.Tensor) -> torch.Tensor:
-    """``empty_like(x)`` on the meta device: what is asked of it is its strides."""
-    with _disable_current_modes():  # no operator of the caller's
+    """``empty_like(x)`` on the meta device, for its strides."""
+    with _disable_current_modes():  # a mode of the caller is not to see the operator
         return torch.empty_like(x, device="meta")
 
 
 def sum_without_data(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """``residual + x`` on the meta device: what is asked of it is its strides and its dtype."""
+    """``residual + x`` on the meta device, for its strides and dtype."""
     with _disable_current_modes():
         left, right = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (residual, x))
         return left + right
@@ -134,16 +145,19 @@ def _element(device: torch.device) -> torch.Tensor:
     return torch.empty(1, dtype=torch.float32, device=device)
 
 
-def in_order(t: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+def in_order(t: torch.Tensor, order: Shape | None) -> torch.Tensor:
     """t with its leading dimensions in this order."""
     return t if order is None else t.permute(*order, -1)
 
 
-def copied_in_order(t: torch.Tensor | None, order: tuple[int, ...] | None) -> torch.Tensor | None:
-    """A copy of t whose rows lie one behind the other, in this order."""
+def copied_in_order(t: torch.Tensor | None, order: Shape | None) -> torch.Tensor | None:
+    """A copy of t with its rows in this order, without gaps."""
     return None if t is None else in_order(t, order).contiguous()
 
 
-def flat_like(t: torch.Tensor | None, order: tuple[int, ...] | None) -> torch.Tensor | None:
-    """An empty tensor for the rows of t, one behind the other in this order."""
-    return None if t is None else torch.empty(in_order(t, order).shape, dtype=t.dtype, device=t.device)
+def flat_like(t: torch.Tensor | None, order: Shape | None) -> torch.Tensor | None:
+    """An empty tensor for the rows of t in this order, without gaps."""
+    if t is None:
+        return None
+    shape = in_order(t, order).shape
+    return torch.empty(shape, dtype=t.dtype, device=t.device)
