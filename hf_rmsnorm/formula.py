@@ -1,6 +1,6 @@
-"""The one vocabulary of this package: what a normalisation layer computes, in words a program can compare.
+"""The formulas of normalisation layers, as data that a program can compare.
 
-Kernels, operators, the patcher, verification and reports all speak `NormSpec`; none of them knows a model's name.
+Kernels, operators, the patcher, verification and reports all take a `NormSpec`; none depends on a model's name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What one RMSNorm or LayerNorm computes over the last dimension of its input.
+    """The formula of one RMSNorm or LayerNorm over the last dimension of its input.
 
     With ``xhat = (x - mean) * rsqrt(mean((x - mean)^2) + eps)`` in float32 (``mean`` is 0 unless `centered`)
     the result is ``xhat * (weight_offset + weight) + bias``, rounded where `rounding` says.
@@ -55,7 +55,7 @@ class NormSpec:
             rounded to the weight's dtype before use, unless `rounding` is ``"once"`` and the norm not `functional`.
         rounding: where float32 becomes the output dtype.
 
-            - ``"once"``: at the very end, to x's dtype (`Olmo2RMSNorm`, `GemmaRMSNorm`, `nn.LayerNorm`).
+            - ``"once"``: at the end, to x's dtype (`Olmo2RMSNorm`, `GemmaRMSNorm`, `nn.LayerNorm`).
             - ``"before_weight"``: xhat is rounded to x's dtype, then multiplied, so the output has the promoted
               dtype of x and weight (`LlamaRMSNorm` and most others).
             - ``"weight_dtype"``: xhat is rounded to the weight's dtype if that is half precision, else kept in
@@ -73,11 +73,10 @@ class NormSpec:
             (`MambaRMSNormGated`); None for the whole row.
 
     Attributes:
-        axes: what sets this formula apart from a plain RMSNorm, eps and an absent weight aside: the names of the fields
-            that are not as there, those of words with their value (``"rounding=rstd"``). A kernel states which it
-            computes (`kernels.serves`).
+        axes: the differences from a plain RMSNorm, eps and an absent weight aside: the names of the fields that differ,
+            those of words with their value (``"rounding=rstd"``). `kernels.serves` lists those that kernels compute.
         but_eps: the values of all fields but eps.
-        ungrouped: the formula of one group, where there is a `group_size`.
+        ungrouped: the formula of one group; only with a `group_size`.
 
     Raises:
         ValueError: eps is negative, NaN or infinite; rounding or gate is unknown; an offset without a weight.
@@ -95,25 +94,13 @@ class NormSpec:
     group_size: int | None = None
 
     def __post_init__(self):
-        if not (isinstance(self.eps, float) and 0.0 <= self.eps < math.inf):
-            raise ValueError(f"eps is {self.eps!r}: pass a finite float that is zero or more")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"rounding is {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
-        if self.gate is not None and self.gate not in GATES:
-            raise ValueError(f"gate is {self.gate!r}: choose one of {', '.join(GATES)}, or None")
-        if self.gate is not None and self.rounding == "rstd":
-            raise ValueError("a gated norm does not round by 'rstd'")
-        if self.rounding == "rstd" and (self.centered or self.eps_outside):
-            raise ValueError("a rounded rstd is that of an RMSNorm with its eps inside the root")
-        if not self.has_weight and (self.weight_offset or self.rounding in ("before_weight", "weight_dtype")):
-            raise ValueError("a norm without weight has no weight_offset, and no rounding that speaks of a weight")
+        wrong = _wrong_value(self) or _wrong_combination(self)
+        if wrong is not None:
+            raise ValueError(wrong)
         # Set here and no cached properties, which Dynamo does not trace.
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        plain = {name: field.default for name, field in self.__dataclass_fields__.items()} | {"centered": False}
-        unlike = {name: v for name, v in values.items() if v != plain[name] and name not in ("eps", "has_weight")}
-        axes = frozenset(f"{name}={v}" if isinstance(v, str) else name for name, v in unlike.items())
-        object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "but_eps", tuple(v for name, v in values.items() if name != "eps"))
+        but_eps = tuple(getattr(self, name) for name in self.__dataclass_fields__ if name != "eps")
+        object.__setattr__(self, "axes", _axes(self))
+        object.__setattr__(self, "but_eps", but_eps)
         if self.group_size is not None:
             object.__setattr__(self, "ungrouped", replace(self, group_size=None))
 
@@ -145,13 +132,13 @@ class NormSpec:
         return compute_dtype(x_dtype)
 
     def product_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of ``xhat * weight`` where that is rounded, before a gate that follows is applied."""
+        """The dtype to which ``xhat * weight`` is rounded, before a gate that follows."""
         if self.rounding == "once" or weight_dtype is None:
             return x_dtype
         return promoted(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
 
     def output_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype the layer returns for an input of x_dtype; weight_dtype is None where there is no weight."""
+        """The dtype the layer returns for an input of x_dtype; weight_dtype is None without a weight."""
         return x_dtype if self.gated_after else self.product_dtype(x_dtype, weight_dtype)
 
     def to_dict(self) -> dict:
@@ -172,5 +159,38 @@ class NormSpec:
             words.append(f"groups of {self.group_size}")
         if self.gate is not None:
             words.append("{}(gate) {}".format(*self.gate.split("_")))
-        words += sorted(axis for axis in self.axes if axis.partition("=")[0] not in NormSpec.__dataclass_fields__)
         return f"{self.kind}({', '.join(words)})"
+
+
+def _wrong_value(spec: NormSpec) -> str | None:
+    """The field that has no valid value, in words, or None."""
+    eps = spec.eps
+    if not isinstance(eps, float) or not 0.0 <= eps < math.inf:
+        return f"eps is {eps!r}: pass a finite float that is zero or more"
+    if spec.rounding not in ROUNDINGS:
+        return f"rounding is {spec.rounding!r}: choose one of {', '.join(ROUNDINGS)}"
+    if spec.gate not in (None, *GATES):
+        return f"gate is {spec.gate!r}: choose one of {', '.join(GATES)}, or None"
+    return None
+
+
+def _wrong_combination(spec: NormSpec) -> str | None:
+    """The fields that exclude each other, in words, or None."""
+    if spec.rounding == "rstd" and spec.gate is not None:
+        return "a gated norm does not round by 'rstd'"
+    if spec.rounding == "rstd" and (spec.centered or spec.eps_outside):
+        return "a rounded rstd is that of an RMSNorm with its eps inside the root"
+    needs_weight = spec.weight_offset or spec.rounding in ("before_weight", "weight_dtype")
+    if needs_weight and not spec.has_weight:
+        return "a norm without weight has no weight_offset, and no rounding that depends on a weight"
+    return None
+
+
+def _axes(spec: NormSpec) -> frozenset[str]:
+    axes = set()
+    for name, field in spec.__dataclass_fields__.items():
+        value = getattr(spec, name)
+        plain = False if name == "centered" else field.default
+        if name not in ("eps", "has_weight") and value != plain:
+            axes.add(f"{name}={value}" if isinstance(value, str) else name)
+    return frozenset(axes)

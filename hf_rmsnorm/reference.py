@@ -34,28 +34,14 @@ def reference_norm(
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
         return reference_norm(x, weight, bias, spec.ungrouped, gate).flatten(-2)
+    in_one_operator = spec.centered or bias is None or spec.rounding != "once"
+    if spec.functional and in_one_operator:
+        return _functional_norm(x, weight, bias, spec)
     weight_dtype = None if weight is None else weight.dtype
-    if spec.functional and (spec.centered or bias is None or spec.rounding != "once"):
-        if spec.weight_offset and weight is not None:
-            weight = weight + spec.weight_offset
-        once = spec.rounding == "once"
-        inside = (weight, bias) if once else (None, None)
-        if spec.centered:
-            y = F.layer_norm(x, x.shape[-1:], *inside, spec.eps)
-        else:
-            y = F.rms_norm(x, x.shape[-1:], inside[0], spec.eps)
-        if once:
-            return y
-        return weight * y if bias is None else weight * y + bias
     compute = compute_dtype(x.dtype)
-    h = x if residual is None else x.to(compute) + residual.to(compute)
-    h, square, _ = _normalised(h, spec, gate, compute)
-    if spec.eps_outside:
-        h = h / (torch.sqrt(square) + spec.eps)
-    elif spec.rounding == "rstd":
-        h = h.to(x.dtype) * torch.rsqrt(square + spec.eps).to(x.dtype)
-    else:
-        h = h * torch.rsqrt(square + spec.eps)
+    total = x if residual is None else x.to(compute) + residual.to(compute)
+    h, square, _ = _normalised(total, spec, gate, compute)
+    h = _over_root(h, square, spec, x.dtype)
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
     if weight is not None:
         h = _scale(weight, spec) * h
@@ -67,8 +53,34 @@ def reference_norm(
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
 
 
+def _functional_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    """By `F.layer_norm` or `F.rms_norm`; the weight is applied behind it where xhat is rounded first."""
+    if weight is not None and spec.weight_offset:
+        weight = weight + spec.weight_offset
+    rounds_once = spec.rounding == "once"
+    inner_weight, inner_bias = (weight, bias) if rounds_once else (None, None)
+    if spec.centered:
+        y = F.layer_norm(x, x.shape[-1:], inner_weight, inner_bias, spec.eps)
+    else:
+        y = F.rms_norm(x, x.shape[-1:], inner_weight, spec.eps)
+    if rounds_once:
+        return y
+    y = weight * y
+    return y if bias is None else y + bias
+
+
+def _over_root(h: Tensor, square: Tensor, spec: NormSpec, x_dtype: torch.dtype) -> Tensor:
+    """h over the root of its mean square."""
+    if spec.eps_outside:
+        return h / (torch.sqrt(square) + spec.eps)
+    rstd = torch.rsqrt(square + spec.eps)
+    if spec.rounding == "rstd":
+        return h.to(x_dtype) * rstd.to(x_dtype)
+    return h * rstd
+
+
 def _normalised(x, spec: NormSpec, gate, compute: torch.dtype):
-    """(what is divided by its root, its mean square, the mean that was taken off it or None), computed in `compute`."""
+    """(x as it is divided by its root, its mean square, the mean that was subtracted or None), in dtype `compute`."""
     h = x.to(compute)
     if spec.gate == "silu_before":
         h = h * F.silu(gate.to(compute))
@@ -87,17 +99,21 @@ def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
 
 def in_groups(group_size: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Each (..., hidden_size) as a view of (..., hidden_size / group_size, group_size)."""
-    return tuple(None if t is None else t.unflatten(-1, (-1, group_size)) for t in tensors)
+    groups = (-1, group_size)
+    return tuple(None if t is None else t.unflatten(-1, groups) for t in tensors)
 
 
 def reference_stats(x: Tensor, spec: NormSpec, gate: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
     _, square, mean = _normalised(x, spec, gate, compute_dtype(x.dtype))
-    return _rstd(square, spec).flatten().float(), None if mean is None else mean.flatten().float()
+    rstd = _rstd(square, spec).flatten().float()
+    return rstd, None if mean is None else mean.flatten().float()
 
 
 def _rstd(square: Tensor, spec: NormSpec) -> Tensor:
-    return 1.0 / (square.sqrt() + spec.eps) if spec.eps_outside else torch.rsqrt(square + spec.eps)
+    if spec.eps_outside:
+        return 1.0 / (square.sqrt() + spec.eps)
+    return torch.rsqrt(square + spec.eps)
 
 
 def reference_backward(
@@ -116,42 +132,53 @@ def reference_backward(
     (RMS + eps) / RMS. A gate after the norm multiplies dy first; one before it, what dx becomes. Computed
     in float32, or float64 for float64 inputs.
     """
-    need = (*need, False)[:4]
+    need_x, need_weight, need_bias, need_gate = (*need, False)[:4]
     compute = compute_dtype(x.dtype)
     h, square, _ = _normalised(x, spec, gate, compute)
     rstd = _rstd(square, spec)
     xhat, g = h * rstd, dy.to(compute)
-    dx = dweight = dbias = dgate = None
     hat_dtype = spec.hat_dtype(x.dtype, None if weight is None else weight.dtype)
     rounded = xhat.to(hat_dtype).to(compute)
     scale = 1.0 if weight is None else _scale(weight, spec).to(compute)
+    dx = dweight = dbias = dgate = None
     if gate is not None:
-        z = gate.to(compute)
-        sigmoid = torch.sigmoid(z)
-        factor, slope = sigmoid, sigmoid * (1 - sigmoid)
-        if spec.gate != "sigmoid_after":
-            factor, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
-        if spec.gated_after:
-            dgate = g * (rounded * scale + (0.0 if bias is None else bias.to(compute))) * slope
-            g = g * factor
-    if need[1]:
+        factor, slope = _gate_and_slope(gate.to(compute), spec)
+    if spec.gated_after:
+        shift = 0.0 if bias is None else bias.to(compute)
+        dgate = g * (rounded * scale + shift) * slope
+        g = g * factor
+    if need_weight:
         dweight = _sum_rows(g * rounded, weight.dim()).to(weight.dtype)
-    if need[2]:
+    if need_bias:
         dbias = _sum_rows(g, bias.dim()).to(bias.dtype)
-    if need[0] or need[3]:
-        g = g * scale
-        along = (g * xhat).mean(-1, keepdim=True)
-        if spec.eps_outside:
-            rms = square.sqrt()
-            along = along * ((rms + spec.eps) / rms)
-        dx = g - xhat * along
-        if spec.centered:
-            dx = dx - g.mean(-1, keepdim=True)
-        dx = dx * rstd
+    if need_x or need_gate:
+        dx = _input_gradient(g * scale, xhat, square, rstd, spec)
         if spec.gate == "silu_before":
             dgate = dx * x.to(compute) * slope
             dx = dx * factor
-    return dx.to(x.dtype) if need[0] else None, dweight, dbias, dgate.to(gate.dtype) if need[3] else None
+    dx = dx.to(x.dtype) if need_x else None
+    dgate = dgate.to(gate.dtype) if need_gate else None
+    return dx, dweight, dbias, dgate
+
+
+def _gate_and_slope(z: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
+    """(the gate's factor, its derivative) at z."""
+    sigmoid = torch.sigmoid(z)
+    if spec.gate == "sigmoid_after":
+        return sigmoid, sigmoid * (1 - sigmoid)
+    return z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
+
+
+def _input_gradient(g: Tensor, xhat: Tensor, square: Tensor, rstd: Tensor, spec: NormSpec) -> Tensor:
+    """The gradient of the normalised input, from that of xhat."""
+    along = (g * xhat).mean(-1, keepdim=True)
+    if spec.eps_outside:
+        rms = square.sqrt()
+        along = along * ((rms + spec.eps) / rms)
+    dx = g - xhat * along
+    if spec.centered:
+        dx = dx - g.mean(-1, keepdim=True)
+    return dx * rstd
 
 
 def input_of_output(y: Tensor, weight: Tensor | None, bias: Tensor | None, rstd: Tensor, spec: NormSpec) -> Tensor:
@@ -170,7 +197,10 @@ def input_of_output(y: Tensor, weight: Tensor | None, bias: Tensor | None, rstd:
 
 def _sum_rows(t: Tensor, columns: int) -> Tensor:
     # Not by flattening first: that has no batching rule under `is_grads_batched`.
-    return t.sum(list(range(t.dim() - columns))) if t.dim() > columns else t
+    if t.dim() == columns:
+        return t
+    leading = list(range(t.dim() - columns))
+    return t.sum(leading)
 
 
 def reference_qk_norm(q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: str = "") -> tuple[Tensor, Tensor]:

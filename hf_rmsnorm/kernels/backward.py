@@ -6,8 +6,7 @@ An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate a
 before it multiplies what dx becomes.
 
 Parameter gradients are summed in float32, in a fixed order and without atomics: each program of a persistent grid
-keeps one partial row in registers, and `reduce_partials` adds the rows. What nobody asked for (a None pointer) is not
-computed.
+keeps one partial row in registers, and `reduce_partials` adds the rows. A result whose pointer is None is not computed.
 
 FROM_OUTPUT: X is the norm's output y, and xhat = (y - bias) / (weight_offset + weight); MEAN is not read. Not with a
 gate or an eps outside the root.
@@ -28,7 +27,7 @@ def eps_outside_factor(square, eps):
 
 @triton.jit
 def sums(g, along, CENTERED: tl.constexpr):
-    """(sum of g, where that is asked for; sum of along): warps exchange the two at once."""
+    """(sum of g, or 0.0 if not CENTERED; sum of along): warps exchange the two at once."""
     if CENTERED:
         return tl.split(tl.sum(tl.join(g, along), axis=1))
     else:
@@ -40,9 +39,9 @@ def weight_scale(
     w, W, X, at, col_mask, tile, tiles, WHOLE: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
     RELOAD_W: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The factor of xhat, in float32, of the weight that is held (w), or, where it is read in each step, loaded."""
+    """The factor of xhat, in float32, from w, the weight in registers; if RELOAD_W, the weight is loaded here."""
     if RELOAD_W:
-        # Read where it stands: ahead, it would take as much shared memory as x.
+        # Not loaded ahead: it would take as much shared memory as x.
         always = tile < tiles if STAGES > 1 and GATE is None and W.dtype == X.dtype else True
         w = load(W + at, col_mask, WHOLE, always)
     return scale_of(w, W, OFFSET, ROUND_OFFSET)
@@ -87,7 +86,7 @@ def store_gate_gradient(
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, RELOAD_W: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a gate after the norm: dy times what the gate multiplied, times its own slope."""
+    """The gradient of a gate after the norm: dy times the gated y, times the gate's slope."""
     y = round_hat(xhat, X, W, ROUNDING)
     if W is not None:
         y = y * weight_scale(w, W, X, at, col_mask, 0, 0, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, 1)
@@ -120,6 +119,21 @@ def input_gradient(
 
 
 @triton.jit
+def through_gate(dx, factor, slope, DG, first, at, mask, DENSE: tl.constexpr):
+    """The gradient of x from that of x times a gate before the norm; stores that of the gate."""
+    if DG is not None:
+        store(DG + first + at, dx * slope, mask, DENSE)
+    return dx * factor
+
+
+@triton.jit
+def store_sum(PARTIALS, values, first, cols, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the sum of the rows of values, where that is wanted."""
+    if PARTIALS is not None:
+        store(PARTIALS + first + cols, tl.sum(values, axis=0), cols < N, BLOCK == N)
+
+
+@triton.jit
 def norm_backward(
     DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total,
     dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
@@ -133,41 +147,37 @@ def norm_backward(
 
     Args:
         DY, X: rows of unit stride, addressed as in `norm_forward`, each with its own inner length.
-        G, DH: rows of the gate, and of what is added to dx before that is rounded, or None. Their address is other_*:
-            nothing has both.
+        G, DH: rows of the gate, and of a gradient that is added to dx before it is rounded, or None. Only one is given,
+            at the address other_*.
         W: (HEADS, N) or None. B: the same, and given only where a gate's gradient or FROM_OUTPUT needs it.
-        RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None where nothing reads it: not CENTERED, or
-            FROM_OUTPUT.
+        RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None if not CENTERED, and if FROM_OUTPUT.
         DX, DG: (rows_total, N), contiguous, or None.
         DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
-        RELOAD_W: wide rows: read the weight in every step instead of holding it, so that nothing spills.
+        RELOAD_W: wide rows: load the weight in every step instead of holding it, so that nothing spills.
         FLAT: as in `row_offsets`.
-        GAPS: columns behind which registers hold nothing in every thread, and are known to add nothing; or 0.
+        GAPS: columns behind which the registers of every thread hold nothing; or 0.
     """
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
     filled = (cols < GAPS)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after" or GATE == "modulate_after"
-    OTHER: tl.constexpr = G is not None or DH is not None
-    # Of wide rows dh, if it was prefetched, is added before the sum: after it, it would be one row more in registers.
+    # A prefetched dh of wide rows is added before the sum: after it, registers would hold one row more.
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1
-    # Where xhat is not rounded, rstd multiplies dy, once, and not all that dy is multiplied with.
+    # If xhat is not rounded, rstd multiplies dy once, instead of each of its factors.
     BY_X: tl.constexpr = (RELOAD_W or CENTERED) and not FROM_OUTPUT
     SCALED: tl.constexpr = CENTERED and ROUNDING == "once" and ROWS == 1 and not (AFTER or FROM_OUTPUT or RELOAD_W)
     head = tl.program_id(1) if HEADS != 1 else 0
     # A whole tile gives the weight x's layout, as in `norm_forward`.
     tile_cols = tl.broadcast_to((head * N + cols)[None, :], (ROWS, BLOCK))
-    # From the tile's first element, not as x's are: those are at hand stages earlier, in registers till then.
+    # From the tile's first element: the addresses of x were computed stages earlier, and would be held till here.
     dx_at = tl.arange(0, ROWS)[:, None] * (HEADS * N) + cols[None, :]
     w = None
     if W is not None and not RELOAD_W:
         w = load(W + tile_cols, col_mask, BLOCK == N)
-    if DW is not None:
-        dw = tl.zeros((ROWS, BLOCK), tl.float32)
-    if DB is not None:
-        db = tl.zeros((ROWS, BLOCK), tl.float32)
+    dw = tl.zeros((ROWS, BLOCK), tl.float32)
+    db = tl.zeros((ROWS, BLOCK), tl.float32)
     tiles = tl.cdiv(rows_total, ROWS * HEADS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
@@ -180,8 +190,7 @@ def norm_backward(
         first = (tl.cast(tile, tl.int64) * (ROWS * HEADS) + head) * N
         x = load(X + x_at + cols[None, :], mask, DENSE)
         dy = load(DY + dy_at + cols[None, :], mask, DENSE)
-        if OTHER:
-            other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
+        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
         if G is not None:
             gate = load(G + other_at + cols[None, :], mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
@@ -218,18 +227,14 @@ def norm_backward(
                 g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE, BY_X, SCALED, EARLY_DH
             )
             if GATE == "silu_before":
-                if DG is not None:
-                    store(DG + first + dx_at, dx * slope, mask, DENSE)
-                dx = dx * factor
+                dx = through_gate(dx, factor, slope, DG, first, dx_at, mask, DENSE)
             if DH is not None and not EARLY_DH:
                 dx = dx + load(DH + other_at + cols[None, :], mask, DENSE).to(tl.float32)
             if DX is not None:
                 store(DX + first + dx_at, dx, mask, DENSE)
     partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N
-    if DW is not None:
-        store(DW + partial + cols, tl.sum(dw, axis=0), cols < N, BLOCK == N)
-    if DB is not None:
-        store(DB + partial + cols, tl.sum(db, axis=0), cols < N, BLOCK == N)
+    store_sum(DW, dw, partial, cols, N, BLOCK)
+    store_sum(DB, db, partial, cols, N, BLOCK)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from .device import (
 
 @triton.jit
 def plus_residual(x, RES, at, mask, H, DENSE: tl.constexpr):
-    """residual + x, of float32 x: where there is an H, rounded once to its dtype as PyTorch's addition rounds it."""
+    """residual + x, of float32 x: with an H, rounded once to its dtype as PyTorch's addition rounds it."""
     h = load(RES + at, mask, DENSE).to(tl.float32) + x
     return h if H is None else h.to(H.dtype.element_ty)
 
@@ -72,8 +72,8 @@ def norm_forward(
         G: rows of the gate, or of the scale of a modulation, or None.
         SHIFT: rows of the shift of a modulation, at the addresses of G, in Y's dtype as all operands then; or None.
         FACTOR: rows at the addresses of G by which x is multiplied before it is added to RES; or None.
-        RES: rows of the residual, or None; where given, it is H = residual + x that is normalised; or, where H is None,
-            that sum before it is rounded. Beside a G it is contiguous.
+        RES: rows of the residual, or None. With it the norm is that of H = residual + x; or, where H is None, of that
+            sum before it is rounded. With a G, RES is contiguous.
         other_len, other_outer, other_inner: address of G, or else of RES, as x_len, x_outer, x_inner of X.
         H: (rows_total, N), contiguous, in the dtype of that sum; or None.
         Y: (rows_total, N), contiguous.
@@ -102,17 +102,16 @@ def norm_forward(
     x = load(X + x_at, mask, DENSE)
     # A sum of two is computed in their dtype, two in one instruction; single elements would take registers.
     x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
+    other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
     if RES is not None:
-        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
         if FACTOR is not None:
             x = (x * load(FACTOR + other_at, mask, DENSE).to(tl.float32)).to(X.dtype.element_ty).to(tl.float32)
         h = plus_residual(x, RES, other_at if G is None else first + y_at, mask, H, DENSE)
         if H is not None:
             store(H + first + y_at, h, mask, DENSE)
-            X = H  # from here on it stands for the dtype of what is normalised
+            X = H  # its dtype is that of the normalised tensor
         x = h.to(tl.float32)
     if G is not None:
-        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
         factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), G, GATE)
         if GATE == "silu_before":
             x = x * factor
@@ -127,7 +126,7 @@ def norm_forward(
         # large, as the elements of a row are where its mean is large.
         EXACT: tl.constexpr = 1 << (23 - X.dtype.element_ty.fp_mantissa_width) >= N and (RES is None or H is not None)
         if GATE == "silu_before" or not EXACT:
-            # The mean of what is left corrects the rounding of a large mean; a constant row becomes exactly zero.
+            # The mean of the rest corrects the rounding of a large mean; a constant row becomes exactly zero.
             rest = mean_of(x, N)
             mean = mean + rest
             x = x - rest[:, None]

@@ -6,7 +6,7 @@ from functools import cache
 MAX_HIDDEN_SIZE = 16_384  # the widest row that registers hold; longer ones keep their own forward
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 QK_PROGRAMS_PER_SM = 4  # of their backward: what its registers leave room for
-CENTERED_SUMS_MAX = 8_192  # LayerNorm sums dweight and dbias beside dx; of wider rows without a gap they would spill
+CENTERED_SUMS_MAX = 8_192  # LayerNorm sums dweight and dbias with dx; of wider rows without a gap they would spill
 TILE_ELEMENTS = 2_048  # of a program at least, in several rows if need be: fewer would be launched too often
 WARP_ELEMENTS = 1_024  # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
 
@@ -28,8 +28,8 @@ class TileConfig:
 class BackwardConfig(TileConfig):
     """Shape of one backward launch; `programs_per_sm` sizes the persistent grid (and so the partial sums).
 
-    `flat` says that rows which lie one behind the other have code of their own; `sums_apart` that the gradients of the
-    parameters have a launch of their own.
+    `gaps`: columns behind which registers hold nothing, or 0. `flat`: rows without gaps between them have their own
+    code. `sums_apart`: the gradients of the parameters have their own launch.
     """
 
     stages: int = 1
@@ -71,59 +71,113 @@ def reduce_config(hidden_size: int) -> TileConfig:
     return TileConfig(block, 8_192 // block, 8)
 
 
-@cache
-def backward_config(
-    hidden_size: int,
-    centered: bool,
-    itemsize: int,
-    shared_limit: int,
-    gated: bool = False,
-    added: bool = False,
-    reads_bias: bool = False,
-    from_output: bool = False,
-    mixed: bool = False,
-) -> BackwardConfig:
-    """The shape for rows whose widest operand has `itemsize` bytes an element.
+@dataclass(frozen=True)
+class BackwardCase:
+    """Everything on which the shape of a backward depends.
 
     Args:
         itemsize: bytes of an element of x, dy, the gate or the parameters, whichever is largest.
         shared_limit: bytes of shared memory that one program may use.
-        added: whether the gradient of a residual stream is added to dx.
-        reads_bias: whether the bias is read, with each row.
-        from_output: whether it is the norm's output that is read.
-        mixed: whether the weight has another dtype than x.
+        added: the gradient of a residual stream is added to dx.
+        reads_bias: the bias is read, with each row.
+        from_output: the norm's output is read, not its input.
+        mixed: the weight has another dtype than x.
     """
-    block = next_power_of_2(hidden_size)
-    # 1,024 columns: one row already fills the tile, two would halve the programs that fit on an SM
-    rows = 1 if block >= 1_024 else TILE_ELEMENTS // block
-    # 16 elements a thread, or 8 and as many of the gate: it holds the sums of dweight and dbias besides. What lies
-    # behind the row is not computed, where so fewer warps do: 24 elements a thread, or 40 where there are two sums.
-    # More operands, or float32, would not fit into registers, nor as many programs into a small chip's memory.
-    eighths, elements = 8, 16
-    gaps = block >= 2_048 and not (gated or from_output or itemsize > 2)
-    if gaps and (2 + added + reads_bias) * 65_536 <= shared_limit:
-        if centered and block <= 8_192 and 8 * hidden_size <= 5 * block:
-            eighths, elements = 5, 40
-        elif 8 * hidden_size <= 6 * block:
-            eighths, elements = 6, 24
-    num_warps = min(16, max(4 * gated, rows * block * eighths // (8 * 32 * elements)))
-    reload_weight = block > (4_096 if gated else 8_192)
-    # Every stage but the first has a buffer in shared memory for x, dy, the bias and a weight copied with them
-    # (twice for a gate's gradient); rstd, mean and the sums take less than 1 KB. A weight of another dtype changes
-    # layout there, in the buffers where it is reloaded. Three stages load the next row ahead; two save registers.
-    buffer = (2 + reload_weight * (2 * gated or mixed) + reads_bias + gated + added) * rows * block * itemsize
-    stages = min(3, 1 + (shared_limit - 1_024 - mixed * (not reload_weight) * rows * block * itemsize // 2) // buffer)
-    columns = 4_096 if gated else 8_192 if eighths == 8 or (centered and eighths == 6) else 16_384
+
+    hidden_size: int
+    centered: bool
+    itemsize: int
+    shared_limit: int
+    gated: bool = False
+    added: bool = False
+    reads_bias: bool = False
+    from_output: bool = False
+    mixed: bool = False
+
+    @property
+    def block(self) -> int:
+        return next_power_of_2(self.hidden_size)
+
+    @property
+    def rows(self) -> int:
+        # One row of 1,024 columns already fills the tile: two would halve the programs that fit on a multiprocessor.
+        return 1 if self.block >= 1_024 else TILE_ELEMENTS // self.block
+
+    @property
+    def reload_weight(self) -> bool:
+        return self.block > (4_096 if self.gated else 8_192)
+
+
+@cache
+def backward_config(case: BackwardCase) -> BackwardConfig:
+    """The shape for such rows."""
+    block, rows = case.block, case.rows
+    eighths = _filled_eighths(case)
+    stages = _stages(case)
+    is_simple = not (case.gated or case.from_output)
     return BackwardConfig(
         block=block,
         rows=rows,
-        num_warps=num_warps,
+        num_warps=_warps(case, eighths),
         stages=stages,
-        reload_weight=reload_weight,
+        reload_weight=case.reload_weight,
         gaps=block * eighths // 8 if eighths < 8 else 0,
         # Elsewhere such code takes registers: without a prefetch the one address of all operands is held with them.
-        flat=stages > 1 and not (gated or from_output) and (rows == 1 or hidden_size == block),
-        # As many as fit: one more would run alone, afterwards. A third operand takes registers, a gate most.
-        programs_per_sm=min(4 if gated or added or from_output else 6, max(1, columns // block)),
-        sums_apart=centered and block > CENTERED_SUMS_MAX and eighths == 8,
+        flat=stages > 1 and is_simple and (rows == 1 or case.hidden_size == block),
+        programs_per_sm=_programs(case, eighths),
+        sums_apart=case.centered and block > CENTERED_SUMS_MAX and eighths == 8,
     )
+
+
+def _filled_eighths(case: BackwardCase) -> int:
+    """How many eighths of a tile are computed; the registers behind them hold nothing in every thread.
+
+    More operands, or float32, would not fit into the registers of fewer warps, nor as many programs into the memory of
+    a small chip.
+    """
+    if case.block < 2_048 or case.gated or case.from_output or case.itemsize > 2:
+        return 8
+    if (2 + case.added + case.reads_bias) * 65_536 > case.shared_limit:
+        return 8
+    if case.centered and case.block <= 8_192 and 8 * case.hidden_size <= 5 * case.block:
+        return 5
+    return 6 if 8 * case.hidden_size <= 6 * case.block else 8
+
+
+def _warps(case: BackwardCase, eighths: int) -> int:
+    """Warps for 16 elements a thread, which holds the sums of dweight and dbias besides; 8 and as many of the gate.
+
+    A tile with a gap has more elements a thread in fewer warps: 24, or 40 where there are two sums.
+    """
+    elements = {8: 16, 6: 24, 5: 40}[eighths]
+    warps = case.rows * case.block * eighths // (8 * 32 * elements)
+    least = 4 if case.gated else 1
+    return min(16, max(least, warps))
+
+
+def _stages(case: BackwardCase) -> int:
+    """How many stages fit: three load the next row ahead; two save registers.
+
+    Every stage but the first has a buffer in shared memory for x, dy, the bias and a weight copied with them (twice for
+    a gate's gradient); rstd, mean and the sums take less than 1 KB. A weight of another dtype changes layout there: in
+    the buffers where it is reloaded.
+    """
+    tile = case.rows * case.block * case.itemsize
+    buffers = 2 + case.reads_bias + case.gated + case.added
+    converted = 0
+    if case.reload_weight:
+        buffers += 2 if case.gated else case.mixed
+    elif case.mixed:
+        converted = tile // 2
+    memory = case.shared_limit - 1_024 - converted
+    return min(3, 1 + memory // (buffers * tile))
+
+
+def _programs(case: BackwardCase, eighths: int) -> int:
+    """As many programs as fit on a multiprocessor: one more would run alone, afterwards."""
+    columns = 16_384
+    if eighths == 8 or (case.centered and eighths == 6):
+        columns = 4_096 if case.gated else 8_192
+    # A third operand takes registers, a gate most.
+    most = 4 if case.gated or case.added or case.from_output else 6
+    return min(most, max(1, columns // case.block))

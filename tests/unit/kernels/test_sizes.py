@@ -8,14 +8,19 @@ from hf_rmsnorm.kernels.sizes import (
     MAX_HIDDEN_SIZE,
     TILE_ELEMENTS,
     WARP_ELEMENTS,
-    backward_config,
+    BackwardCase,
     forward_config,
     next_power_of_2,
     reduce_config,
 )
+from hf_rmsnorm.kernels.sizes import backward_config as config_of
 
 SIZES = (1, 7, 64, 128, 1000, 1024, 2048, 2049, 4096, 8192, 8193, 14336, MAX_HIDDEN_SIZE)
 LIMITS = (65_536, 101_376, 166_912, 232_448)  # gfx942, sm_86, sm_80, sm_90
+
+
+def backward_config(*args, **options):
+    return config_of(BackwardCase(*args, **options))
 
 
 def test_powers_of_two():
