@@ -102,7 +102,7 @@ def loading(source: Source, what: str, weights: bool = False):
         yield
     except Exception as error:
         hub = "check the id and the network, or pass a local folder or demo:llama"
-        cure = "mend the folder, or pass another one" if source.is_local else hub
+        cure = "repair the folder, or pass another one" if source.is_local else hub
         if "trust_remote_code" in str(error):
             cure = "it brings its own code: read that, then pass --trust-remote-code"
         short = textwrap.shorten(str(error), 300, placeholder="...")

@@ -132,4 +132,4 @@ def _pip(*args: str) -> None:
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     command = [str(python()), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *args]
     if subprocess.run(command).returncode:
-        sys.exit("pip could not install what is needed (its message is above): mend that and run this again")
+        sys.exit("pip could not install what is needed (its message is above): solve that, and run this again")

@@ -407,8 +407,8 @@ def test_tab_completes_commands_and_options(line, completed, tmp_path):
         ("a/b/c", "pass a local folder"),
         ("{tmp}", "save_pretrained"),
         ("{tmp}/file", "is a file"),
-        ("{tmp}/broken", "mend the folder"),
-        ("{tmp}/unknown", "mend the folder"),
+        ("{tmp}/broken", "repair the folder"),
+        ("{tmp}/unknown", "repair the folder"),
     ],
 )
 def test_a_model_that_is_none_fails_with_the_cure(capsys, tmp_path, command, model, cure):
