@@ -263,14 +263,13 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functiona
     if not isinstance(eps, (int, float)):
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
     formula = weight is not None, bias is not None, float(eps), weight_offset, rounding, functional
+    _check(x, weight, bias)
     if _is_compiling():
-        _check(x, weight, bias)
         return fused_norm(x, weight, bias, _spec(*formula))
     launches = _launches(*formula)
-    y = run(launches, x, weight, bias) if isinstance(x, torch.Tensor) else None
+    y = run(launches, x, weight, bias)
     if y is not None:
         return y
-    _check(x, weight, bias)
     return fused_norm(x, weight, bias, launches.spec)
 
 

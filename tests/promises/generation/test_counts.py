@@ -119,7 +119,7 @@ LAYERS = {  # operators and launches of a decoded layer: of Hugging Face's, and 
     "qwen2": (40, 25),
     "qwen3": (56, 16),
     "gemma3_text": (84, 18),
-    "olmo2": (58, 17),
+    "olmo2": (58, 30),
     "gpt2": (20, 19),
 }
 
