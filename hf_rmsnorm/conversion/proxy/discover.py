@@ -243,7 +243,7 @@ def _explain(cause: Cause, work, fixed: set[str]) -> str:
     if not weights:
         return f"its input has the mean of {what}, which is computed and no weight's"
     if weights <= fixed:
-        why = "which is not in the checkpoint, or only a top-k choice depends on it"
+        why = "which is not in the checkpoint, or at most a top-k choice depends on it"
         return f"its input has the mean of {what}, {why}"
     return f"its input has the mean of {what}, which no weight sets alone, or the model's outputs depend on it"
 
