@@ -100,7 +100,7 @@ assert "triton" not in sys.modules
         env={**__import__("os").environ, "TRITON_INTERPRET": interpret},
     )
     assert result.returncode == 0, result.stderr
-    assert "('original', 'triton is not installed" in result.stdout
+    assert "plain PyTorch (triton is not installed)" in result.stdout
     assert "use_backend('triton'): triton is not installed" in result.stdout
 
 
