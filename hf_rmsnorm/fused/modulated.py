@@ -1,14 +1,15 @@
-"""What a module with an adaptive LayerNorm runs: its norm, the scale and shift behind it, and a gated sum before.
+"""The norm of an adaptive LayerNorm with the scale and shift behind it, and a gated sum before it.
 
 A forward calls these functions once it was compiled again from its own source, by `patching.layers.sums`.
 """
 
+from types import CodeType
 from typing import NamedTuple
 
 import torch
 
 from ..ops.direct import under_transform
-from ..ops.modulated import modulated_norm
+from ..ops.modulated import modulated_norm, why_apart
 from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers
 
@@ -22,19 +23,57 @@ class Product(NamedTuple):
     right: torch.Tensor
 
 
+class Factor(NamedTuple):
+    """In the place of a scale: ``1 + scale``, which the forward has computed before."""
+
+    value: torch.Tensor
+
+
+# Code of a function that only scales a norm's result -> whether it shifts the result too.
+HELPERS: dict[CodeType, bool] = {}
+
+
+def later(x, norm, helper):
+    """``norm(x)``, or an object that computes it with the scale and shift of a helper, for that helper."""
+    shifts = HELPERS.get(getattr(helper, "__code__", None))
+    if shifts is None or _is_compiling() or under_transform() or operands_ahead(norm, restricted=True) is None:
+        return norm(x)
+    return _Later(x, norm, shifts)
+
+
+class _Later(NamedTuple):
+    """A norm of x that is not computed yet."""
+
+    x: torch.Tensor
+    norm: torch.nn.Module
+    shifts: bool
+
+    def __mul__(self, factor):
+        return _Scaled(*self[:2], factor) if self.shifts else modulated(self.x, self.norm, Factor(factor))
+
+
+class _Scaled(NamedTuple):
+    """A `_Later` that was multiplied."""
+
+    x: torch.Tensor
+    norm: torch.nn.Module
+    factor: torch.Tensor
+
+    def __add__(self, shift):
+        return modulated(self.x, self.norm, Factor(self.factor), shift)
+
+
 def modulated(x, norm, scale, *shift):
     """``norm(x) * (1 + scale) + shift``, in one launch where that gives the same bits.
 
     Args:
-        x, scale, shift: whatever the forward computes with; no shift where it adds nothing.
+        x, shift: whatever the forward computes with; no shift where it adds nothing.
+        scale: the same, or a `Factor`.
     """
     both = _in_one_launch(norm, x, None, None, scale, *shift)
     if watchers:
-        note(MODULATION, (norm,), x)
-    if both is not None:
-        return both[1]
-    y = norm(x) * (1 + scale)
-    return y + shift[0] if shift else y
+        _note(MODULATION, both is not None, norm, x, None, None, scale, *shift)
+    return _one_by_one(norm(x), scale, *shift) if both is None else both[1]
 
 
 def add_and_modulate(left, right, norm, scale, *shift) -> tuple:
@@ -46,7 +85,7 @@ def add_and_modulate(left, right, norm, scale, *shift) -> tuple:
     x, residual, gate = _parts(left, right)
     both = None if residual is None else _in_one_launch(norm, x, residual, gate, scale, *shift)
     if watchers:
-        note(MODULATED_SUM, (norm,), x)
+        _note(MODULATED_SUM, both is not None, norm, x, residual, gate, scale, *shift)
     if both is not None:
         return both
     total = _computed(left) + _computed(right)
@@ -69,12 +108,17 @@ def modulated_sum(left, right, norm, scale, *shift):
     return add_and_modulate(left, right, norm, scale, *shift)[1]
 
 
+def _one_by_one(normed, scale, *shift):
+    y = normed * (scale.value if type(scale) is Factor else 1 + scale)
+    return y + shift[0] if shift else y
+
+
 def _computed(summand):
     return summand.left * summand.right if type(summand) is Product else summand
 
 
 def _parts(left, right) -> tuple:
-    """(x, residual, gate of x or None) of a sum; residual is None where it is no sum of plain tensors."""
+    """(x, residual, gate of x or None) of a sum; residual is None where a summand is no plain tensor."""
     if type(left) is Product:
         left, right = right, left
     if type(right) is not Product:
@@ -88,10 +132,17 @@ def _parts(left, right) -> tuple:
 
 def _in_one_launch(norm, x, residual, gate, scale, *shift) -> tuple | None:
     """(sum or None, result); None where no single launch gives them with the same bits."""
+    operands = _operands(norm, x, residual, gate, scale, *shift)
+    return None if operands is None else modulated_norm(*operands, type(scale) is not Factor)
+
+
+def _operands(norm, x, residual, gate, scale, *shift) -> tuple | None:
+    """What `modulated_norm` takes; None where the norm has to be called, or is another formula of this x."""
     if _is_compiling() or under_transform():
         return None
-    summands = [t for t in (x, residual, gate) if t is not None]
-    if not all(type(t) is torch.Tensor for t in (*summands, scale, *shift)):
+    scale = scale.value if type(scale) is Factor else scale
+    others = [t for t in (residual, gate) if t is not None]
+    if not all(type(t) is torch.Tensor for t in (x, *others, scale, *shift)):
         return None
     parameters = operands_ahead(norm, restricted=True)
     if parameters is None:
@@ -100,13 +151,14 @@ def _in_one_launch(norm, x, residual, gate, scale, *shift) -> tuple | None:
     recipe = type(norm)._hf_rmsnorm_recipe
     if not recipe.fits(x, weight, bias) or recipe.rows_of(x) is not x:
         return None
-    if residual is not None and not _may_add(recipe, summands):
+    if residual is not None and not recipe.rounds_sum:
         return None
-    return modulated_norm(x, weight, bias, spec, scale, *(shift or [None]), residual, gate)
+    if recipe.row_major and residual is None:  # as the norm's result is, whatever the strides of x
+        x = x.contiguous()
+    return x, weight, bias, spec, scale, *(shift or [None]), residual, gate
 
 
-def _may_add(recipe, summands: list[torch.Tensor]) -> bool:
-    """Whether the sum may be computed with the norm: it is rounded, and asks for gradients where its summands do."""
-    if not recipe.rounds_sum:
-        return False
-    return not torch.is_grad_enabled() or any(t.requires_grad for t in summands)
+def _note(piece: str, launched: bool, norm, x, *others) -> None:
+    """Tell watchers of a piece, with the reason why no launch computed it."""
+    operands = None if launched else _operands(norm, x, *others)
+    note(piece, (norm,), x, "" if operands is None else why_apart(*operands))

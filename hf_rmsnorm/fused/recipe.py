@@ -123,7 +123,7 @@ class Recipe:
     @cached_property
     def is_of_rows(self) -> bool:
         """Whether this is a norm of one input over its last dimension; `rows_of` says of which inputs."""
-        return self.layout == "last" and not (self.gate or self.other_input or self.spec.group_size or self.row_major)
+        return self.layout == "last" and not (self.gate or self.other_input or self.spec.group_size)
 
     def fits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""

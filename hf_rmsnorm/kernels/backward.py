@@ -162,7 +162,7 @@ def norm_backward(
     col_mask = (cols < N)[None, :]
     filled = (cols < GAPS)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
-    AFTER: tl.constexpr = GATE == "silu_after" or GATE == "sigmoid_after" or GATE == "modulate_after"
+    AFTER: tl.constexpr = GATE is not None and GATE != "silu_before"
     # A prefetched dh of wide rows is added before the sum: after it, registers would hold one row more.
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1
     # If xhat is not rounded, rstd multiplies dy once, instead of each of its factors.

@@ -132,6 +132,9 @@ def activation(z, G, GATE: tl.constexpr):
     if GATE == "modulate_after":
         factor = (1.0 + z).to(G.dtype.element_ty).to(tl.float32)
         slope = tl.full(z.shape, 1.0, tl.float32)
+    elif GATE == "multiply_after":
+        factor = z
+        slope = tl.full(z.shape, 1.0, tl.float32)
     elif GATE == "sigmoid_after":
         factor = sigmoid
         slope = sigmoid * (1.0 - sigmoid)

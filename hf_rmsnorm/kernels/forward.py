@@ -143,7 +143,7 @@ def norm_forward(
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)
-        if GATE == "modulate_after":  # each operator rounds
+        if GATE == "modulate_after" or GATE == "multiply_after":  # each operator rounds
             y = (y.to(Y.dtype.element_ty).to(tl.float32) * factor).to(Y.dtype.element_ty).to(tl.float32)
             if SHIFT is not None:
                 y = y + load(SHIFT + other_at, mask, DENSE).to(tl.float32)

@@ -31,6 +31,7 @@ from .sizes import forward_config
 NORM_FORWARD = Kernel(forward.norm_forward)
 NORM_BACKWARD = Kernel(backward.norm_backward, contracts=True)
 REDUCE_PARTIALS = Kernel(backward.reduce_partials)
+MODULATE = "modulate_after"
 KERNELS = (NORM_FORWARD, NORM_BACKWARD, REDUCE_PARTIALS)
 
 
@@ -41,7 +42,8 @@ class Operands(NamedTuple):
         x: (..., hidden_size) of any strides, on a device that Triton serves.
         weight, bias: contiguous, (hidden_size,), or (heads, hidden_size) for x of (..., heads, hidden_size); or None.
         gate: x's shape, any strides, where the spec has one; else the scale of a modulation, whose result is
-            ``norm * (1 + gate) + shift``, each operator rounding: all operands of one dtype then.
+            ``norm * (1 + gate) + shift``, or ``norm * gate + shift``, each operator rounding: all operands of one
+            dtype then.
         shift, factor: of gate's shape and strides, or None; factor multiplies x before it is added.
         residual: x's shape, any strides and dtype: the norm is that of h = residual + x. Not with a parameter that has
             heads, nor with the gate of a formula; with the scale of a modulation both are contiguous.
@@ -69,9 +71,9 @@ def formula_constants(spec: NormSpec, weight: Tensor | None) -> dict:
     }
 
 
-def gate_of(spec: NormSpec, gate: Tensor | None) -> str | None:
+def gate_of(spec: NormSpec, gate: Tensor | None, modulation: str) -> str | None:
     """How a kernel applies the gate; without one in the formula, that operand is the scale of a modulation."""
-    return "modulate_after" if spec.gate is None and gate is not None else spec.gate
+    return modulation if spec.gate is None and gate is not None else spec.gate
 
 
 class Nothing:
@@ -89,6 +91,7 @@ class NormForward:
         aligned: the operands start at multiples of 16 bytes.
         stats: also return rstd and mean for the backward.
         keep_sum: round h to its dtype first, and return it; else normalise it as float32 holds it.
+        modulation: ``"modulate_after"`` or ``"multiply_after"``, as `Operands.gate` says.
 
     Attributes:
         shape: that of x.
@@ -98,7 +101,10 @@ class NormForward:
         NotImplementedError: no kernel computes this formula.
     """
 
-    def __init__(self, spec: NormSpec, operands: tuple, aligned: bool, stats: bool = True, keep_sum: bool = True):
+    def __init__(
+        self, spec: NormSpec, operands: tuple, aligned: bool, stats: bool = True, keep_sum: bool = True,
+        modulation: str = MODULATE,
+    ):  # fmt: skip
         x, weight, bias, gate, _, _, residual = operands
         require(spec, "rows", *(() if residual is None else ("residual sum",)))
         size, rows, heads = x.shape[-1], math.prod(x.shape[:-1]), heads_of(weight, bias)
@@ -121,9 +127,10 @@ class NormForward:
         named = {normed: total, "weight": weight, "bias": bias, second: gate}
         self.saved = saved_as(named, rows, ("rstd", "mean"))
         self.device = x.device
-        self.start = self._bound(spec, weight, gate, heads, rows, size, aligned) if rows else Nothing
+        gate_kind = gate_of(spec, gate, modulation)
+        self.start = self._bound(spec, weight, gate_kind, heads, rows, size, aligned) if rows else Nothing
 
-    def _bound(self, spec, weight, gate, heads, rows, size, aligned):
+    def _bound(self, spec, weight, gate_kind, heads, rows, size, aligned):
         config = forward_config(size)
         flat = self.x_rows.flat(rows, size) and self.other_rows.flat(rows, size)
         named = {
@@ -131,7 +138,7 @@ class NormForward:
             "BLOCK": config.block,
             "ROWS": config.rows,
             "HEADS": heads,
-            "GATE": gate_of(spec, gate),
+            "GATE": gate_kind,
             "FLAT": size if flat else 0,
             "rows_total": rows,
             **formula_constants(spec, weight),

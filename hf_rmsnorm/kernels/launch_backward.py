@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..formula import NormSpec
 from . import compiled
-from .launch import NORM_BACKWARD, REDUCE_PARTIALS, formula_constants, gate_of
+from .launch import MODULATE, NORM_BACKWARD, REDUCE_PARTIALS, formula_constants, gate_of
 from .rows import RowAddress, blank, copied_in_order, flat_like, heads_of, in_order, output_layout
 from .serves import require
 from .sizes import BackwardCase, BackwardConfig, backward_config, reduce_config
@@ -42,7 +42,7 @@ class BackwardOperands(NamedTuple):
 
 def reads_bias(spec: NormSpec, gate: Tensor | None, need: tuple, from_output: bool) -> bool:
     """Whether a backward reads the values of the bias; else only how many there are."""
-    after = (gate_of(spec, gate) or "").endswith("_after")
+    after = (gate_of(spec, gate, MODULATE) or "").endswith("_after")
     return from_output or (after and need[3])
 
 
@@ -54,19 +54,21 @@ class NormBackward:
         aligned: those that are read start at multiples of 16 bytes.
         need: whether dx, dweight, dbias and (with a gate) dgate are wanted.
         from_output: x is the result of the forward, in the dtype and with the order of rows of its input; mean is None.
+        modulation: as in `NormForward`.
 
     Raises:
         NotImplementedError: no kernel computes this formula.
     """
 
     def __init__(
-        self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...], from_output: bool = False
-    ):
+        self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...], from_output: bool = False,
+        modulation: str = MODULATE,
+    ):  # fmt: skip
         require(spec, "rows", *(("from the output",) if from_output else ()))
         operands = BackwardOperands(*operands)
         x, weight = operands.x, operands.weight
         size, heads = x.shape[-1], heads_of(weight, operands.bias)
-        self.rows = math.prod(x.shape[:-1])
+        self.rows, self.modulation = math.prod(x.shape[:-1]), modulation
         self.need_x, self.need_weight, self.need_bias, self.need_gate = need
         self.reads_bias = reads_bias(spec, operands.gate, need, from_output)
         self.order, self.memory_format, self.flat_output = output_layout(x, spec, weight, heads)
@@ -120,7 +122,7 @@ class NormBackward:
             "STAGES": config.stages,
             "RELOAD_W": config.reload_weight,
             "GAPS": config.gaps,
-            "GATE": gate_of(spec, operands.gate),
+            "GATE": gate_of(spec, operands.gate, self.modulation),
             "FLAT": size if flat else 0,
             "rows_total": self.rows,
             **formula_constants(spec, operands.weight),

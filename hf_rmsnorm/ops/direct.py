@@ -52,6 +52,14 @@ def under_transform() -> bool:
     return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
 
 
+def asks_by_parameters_alone(graded: bool, *summands: torch.Tensor | None) -> bool:
+    """Whether a norm asks for gradients and none of the summands in front of it does.
+
+    In one launch the sum would ask for gradients too, which it does not in the model.
+    """
+    return graded and not any(t is not None and t.requires_grad for t in summands)
+
+
 def version(t: torch.Tensor | None) -> int | None:
     """What every write to a tensor moves that is not past autograd; None where it has none."""
     return None if t is None or t.is_inference() else t._version

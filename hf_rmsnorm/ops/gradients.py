@@ -94,7 +94,8 @@ def _launched(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...]):
             return _launched(kept, laid_out, dy, dh, need)
         operands = dy, x, weight, bias, gate, dh, rstd, mean
         make = backward_kernels().NormBackward
-        launch = launches.keep(key, make(launches.spec, operands, is_aligned(key), need, from_output))
+        made = launches.spec, operands, is_aligned(key), need, from_output, launches.modulation
+        launch = launches.keep(key, make(*made))
     return launch.launch(dy, x, weight, bias, gate, dh, rstd, mean)
 
 

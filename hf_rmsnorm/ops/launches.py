@@ -24,6 +24,8 @@ class Launches:
         spec: the formula.
         fits: ``fits(x, weight, bias, gate)`` says whether the formula is what such tensors are to be computed by;
             asked once for each key.
+        modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is ``1 + scale``,
+            ``"multiply_after"`` the scale alone.
 
     Attributes:
         kept: the dictionary.
@@ -31,8 +33,9 @@ class Launches:
 
     MOST = 8_192  # generation with a growing prompt makes one per length
 
-    def __init__(self, spec: NormSpec, fits: Callable[..., bool] | None = None):
+    def __init__(self, spec: NormSpec, fits: Callable[..., bool] | None = None, modulation: str = "modulate_after"):
         self.spec = spec
+        self.modulation = modulation
         self.fits = fits
         self.kept: dict[tuple, object] = {}
         _all.add(self)
@@ -46,9 +49,9 @@ class Launches:
 
 
 @lru_cache(1_024)
-def launches_of(spec: NormSpec) -> Launches:
+def launches_of(spec: NormSpec, modulation: str = "modulate_after") -> Launches:
     """The launches of a formula that belongs to no module."""
-    return Launches(spec)
+    return Launches(spec, None, modulation)
 
 
 def forget_launches() -> None:

@@ -7,7 +7,7 @@ from ..kernels.failure import KernelUnavailable
 from ..kernels.saved import Saved, require_saved
 from ..reference import reference_norm
 from .backend import autocasts_functional, give_up, why_not
-from .direct import starts_kernels, state
+from .direct import asks_by_parameters_alone, starts_kernels, state
 from .gradients import norm_gradients
 from .launches import MISSING, Launches, is_aligned, key_of, launches_of
 from .loading import kernels
@@ -22,7 +22,7 @@ class _Modulated(torch.autograd.Function):
         y, rstd, mean, h = launch.launch(x, weight, bias, *_expanded(x, scale, shift, factor), residual)
         of_factor = x if factor is not None and ctx.needs_input_grad[2] else None
         normed = x if h is None else h
-        # A copy of the scale, as the operators keep the factor made of it: it may be written to behind them.
+        # A copy of the scale: the model may write to it before the backward.
         ctx.save_for_backward(of_factor, factor, normed, weight, bias, scale.clone(), rstd, mean)
         ctx.kept = launches, launch, normed.stride(), False
         ctx.factor_shape = None if factor is None else factor.shape
@@ -51,19 +51,27 @@ class _Modulated(torch.autograd.Function):
         return dx if need_x else None, dtotal if need_residual else None, dfactor, *others, dshift, None
 
 
+def _laid_alike(x, *modulation) -> list:
+    """The operands of a modulation, which a kernel reads at the same addresses; small ones are copied for that."""
+    if len({(t.shape, t.stride()) for t in modulation if t is not None}) == 1:
+        return modulation
+    return [t if t is None or t.numel() == x.numel() else t.contiguous() for t in modulation]
+
+
 def _expanded(x, *modulation) -> list:
     return [t if t is None else t.expand(x.shape) for t in modulation]
 
 
 def _norm_gradients(ctx, dy, h, weight, bias, scale, rstd, mean, need):
-    """The gradients of h and of the three behind it."""
+    """The gradients of h, the weight, the bias and the scale."""
     launches, launch, *_ = ctx.kept
     spec = launches.spec
-    if torch.is_grad_enabled():  # create_graph: in which the scale is itself
+    one_plus = launches.modulation == "modulate_after"
+    if torch.is_grad_enabled():  # create_graph differentiates by the scale that the forward was given
         scale = _scale_itself(scale, *ctx.scale)
 
     def formula(h, weight, bias, scale):
-        return reference_norm(h, weight, bias, spec) * (1 + scale)
+        return reference_norm(h, weight, bias, spec) * (1 + scale if one_plus else scale)
 
     saved = h, weight, bias, scale.expand(launch.shape), rstd, mean
     dh, dweight, dbias, dscale = norm_gradients(ctx.kept, saved, dy, None, need, formula)
@@ -78,7 +86,7 @@ def _scale_itself(kept: torch.Tensor, scale: torch.Tensor, known: tuple) -> torc
 
 
 def modulated_norm(
-    x, weight, bias, spec: NormSpec, scale, shift=None, residual=None, factor=None
+    x, weight, bias, spec: NormSpec, scale, shift=None, residual=None, factor=None, one_plus: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor] | None:
     """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + factor * x``, bit for bit; None if not in one launch.
 
@@ -89,19 +97,23 @@ def modulated_norm(
         weight, bias: (hidden_size,) or None, as the spec says.
         scale, shift, factor: what broadcasts to x's shape, with the same strides there; shift and factor may be None.
         residual: x's shape, and contiguous as x is then; or None: h is None, and x is what is normalised.
+        one_plus: False where the norm is multiplied by the scale itself, as Z-Image prepares it.
     """
-    operands = x, residual, factor, weight, bias, scale, shift
     if not starts_kernels(x):
         return None
     if spec.functional and autocasts_functional(spec, x.device.type):
         return None
+    scale, shift, factor = _laid_alike(x, scale, shift, factor)
+    operands = x, residual, factor, weight, bias, scale, shift
     graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    if residual is not None and asks_by_parameters_alone(graded, x, residual, factor):
+        return None
     try:
         with torch.no_grad():
             read = x, weight, bias, *_expanded(x, scale, shift, factor), residual
     except RuntimeError:  # the plain operators say what does not broadcast, or broadcast x
         return None
-    launches = launches_of(spec)
+    launches = launches_of(spec, "modulate_after" if one_plus else "multiply_after")
     key = key_of(("modulated", graded), read)
     launch = None if key is None else launches.kept.get(key, MISSING)
     try:
@@ -120,16 +132,64 @@ def modulated_norm(
 
 def _made(launches: Launches, read: tuple, aligned: bool, graded: bool):
     """The launch for such operands, or None where one launch does not compute this."""
+    if why_not_modulated(launches.spec, read) is not None:
+        return None
+    return kernels().NormForward(launches.spec, read, aligned, graded, modulation=launches.modulation)
+
+
+def why_not_modulated(spec: NormSpec, read: tuple) -> str | None:
+    """Why one launch does not compute a modulated norm of such operands, or None where it does."""
     x, weight, bias, scale, shift, factor, residual = read
-    spec = launches.spec
-    if spec.gate is not None or spec.group_size is not None or any(t is not None and t.dtype != x.dtype for t in read):
-        return None
-    if why_not(spec, x, weight, bias, None, residual) is not None or (weight is not None and weight.dim() != 1):
-        return None
+    return (
+        _why_not_formula(spec)
+        or _why_not_dtypes(x, read)
+        or why_not(spec, x, weight, bias, None, residual)
+        or _why_not_parameters(weight, bias)
+        or _why_not_sum(x, residual)
+        or _why_not_modulation(scale, shift, factor)
+    )
+
+
+def why_apart(x, weight, bias, spec: NormSpec, scale, shift=None, residual=None, factor=None) -> str:
+    """Why `modulated_norm` leaves such operands to the plain operators; "" where the reason is another."""
+    try:
+        read = x, weight, bias, *_expanded(x, *_laid_alike(x, scale, shift, factor)), residual
+    except RuntimeError:
+        return f"scale, shift or gate do not broadcast to x, which is {tuple(x.shape)}"
+    return why_not_modulated(spec, read) or ""
+
+
+def _why_not_formula(spec: NormSpec) -> str | None:
+    if spec.gate is not None or spec.group_size is not None:
+        return f"{spec} has a gate or groups"
+    return None
+
+
+def _why_not_dtypes(x, read: tuple) -> str | None:
+    names = "x", "weight", "bias", "scale", "shift", "gate", "residual"
+    dtypes = {name: t.dtype for name, t in zip(names, read, strict=True) if t is not None}
+    others = [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype != x.dtype]
+    return f"x is {x.dtype} and {', '.join(others)}" if others else None
+
+
+def _why_not_parameters(weight, bias) -> str | None:
+    if weight is not None and weight.dim() != 1:
+        return "its weight is one of heads"
     if any(p is not None and not p.is_contiguous() for p in (weight, bias)):
-        return None
+        return "its weight or bias has gaps"
+    return None
+
+
+def _why_not_sum(x, residual) -> str | None:
     if residual is not None and not (x.is_contiguous() and residual.is_contiguous()):
-        return None
-    if len({t.stride() for t in (scale, shift, factor) if t is not None}) > 1:
-        return None
-    return kernels().NormForward(spec, read, aligned, graded)
+        return "a summand has gaps"
+    return None
+
+
+def _why_not_modulation(scale, shift, factor) -> str | None:
+    strides = {t.stride() for t in (scale, shift, factor) if t is not None}
+    if len(strides) > 1:
+        return "scale, shift and gate lie differently in memory"
+    if scale.stride(-1) != 1:
+        return "the scale has gaps, or is one number a row"
+    return None

@@ -12,7 +12,7 @@ from ..formula import NormSpec, Rounding
 from ..kernels.failure import KernelUnavailable
 from ..reference import in_groups, reference_norm
 from .backend import autocast_to_float32, autocasts_functional, give_up, resolve_backend, why_not
-from .direct import starts_kernels, under_transform
+from .direct import asks_by_parameters_alone, starts_kernels, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
 from .launches import MISSING, Launches, is_aligned, launches_of, layout, memory_of
@@ -78,8 +78,8 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
             return None
         x, weight, bias = cast
     graded = _is_grad_enabled() and _asks(x, weight, bias, gate, residual)
-    if graded and residual is not None and not (x.requires_grad or residual.requires_grad):
-        return None  # the sum would ask for gradients because the weight does
+    if residual is not None and asks_by_parameters_alone(graded, x, residual):
+        return None
     try:
         launch = _launch_of(launches, x, weight, bias, gate, residual, graded)
         if launch is None:

@@ -25,8 +25,10 @@ from typing import NamedTuple
 from ...fused import modulated as of_modulations
 from ...fused import sums as of_sums
 from ...fused.source import call, compiled_again, forward_source, name_of_self
-from .modulation import MODULATED, MarkModulations, is_product
-from .uses import Replace, alias_of, captured, leaves, reads, stays_own, unconditional
+from .helpers import LATER
+from .modulation import FACTOR, is_modulated, is_product, mark_modulations
+from .order import gather_sums
+from .uses import Replace, alias_of, blocks, captured, is_read_later, leaves, reads, stays_own, unconditional
 
 _PREFIX = "_hf_rmsnorm_"
 _NORMED, _PRODUCT = f"{_PREFIX}normed", f"{_PREFIX}product"
@@ -35,7 +37,11 @@ _FUNCTIONS = (
     of_modulations.modulated, of_modulations.add_and_modulate, of_modulations.add_and_modulate_seen,
     of_modulations.modulated_sum,
 )  # fmt: skip
-_HELPERS = {f"{_PREFIX}{function.__name__}": function for function in _FUNCTIONS} | {_PRODUCT: of_modulations.Product}
+_HELPERS = {f"{_PREFIX}{function.__name__}": function for function in _FUNCTIONS} | {
+    _PRODUCT: of_modulations.Product,
+    FACTOR: of_modulations.Factor,
+    LATER: of_modulations.later,
+}
 _SIMPLE = ast.Assign, ast.Return, ast.Expr
 
 
@@ -52,12 +58,12 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class SumFusion:
-    """The norms of a forward that are computed with what is around them.
+    """The norms of a forward that are computed with a sum before them or a modulation behind them.
 
     Args:
         norms: the names of those that one launch may compute with a sum.
         rows: the names of those that one launch may compute with a modulation.
-        sites: what the forward has of them.
+        sites: those in the forward.
         keeps: the summands of its other sums are kept for norms that read them unrounded.
     """
 
@@ -75,7 +81,7 @@ class SumFusion:
         """The forward of a class, with these sums, norms and modulations exchanged."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            _exchange(definition, itself, self.norms, self.rows)
+            _exchange(definition, base, itself, self.norms, self.rows)
             if self.keeps:
                 _keep_summands(definition, itself)
             return definition
@@ -92,7 +98,7 @@ class SumFusion:
 
 
 def find_sums(cls: type, norms: Set[str], rows: Set[str], unrounded: bool = False) -> SumFusion | None:
-    """What the forward of a class has around these child norms; None where that is nothing.
+    """The sums and modulations around these child norms in the forward of a class; None where there are none.
 
     Args:
         norms: the names of those that one launch may compute with a sum.
@@ -104,27 +110,22 @@ def find_sums(cls: type, norms: Set[str], rows: Set[str], unrounded: bool = Fals
     """
     function, original = forward_source(cls)
     definition, itself = copy.deepcopy(original), name_of_self(function)
-    sites = _exchange(definition, itself, norms, rows)
+    sites = _exchange(definition, cls, itself, norms, rows)
     keeps = unrounded and _keep_summands(definition, itself) > 0
     return SumFusion(frozenset(norms), frozenset(rows), sites, keeps) if sites or keeps else None
 
 
-def _exchange(definition: ast.FunctionDef, itself: str, norms: Set[str], rows: Set[str]) -> tuple[Site, ...]:
-    """Put the calls in their places; returns what was exchanged."""
-    marks = MarkModulations(itself, rows)
-    marks.visit(definition)
-    exchange = _Exchange(itself, norms, captured(definition))
-    if marks.count:
+def _exchange(definition: ast.FunctionDef, cls: type, itself: str, norms: Set[str], rows: Set[str]) -> tuple[Site, ...]:
+    """Put the calls in their places; returns the sites."""
+    shared = captured(definition)
+    exchange = _Exchange(itself, norms, shared)
+    modulated = mark_modulations(definition, cls, itself, rows, shared)
+    if modulated:
         exchange.merge_products(definition.body, [])
     exchange.block(definition.body, [])
-    modulated = (call.args[1].attr for call in ast.walk(definition) if _is_modulated(call))
-    exchange.sites.extend(Site(norm, False, True) for norm in modulated)
+    with_sums = {site.norm for site in exchange.sites if site.modulates}
+    exchange.sites.extend(Site(norm, False, True) for norm in modulated if norm not in with_sums)
     return tuple(dict.fromkeys(exchange.sites))
-
-
-def _is_modulated(node: ast.AST) -> bool:
-    """Whether this is a call that `MarkModulations` has put there."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == MODULATED
 
 
 def adds(cls: type) -> bool:
@@ -140,7 +141,7 @@ class _Exchange:
         itself: the forward's name for its module.
         norms: the names of the children that may be computed with a sum.
         shared: names that something besides the forward's own statements may read.
-        sites: what was exchanged.
+        sites: of the calls that were put in their places.
     """
 
     itself: str
@@ -153,10 +154,11 @@ class _Exchange:
         for at in range(len(body) - 1, -1, -1):
             statement = body[at]
             rest = None if after is None else body[at + 1 :] + after
-            for block, follows in _blocks(statement, rest):
+            for block, follows in blocks(statement, rest):
                 self.merge_products(block, follows)
             if at and rest is not None:
                 self._merge(body, at, rest)
+        gather_sums(body, _name_of_sum, is_modulated)
 
     def _merge(self, body: list[ast.stmt], at: int, rest: list[ast.stmt]) -> None:
         match body[at - 1], body[at]:
@@ -168,7 +170,7 @@ class _Exchange:
             case _:
                 return
         is_left, is_right = (isinstance(side, ast.Name) and side.id == name for side in (left, right))
-        dead = name == made or not _is_read_later(name, rest)
+        dead = name == made or not is_read_later(name, rest)
         if is_left == is_right or not dead or name in self.shared:
             return
         if is_left:
@@ -178,12 +180,12 @@ class _Exchange:
         del body[at - 1]
 
     def block(self, body: list[ast.stmt], after: list[ast.stmt] | None) -> None:
-        """Exchange what is in a list of statements; `after` are those that follow it, None if that is not known."""
+        """Exchange the sums in a list of statements; `after` are those that follow it, None if that is not known."""
         at = 0
         while at < len(body):
             statement = body[at]
             rest = None if after is None else body[at + 1 :] + after
-            for block, follows in _blocks(statement, rest):
+            for block, follows in blocks(statement, rest):
                 self.block(block, follows)
             if isinstance(statement, _SIMPLE):
                 self._direct(statement)
@@ -236,11 +238,11 @@ class _Exchange:
         ways = ast.copy_location(ast.If(branch.test, inside, [*head, *tail]), branch)
         body[at : if_at + 1 + len(tail)] = [ways]
         rest = None if after is None else body[at + 1 :] + after
-        for block, follows in _blocks(ways, rest):
+        for block, follows in blocks(ways, rest):
             self.block(block, follows)
 
     def _tail(self, statements: list[ast.stmt], names: set[str]) -> list[ast.stmt]:
-        """The aliases behind an `if` and the statement with the norm; empty where that is not what comes."""
+        """The aliases behind an `if` and the statement with the norm; empty where another statement comes."""
         names = set(names)
         for at, statement in enumerate(statements):
             if alias := alias_of(statement, names):
@@ -256,9 +258,9 @@ class _Exchange:
         return bool(self._tail(statements[at:], names))
 
     def _first_call(self, statement: ast.stmt, names: set[str]) -> ast.Call | None:
-        """The call of a norm of one of the names, if that is what a statement calls first."""
+        """The call of a norm of one of the names, if a statement calls nothing before it."""
         calls = [node for node in unconditional(statement) if isinstance(node, ast.Call)]
-        views = {node for call in calls if _is_modulated(call) for part in call.args[2:] for node in ast.walk(part)}
+        views = {node for call in calls if is_modulated(call) for part in call.args[2:] for node in ast.walk(part)}
         first = next((call for call in calls if call not in views), None)
         if first is None or self._site(first) is None or not isinstance(first.args[0], ast.Name):
             return None
@@ -267,25 +269,13 @@ class _Exchange:
         return first if first.args[0].id in names else None
 
     def _site(self, node: ast.AST) -> Site | None:
-        """What is fused of a call of a norm with its sum; None of anything else."""
-        if _is_modulated(node):
+        """The norm that a call computes, with its modulation if it has one; None of another call."""
+        if is_modulated(node):
             return Site(node.args[1].attr, True, True)
         match node:
             case ast.Call(ast.Attribute(ast.Name(self.itself), name), [argument], []) if name in self.norms:
                 return None if isinstance(argument, ast.Starred) else Site(name, True, False)
         return None
-
-
-def _blocks(statement: ast.stmt, after: list[ast.stmt] | None) -> list[tuple[list[ast.stmt], list[ast.stmt] | None]]:
-    """The lists of statements in a statement, each with what follows it; None if that is not known."""
-    match statement:
-        case ast.If(_, body, orelse):
-            return [(body, after), (orelse, after)]
-        case ast.With(_, body):
-            return [(body, after)]
-        case ast.For(_, _, body) | ast.While(_, body):
-            return [(body, None)]
-    return []
 
 
 def _behind_aliases(body: list[ast.stmt], at: int, names: set[str]) -> tuple[int, set[str]]:
@@ -295,17 +285,6 @@ def _behind_aliases(body: list[ast.stmt], at: int, names: set[str]) -> tuple[int
         names.update(alias_of(body[at], names))
         at += 1
     return at, names
-
-
-def _is_read_later(name: str, statements: list[ast.stmt]) -> bool:
-    """Whether statements may read a variable before they bind it anew."""
-    for statement in statements:
-        match statement:
-            case ast.Assign([ast.Name(again)], value) if again == name:
-                return reads(value, {name})
-        if reads(statement, {name}):
-            return True
-    return False
 
 
 def _is_sum(node: ast.AST) -> bool:
@@ -349,7 +328,7 @@ def _take_both(statement: ast.Assign, norm: ast.Call, name: str) -> None:
 def _of_both(name: str, total: ast.BinOp, norm: ast.Call) -> ast.Call:
     """``name(a, b, norm, ...)`` of a sum and a call of a norm, which may be modulated."""
     left, right = total.left, total.right
-    if not _is_modulated(norm):
+    if not is_modulated(norm):
         return call(f"{_PREFIX}{name}", total, left, right, norm.func)
     if is_product(right):
         right = call(_PRODUCT, right, right.left, right.right)

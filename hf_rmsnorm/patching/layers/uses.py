@@ -1,13 +1,13 @@
-"""What the statements of a forward do with a value that they know by some names, read from the source alone.
+"""How the statements of a forward use a value, given the names that hold it. Only the source is read.
 
-A name loses the value where it is bound anew, and gives it to another name by ``other = name``. On a branch a name may
-keep it or lose it, so it counts as kept.
+A name loses the value where it is bound again; ``other = name`` gives it to another name. On a branch a name may keep
+the value or lose it, so it counts as kept.
 """
 
 import ast
 from collections.abc import Iterable
 
-_FACTS = {"shape", "dtype", "device", "ndim"}  # asked without getting hold of the tensor
+FACTS = {"shape", "dtype", "device", "ndim"}  # asked without getting hold of the tensor
 _INNER = ast.FunctionDef, ast.Lambda
 _LEAVING = ast.Return, ast.Break, ast.Continue
 # What evaluates parts of it on a condition, later or not at all.
@@ -39,9 +39,9 @@ def captured(definition: ast.FunctionDef) -> set[str]:
 
 
 def stays_own(statements: list[ast.stmt], names: set[str]) -> bool:
-    """Whether these statements, the last of a forward, use what the names hold as an operand and in no other way.
+    """Whether these statements, the last of a forward, use the value only as an operand.
 
-    So they do not return it, write to it or give it to a function, where it could be hooked.
+    They do not return it, write to it or give it to a function, which could hook it.
     """
     return _own_names(statements, names) is not None
 
@@ -76,7 +76,7 @@ def _own_on_branches(statement: ast.If, names: set[str]) -> set[str] | None:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """The names that an assignment binds anew."""
+    """The names that an assignment binds again."""
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     parts = [part for target in targets for part in getattr(target, "elts", [target])]
     return {part.id for part in parts if isinstance(part, ast.Name)}
@@ -88,7 +88,7 @@ def _only_operands(node: ast.AST, names: set[str]) -> bool:
     for part in ast.walk(node):
         if isinstance(part, ast.BinOp):
             allowed.update((part.left, part.right))
-        elif isinstance(part, ast.Attribute) and part.attr in _FACTS:
+        elif isinstance(part, ast.Attribute) and part.attr in FACTS:
             allowed.add(part.value)
     if isinstance(node, ast.Assign):
         allowed.update(part for target in node.targets for part in (target, *getattr(target, "elts", ())))
@@ -116,8 +116,31 @@ def unconditional(statement: ast.stmt) -> list[ast.expr]:
     return done
 
 
+def blocks(statement: ast.stmt, after: list[ast.stmt] | None) -> list[tuple[list[ast.stmt], list[ast.stmt] | None]]:
+    """The lists of statements in a statement, each with what follows it; None if that is not known."""
+    match statement:
+        case ast.If(_, body, orelse):
+            return [(body, after), (orelse, after)]
+        case ast.With(_, body):
+            return [(body, after)]
+        case ast.For(_, _, body) | ast.While(_, body):
+            return [(body, None)]
+    return []
+
+
+def is_read_later(name: str, statements: list[ast.stmt]) -> bool:
+    """Whether statements may read a variable before they bind it again."""
+    for statement in statements:
+        match statement:
+            case ast.Assign([ast.Name(again)], value) if again == name:
+                return reads(value, {name})
+        if reads(statement, {name}):
+            return True
+    return False
+
+
 def leaves(statement: ast.stmt) -> bool:
-    """Whether a statement may leave the block that it stands in."""
+    """Whether a statement may leave its block."""
     return any(isinstance(node, _LEAVING) for node in ast.walk(statement))
 
 

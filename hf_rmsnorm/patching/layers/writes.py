@@ -14,7 +14,7 @@ from torch import nn
 from ...fused.source import CannotRewrite, definition_of, name_of_self
 from ..swap import unfused
 
-_Values = dict[str, frozenset]  # name -> what stands for each value that it may hold
+_Values = dict[str, frozenset]  # name -> a token for each value that it may hold
 
 
 def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
@@ -44,7 +44,7 @@ def _written(cls: type, _, norms: frozenset[str]) -> frozenset[str]:
 
 
 class _Scan:
-    """Goes through the statements of a forward, and notes what norms read and what is written to after that."""
+    """Goes through the statements of a forward, and notes the inputs of norms and the later writes to them."""
 
     def __init__(self, itself: str, norms: Iterable[str]):
         self.itself, self.norms = itself, norms
@@ -58,7 +58,7 @@ class _Scan:
     def statement(self, statement: ast.stmt, values: _Values) -> None:
         blocks = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
         if any(blocks):
-            for body in blocks * 2:  # twice: what the end of a loop leaves to its beginning
+            for body in blocks * 2:  # twice: a loop begins with the values of its end
                 inside = dict(values)
                 self.block(body, inside)
                 values.update((name, held | values.get(name, frozenset())) for name, held in inside.items())

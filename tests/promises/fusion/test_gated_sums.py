@@ -97,9 +97,29 @@ class SumIsSeen(Block):
         return y + self.norm(x) * (1 + scale) + shift
 
 
+class TwoStreams(Block):
+    """As HunyuanVideo writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.other_norm = nn.LayerNorm(SIZE, elementwise_affine=False, eps=1e-6)
+
+    def forward(self, x, condition):
+        gate, scale, shift = condition[:, None].chunk(3, dim=-1)
+        inner, context = self.inner(x), x * 2
+        other = inner * 3
+        x = x + inner * gate
+        context = context + other * gate
+        y = self.norm(x)
+        z = self.other_norm(context)
+        y = y * (1 + scale) + shift
+        z = z * (1 + scale) + shift
+        return x + self.mlp(y) + context + self.mlp(z)
+
+
 # In one launch with all behind it, and nothing else.
 ONE = InOneExpression, InTwoStatements, WithoutGate
-OTHERS = OnABranch, KeepsTheProduct, HandsTheProductOn, SumIsSeen
+OTHERS = OnABranch, KeepsTheProduct, HandsTheProductOn, SumIsSeen, TwoStreams
 WRITING = ScaleIsWrittenTo, SumIsWrittenTo
 FORMS = *ONE, *OTHERS, *WRITING
 
@@ -136,6 +156,17 @@ def test_six_operators_become_one_launch(cls):
     counts = {name: operators.counts[name] for name in ("add", "mul", "native_layer_norm")}
     assert dict(launches) == {"norm_forward": 1}
     assert counts == {"add": 1, "mul": 0, "native_layer_norm": 0}  # the last residual sum
+
+
+def test_sums_and_norms_of_two_streams_in_turn():
+    model, *inputs = build(TwoStreams)
+    report = patch_model(model, strict=True)
+    (layer,) = report.layers
+    assert layer.fused == "+ norm * (1 + scale) + shift, + other_norm * (1 + scale) + shift, each in one launch"
+    with use_backend("triton"), torch.no_grad(), count_launches() as launches, Operators() as operators:
+        model(*inputs)
+    assert dict(launches) == {"norm_forward": 2}
+    assert operators.counts["mul"] == 2  # of the context and of the other stream
 
 
 @pytest.mark.parametrize("cls", FORMS)

@@ -79,6 +79,25 @@ def test_a_scale_without_a_shift():
     assert torch.equal(got[0], eager(x, weight, bias, spec, scale, None))
 
 
+def test_a_factor_that_is_multiplied_as_it_is():
+    spec = SPECS["RMSNorm"]
+    *tensors, dy = operands(96, torch.bfloat16, spec, (3, 1))
+
+    def in_one_launch(*given):
+        return op.modulated_norm(*given, one_plus=False)[1]
+
+    def by_operators(x, weight, bias, spec, factor, shift):
+        return reference_norm(x, weight, bias, spec) * factor + shift
+
+    with use_backend("triton"):
+        got = run(in_one_launch, *tensors, dy, spec)
+    expected = run(by_operators, *tensors, dy, spec)
+    exact = run(by_operators, *(t if t is None else t.double() for t in (*tensors, dy)), spec)
+    assert torch.equal(got[0], expected[0])
+    for at, (ours, theirs, right) in enumerate(zip(got, expected, exact, strict=True)):
+        assert_as_accurate(ours, theirs, right, f"output {at}", [theirs])
+
+
 def test_scale_and_shift_that_are_parts_of_one_tensor():
     spec = SPECS["LayerNorm"]
     x, *_ = operands(96, torch.bfloat16, spec, (3, 1))
