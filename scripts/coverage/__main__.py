@@ -5,9 +5,11 @@
     python -m scripts.coverage patch --mapping causal --interpreter norms     also the kernels, in the interpreter
     python -m scripts.coverage patch --mapping causal --interpreter fusion    also fused layers there; their operators
     python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
+    python -m scripts.coverage diffusers --jobs 1 --out scripts/results/diffusers-0.42.1.json
+    python -m scripts.coverage diffusers --page scripts/results/diffusers-0.42.1.json
 
-Each type runs in a process of its own, with a limit of time and of memory. The table of `patch` and `convert` goes to
-the terminal, and with --out beside the JSON as text.
+Each type runs in a process of its own, with a limit of time and of memory. The table goes to the terminal, and with
+--out beside the JSON as text.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
     patch = commands.add_parser("patch", help="patch each and compare it, bit for bit, with the model before")
     convert = commands.add_parser("convert", help="convert each and prove it, as LayerNorm and as RMSNorm")
+    diffusers = commands.add_parser("diffusers", help="patch each transformer of diffusers, in the interpreter")
     for command in (patch, convert):
         command.add_argument("--mapping", choices=("causal", "base", "all"), default="all")
+    for command in (patch, convert, diffusers):
         command.add_argument("--only", metavar="TYPES", help="types, separated by commas")
         command.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
         command.add_argument("--out", type=Path, metavar="FILE", help="the JSON; the table goes beside it as .txt")
@@ -43,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "--interpreter", choices=("norms", "fusion"), default="", help="also run the kernels in Triton's interpreter"
     )
     convert.add_argument("--rest", action="store_true", help="only what --update does not have")
+    diffusers.add_argument("--page", type=Path, metavar="FILE", help="print a JSON in Markdown; runs nothing")
     return made
 
 
@@ -50,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns 1 where a type gave a wrong result."""
     options = parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if getattr(options, "interpreter", ""):
+    if getattr(options, "interpreter", "") or options.command == "diffusers":
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     try:
         if getattr(options, "update", None) and not options.update.is_file():
