@@ -32,6 +32,7 @@ from .norms import (
     run_reference,
     run_stated_orders,
 )
+from .pictures import is_text_alone
 from .quantised import counted, quantised_modules, recording_dtypes
 from .report import EquivalenceReport
 from .runs import compare_greedy, generate, outputs_of
@@ -68,7 +69,7 @@ def verify_equivalence(
         inputs: token ids, a LongTensor of shape (batch, tokens) or (tokens,); or keyword arguments of the model, as
             a tokenizer returns them; or a list of either. A few hundred tokens are enough: logits are kept in float64.
             Where a two-dimensional attention mask is 0, logits are not compared. None: random images, audio or token
-            ids, of the sizes in the model's config.
+            ids, of the sizes in the model's config; and a text with a picture in it where the model takes such.
         max_new_tokens: how many tokens to generate per prompt; 0 generates nothing.
         backend: what `use_backend` shall choose for the candidate; None leaves the choice in force.
         norms: the modules to compare one by one: their paths, or True for every leaf module that differs. False
@@ -124,6 +125,7 @@ def verify_equivalence(
     quantised = quantised_modules(reference_model)
     difference, floor = compare_logits(*logits, reference.are_logits, quantised=bool(quantised))
     device = device_of(reference_model)
+    rotations = tuple(check.path.partition(":")[0] for check in result.layers if "rot" in check.path)
     return EquivalenceReport(
         model=type(reference_model).__name__,
         dtype=str(first_parameter(reference_model).dtype).removeprefix("torch."),
@@ -139,6 +141,7 @@ def verify_equivalence(
         nothing_ran=idle,
         numerics=" and ".join(SERVERS[name] for name in sorted(orders)),
         why_nothing_ran=why_nothing_ran(device) if idle else "",
+        text_positions=rotations if is_text_alone(reference_model, batches) else (),
         quantised=counted(quantised),
     )
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from .context import default_inputs, in_dtype_of
+from .context import default_inputs, evaluating, in_dtype_of
+from .pictures import with_picture
 
 
 def checked_inputs(
@@ -28,8 +29,17 @@ def checked_inputs(
     if same_parameters:
         _require_same_parameters(reference, candidate)
     if inputs is None:
-        inputs = in_dtype_of(reference, default_inputs(reference, new_tokens=new_tokens))
+        inputs = _default_batches(reference, new_tokens)
     return _batches(inputs, vocabulary, device)
+
+
+def _default_batches(model: nn.Module, new_tokens: int) -> list[dict]:
+    """Random inputs; for a model that takes pictures among its tokens, also a text with one."""
+    inputs = in_dtype_of(model, default_inputs(model, new_tokens=new_tokens))
+    on_device = {name: t.to(device_of(model)) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+    with evaluating(model):
+        picture = with_picture(model, on_device)
+    return [inputs] if picture is None else [inputs, picture]
 
 
 def _require_weights(model: nn.Module) -> None:

@@ -93,6 +93,7 @@ class EquivalenceReport:
         launches: Triton kernels that the candidate launched, by kernel name; empty if none ran.
         backend: what `use_backend` chose for the candidate; None left the choice in force.
         numerics: the server whose order of rounding the candidate's norms have, with its version; "" if none.
+        text_positions: fused q/k norms of a model with positions of three axes that ran on text alone.
         quantised: how many modules of each class have quantised weights. The float64 run calls these in their own
             dtype, so their arithmetic is not judged.
     """
@@ -111,6 +112,7 @@ class EquivalenceReport:
     nothing_ran: bool = False
     numerics: str = ""
     why_nothing_ran: str = ""
+    text_positions: tuple[str, ...] = ()
     quantised: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -254,6 +256,9 @@ class EquivalenceReport:
             equal = sum(not check.differing for check in self.fused)
             reasons = [(check.path, check.reason) for check in failed]
             yield from _section(_LAYERS, self.fused, f"match the unfused ones, {equal} bit for bit", reasons)
+        if self.text_positions:
+            where = ", ".join(compact_paths(list(self.text_positions)))
+            yield _row("", f"saw positions of text alone, as inputs have no picture: q/k norms of {where}")
         if self.gradients is not None:
             failed = [check for check in self.gradients if not check.passed]
             reasons = [(f"{check.path}, {check.gradient}", check.words) for check in failed]
