@@ -160,6 +160,13 @@ def _short(reason: str) -> str:
     return reason if len(reason) <= LONGEST else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
 
 
+def diffusers() -> list[str]:
+    """What is fused in each transformer class of diffusers."""
+    from scripts.coverage.diffusers import page_table  # which loads torch
+
+    return page_table(result("diffusers-0.42.1.json")).splitlines()
+
+
 def conversions() -> list[str]:
     """How many types of Transformers convert."""
     document = result("convert-5.23.0.json")
@@ -184,7 +191,8 @@ def minilm() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "memory": memory, "kernels": kernels, "host": host, "cpu": cpu, "versions": versions, "trainers": trainers,
-    "models": models, "coverage": coverage, "conversions": conversions, "minilm": minilm, **layer_table.TABLES,
+    "models": models, "coverage": coverage, "conversions": conversions,
+    "diffusers": diffusers, "minilm": minilm, **layer_table.TABLES,
 }  # fmt: skip
 
 

@@ -3,16 +3,16 @@
 import shutil
 
 import pytest
-import tiny_diffusion
 import tiny_models
 import torch
 from torch.fx.node import map_arg
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, settings
+from scripts.coverage import diffusers_models
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "olmo2", "mistral", "mixtral", "gemma2", "phi3", "qwen2"]
-DIFFUSION = ["DiT", "Flux"]
+DIFFUSION = ["DiTTransformer2DModel", "FluxTransformer2DModel"]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,8 @@ def test_so_is_the_graph_for_any_batch_size():
 
 @pytest.mark.parametrize("name", DIFFUSION)
 def test_so_is_the_graph_of_a_diffusion_model(name):
-    model, inputs = tiny_diffusion.build(name, torch.bfloat16)
+    pytest.importorskip("diffusers")
+    model, inputs = diffusers_models.build(name, torch.bfloat16)
 
     def run(compiled):
         compiled(**inputs)
