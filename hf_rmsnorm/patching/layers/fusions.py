@@ -38,12 +38,16 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
             records[path] = FusedLayer(path, type(module).__name__, "", reason)
     for path, reason in _norms_further_in(model, finder.layers, set(records)).items():
         records[path] = FusedLayer(path, type(model.get_submodule(path)).__name__, "", reason)
-    with_sums = [path for path, record in records.items() if record.fused.startswith("+")]
-    return tuple(
-        records[path]
-        for path, _ in model.named_modules()
-        if path in records and (records[path].fused or not any(inner.startswith(f"{path}.") for inner in with_sums))
-    )
+    paths = [path for path, _ in model.named_modules() if path in records]
+    return tuple(records[path] for path in paths if not _is_served_inside(path, records))
+
+
+def _is_served_inside(path: str, records: dict[str, FusedLayer]) -> bool:
+    """Whether a module is not fused, and a module in it has a fused sum."""
+    if records[path].fused:
+        return False
+    inside = (record for inner, record in records.items() if inner.startswith(f"{path}."))
+    return any(record.fused.startswith("+") for record in inside)
 
 
 def sums_unknown(layer: FusedLayer) -> bool:
