@@ -149,13 +149,18 @@ def _operands(norm, x, residual, gate, scale, *shift) -> tuple | None:
         return None
     weight, bias, spec = parameters
     recipe = type(norm)._hf_rmsnorm_recipe
-    if not recipe.fits(x, weight, bias) or recipe.rows_of(x) is not x:
-        return None
-    if residual is not None and not recipe.rounds_sum:
+    if not _serves(recipe, x, weight, bias, residual):
         return None
     if recipe.row_major and residual is None:  # as the norm's result is, whatever the strides of x
         x = x.contiguous()
     return x, weight, bias, spec, scale, *(shift or [None]), residual, gate
+
+
+def _serves(recipe, x, weight, bias, residual) -> bool:
+    """Whether the module computes the recipe's formula of x, or of a sum that is rounded before."""
+    if residual is not None and not recipe.rounds_sum:
+        return False
+    return recipe.fits(x, weight, bias) and recipe.rows_of(x) is x
 
 
 def _note(piece: str, launched: bool, norm, x, *others) -> None:

@@ -51,6 +51,10 @@ class _Modulated(torch.autograd.Function):
         return dx if need_x else None, dtotal if need_residual else None, dfactor, *others, dshift, None
 
 
+def _asks(operands: tuple) -> bool:
+    return any(t is not None and t.requires_grad for t in operands)
+
+
 def _laid_alike(x, *modulation) -> list:
     """The operands of a modulation, which a kernel reads at the same addresses; small ones are copied for that."""
     if len({(t.shape, t.stride()) for t in modulation if t is not None}) == 1:
@@ -99,13 +103,11 @@ def modulated_norm(
         residual: x's shape, and contiguous as x is then; or None: h is None, and x is what is normalised.
         one_plus: False where the norm is multiplied by the scale itself, as Z-Image prepares it.
     """
-    if not starts_kernels(x):
-        return None
-    if spec.functional and autocasts_functional(spec, x.device.type):
+    if not starts_kernels(x) or (spec.functional and autocasts_functional(spec, x.device.type)):
         return None
     scale, shift, factor = _laid_alike(x, scale, shift, factor)
     operands = x, residual, factor, weight, bias, scale, shift
-    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    graded = torch.is_grad_enabled() and _asks(operands)
     if residual is not None and asks_by_parameters_alone(graded, x, residual, factor):
         return None
     try:
