@@ -100,7 +100,7 @@ class CentringPlan:
         config: keys to set in config.json (``tie_word_embeddings`` and the record of this package).
         undetermined: tensors that no output depends on; they are copied.
         margins: how clearly residual weights differ from the rest: ``{"invariant_max": ..., "dependent_min": ...}``.
-        notes: sentences for people: what changes besides the norms, ``hidden states lose their mean`` and the like.
+        notes: sentences for people: what changes besides the norms, ``output_hidden_states differs`` and the like.
     """
 
     centre: tuple[Centre, ...] = ()

@@ -31,9 +31,8 @@ from .unreached import refuse_if_unreached
 MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # rows and lengths that are tried while no token reaches some experts
 
 NOTES = (
-    "Hidden states lose their mean, and so do features of a tower that are no output of the model itself: readers of "
-    "output_hidden_states see other numbers.",
-    "Fine-tuning can move the weights off zero mean; the record in config.json lets that be checked.",
+    "output_hidden_states differs: its mean is removed. So do features of a vision or audio encoder.",
+    "Fine-tuning can move the weights off zero mean. patch_model checks that by the record in config.json.",
 )
 
 

@@ -122,9 +122,10 @@ class PlannedCentring(PlannedSteps):
         plan = self.centring
         (folder / PLAN).write_text(plan.to_json() + "\n", encoding="utf-8")
         becoming = sum(norm.becomes_rms for norm in plan.norms)
-        text = f"""Everything that writes to the residual stream was centred, so that LayerNorm and RMSNorm compute
-the same: {becoming} of {len(plan.norms)} norms may run as RMSNorm. It loads like any checkpoint of its architecture and
-gives the original's logits; `hf_rmsnorm.patch_model` runs it as RMSNorm. What was done is in `{PLAN}`."""
+        text = f"""Each weight that writes to the residual stream had its mean subtracted. So LayerNorm and RMSNorm give
+the same result, and {becoming} of {len(plan.norms)} norms may run as RMSNorm. The checkpoint loads like any other of
+its architecture and gives the original's logits. `hf_rmsnorm.patch_model(model)` runs its norms as RMSNorm.
+`{PLAN}` lists the changed tensors."""
         add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
 
 

@@ -79,10 +79,10 @@ class PlannedNative(PlannedConversion):
         return verify_folders(src, folder, replace(how, model_class=AutoModelForCausalLM))
 
     def describe(self, folder: Path, verdict: Verification) -> None:
-        how = "was centred" if self.target.centred else "was trained with RMSNorm in its place"
-        text = f"""{self.target.source_type} normalises with LayerNorm. Everything that writes to the residual stream
-{how}, the norms' biases were folded into the linears that read them, and the result is a
-{self.proof.target_class}, which gives the same logits: any program that runs {self.target.model_type} runs it."""
+        how = "had its mean subtracted" if self.target.centred else "was trained with RMSNorm in its place"
+        text = f"""{self.target.source_type} uses LayerNorm. Each weight that writes to the residual stream {how}. The
+norms' biases were added to the linear layers that read them. The result is a {self.proof.target_class} with the same
+logits. Any program that runs {self.target.model_type} runs it."""
         add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
 
 
