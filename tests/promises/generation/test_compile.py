@@ -111,7 +111,7 @@ def test_so_are_the_graphs_of_layers_that_are_compiled_one_by_one():
     assert nodes(model) == expected
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler for a CPU")
 def test_a_compiler_gives_the_same_bits_before_and_after_the_patch():
     model = tiny_models.build("llama", torch.bfloat16, num_hidden_layers=1)
