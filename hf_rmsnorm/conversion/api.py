@@ -46,13 +46,7 @@ class Written:
     resumed: int
 
     @classmethod
-    def of(
-        cls,
-        dst,
-        source: Checkpoint,
-        layout: Layout,
-        resumed: int,
-    ) -> "Written":
+    def of(cls, dst, source: Checkpoint, layout: Layout, resumed: int) -> "Written":
         """The summary of a layout that was made of a source."""
         made = {}
         for shard in layout.shards.values():
@@ -123,11 +117,7 @@ class Conversion:
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {
-            **self.plan.to_dict(),
-            **self.written.to_dict(),
-            "verification": self.verification.to_dict(),
-        }
+        return {**self.plan.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
 
     def __str__(self) -> str:
         return fitted(f"{self.written}\n{self.verification}")
@@ -349,14 +339,5 @@ def _carry_out(
 
     layout, config = planned.result(source)
     plan = json.dumps(planned.to_dict())
-    resumed = write_checkpoint(
-        source,
-        dst,
-        layout,
-        config,
-        plan=plan,
-        check=check,
-        restart=restart,
-        progress=progress,
-    )
+    resumed = write_checkpoint(source, dst, layout, config, plan=plan, check=check, restart=restart, progress=progress)
     return Conversion(planned, Written.of(dst, source, layout, resumed), verdict)

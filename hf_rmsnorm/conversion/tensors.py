@@ -58,12 +58,7 @@ class Centring:
             part -= part.mean(self.axis + 1, keepdim=True)
 
     def changes(self, x: torch.Tensor, source: Source) -> bool:
-        return not is_centred(
-            x,
-            self.axis,
-            self.block or x.shape[self.axis],
-            self.blocks,
-        )
+        return not is_centred(x, self.axis, self.block or x.shape[self.axis], self.blocks)
 
 
 @dataclass(frozen=True)
@@ -142,12 +137,7 @@ class Stored:
             return self._rounded(x, dtype, source)
         return x
 
-    def _rounded(
-        self,
-        x: torch.Tensor,
-        dtype: torch.dtype,
-        source: Source,
-    ) -> torch.Tensor:
+    def _rounded(self, x: torch.Tensor, dtype: torch.dtype, source: Source) -> torch.Tensor:
         made = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
         for place, wide in self.slices(source, x):
             narrow = made[place]
@@ -221,12 +211,7 @@ def filled(of: Lazy, number: float, axis: int = 0) -> Made:
 
 def plus(of: Lazy, number: float) -> Made:
     """A tensor with a number added: a norm's weight may be stored less one."""
-    return Made(
-        of.like,
-        (of,),
-        of.shape,
-        lambda source: of.wide(source) + number,
-    )
+    return Made(of.like, (of,), of.shape, lambda source: of.wide(source) + number)
 
 
 def folded_bias(weight: Stored, shift: Lazy, bias: Lazy | None = None) -> Made:

@@ -46,11 +46,7 @@ class Shard:
         header: dict = {"__metadata__": self.metadata} if self.metadata else {}
         at = 0
         for name, entry in self.entries.items():
-            header[name] = {
-                "dtype": entry.code,
-                "shape": entry.shape,
-                "data_offsets": [at, at + entry.nbytes],
-            }
+            header[name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
             at += entry.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
@@ -82,12 +78,7 @@ def as_source(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, 
         # Safetensors notes there which tensor a tied one is saved as: one that is saved itself is not tied.
         kept = {key: text for key, text in kept.items() if key not in tensors}
         name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
-        shards[name] = _shard(
-            names[file],
-            tensors,
-            source,
-            kept | (metadata or {}),
-        )
+        shards[name] = _shard(names[file], tensors, source, kept | (metadata or {}))
     return Layout(shards, None if source.index is None else _index(shards, source.index))
 
 
@@ -101,12 +92,7 @@ def split(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]
     return Layout(shards, _index(shards, {"metadata": {"total_parameters": 0}}) if len(shards) > 1 else None)
 
 
-def _shard(
-    names: list[str],
-    tensors: dict[str, Lazy],
-    source: Checkpoint,
-    metadata: dict[str, str],
-) -> Shard:
+def _shard(names: list[str], tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]) -> Shard:
     entries = {name: _entry(tensors[name], source) for name in names}
     widths = {name: entry.nbytes // max(1, prod(entry.shape)) for name, entry in entries.items()}
     return Shard(metadata, {name: entries[name] for name in sorted(names, key=lambda name: -widths[name])})
@@ -117,12 +103,7 @@ def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
         stored = source.tensors[made.like]
         return HeaderEntry(made, stored.code, stored.shape, stored.nbytes)
     dtype, shape = made.dtype(source), made.shape(source)
-    return HeaderEntry(
-        made,
-        CODES[dtype],
-        shape,
-        prod(shape) * dtype.itemsize,
-    )
+    return HeaderEntry(made, CODES[dtype], shape, prod(shape) * dtype.itemsize)
 
 
 def _index(shards: dict[str, Shard], before: dict) -> dict:
@@ -131,8 +112,4 @@ def _index(shards: dict[str, Shard], before: dict) -> dict:
     if "total_parameters" in sizes:
         sizes["total_parameters"] = sum(prod(entry.shape) for entry in entries)
     file_of = {name: file for file, shard in shards.items() for name in shard.entries}
-    return {
-        **before,
-        "metadata": sizes,
-        "weight_map": dict(sorted(file_of.items())),
-    }
+    return {**before, "metadata": sizes, "weight_map": dict(sorted(file_of.items()))}

@@ -51,12 +51,7 @@ class Checkpoint:
         dtype = getattr(torch, name.removeprefix("torch."), None)
         return dtype if dtype in FLOATS.values() else None
 
-    def data(
-        self,
-        name: str,
-        first: int = 0,
-        last: int | None = None,
-    ) -> torch.Tensor:
+    def data(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         """A copy of bytes [first, last) of a tensor, as uint8."""
         tensor = self.tensors[name]
         path = self.folder / tensor.file
@@ -67,12 +62,7 @@ class Checkpoint:
                 self._pickle[tensor.file] = load_pickle(path)
             whole = self._pickle[tensor.file][name].contiguous()
             return whole.reshape(-1).view(torch.uint8)[first:last].clone()
-        data = np.fromfile(
-            path,
-            np.uint8,
-            last - first,
-            offset=tensor.start + first,
-        )
+        data = np.fromfile(path, np.uint8, last - first, offset=tensor.start + first)
         if len(data) < last - first:
             raise changed(path)
         return torch.from_numpy(data)
@@ -135,16 +125,7 @@ def _open_shard(folder: Path, name: str) -> tuple[dict[str, str], dict[str, Stor
             raise ConversionError(f"{path}: a pointer of Git LFS, and not the file: run git lfs pull in its folder")
     if path.suffix == ".bin":
         state = load_pickle(path)
-        tensors = {
-            key: StoredTensor(
-                name,
-                CODES[t.dtype],
-                tuple(t.shape),
-                0,
-                t.nbytes,
-            )
-            for key, t in state.items()
-        }
+        tensors = {key: StoredTensor(name, CODES[t.dtype], tuple(t.shape), 0, t.nbytes) for key, t in state.items()}
         return {"format": "pt"}, tensors
     try:
         with safe_open(path, "pt"):  # the library's own check of lengths, offsets, shapes and dtypes
@@ -159,11 +140,5 @@ def _open_shard(folder: Path, name: str) -> tuple[dict[str, str], dict[str, Stor
     for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
         entry = entries[key]
         first, last = entry["data_offsets"]
-        tensors[key] = StoredTensor(
-            name,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            8 + length + first,
-            last - first,
-        )
+        tensors[key] = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
     return metadata, tensors

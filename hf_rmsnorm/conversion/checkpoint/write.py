@@ -103,12 +103,7 @@ def _journal(staging: Path) -> dict:
     raise ConversionError(f"{staging}: in the way, of another program: move it, or choose another DST")
 
 
-def _begin(
-    staging: Path,
-    dst: Path,
-    identity: dict,
-    restart: bool,
-) -> bool:
+def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     """Make the folder ready; False if DST is the model that was in it, as a run was killed after the rename."""
     journal, model = _journal(staging), staging / "model"
     is_same = journal.get("identity") == identity
@@ -127,13 +122,7 @@ def _begin(
     return True
 
 
-def _write_shards(
-    source: Checkpoint,
-    layout: Layout,
-    headers: dict,
-    model: Path,
-    progress: Callable,
-) -> int:
+def _write_shards(source: Checkpoint, layout: Layout, headers: dict, model: Path, progress: Callable) -> int:
     """Write the shards that are not there; how many were."""
     tensors = size = there = 0
     total = sum(shard.nbytes for shard in layout.shards.values())
@@ -165,12 +154,7 @@ def _whole_file(target: Path, staging: Path) -> Iterator[BinaryIO]:
     os.replace(file.name, target)
 
 
-def _copy_files(
-    source: Checkpoint,
-    layout: Layout,
-    config: str,
-    model: Path,
-) -> None:
+def _copy_files(source: Checkpoint, layout: Layout, config: str, model: Path) -> None:
     for name in source.others:
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, model / name)

@@ -134,12 +134,7 @@ def _unreached_experts(test: ShiftTest) -> list[str]:
     return [name for name in test.undetermined if alike(name) in places]
 
 
-def _confirmed(
-    test: ShiftTest,
-    proxy: ProxyModel,
-    norms: Norms,
-    scales,
-) -> ShiftTest:
+def _confirmed(test: ShiftTest, proxy: ProxyModel, norms: Norms, scales) -> ShiftTest:
     """The blocks that pass with other weights too: an activation saturated everywhere looks like a linear function."""
     other = copy.deepcopy(proxy.model)
     give_weights(other, seed=5, lean=0.0)
@@ -192,12 +187,7 @@ def _refuse_post_norm(proxy: ProxyModel, norms: Norms, causes: dict[str, Cause])
 
 
 @torch.no_grad()
-def _causes(
-    work,
-    proxy: ProxyModel,
-    norms: Norms,
-    bad: list[str],
-) -> dict[str, Cause]:
+def _causes(work, proxy: ProxyModel, norms: Norms, bad: list[str]) -> dict[str, Cause]:
     """For each norm whose input keeps a mean: where the mean comes from, as equal means of tensors show."""
     means: list[tuple[str, torch.Tensor]] = []
     causes: dict[str, Cause] = {}
@@ -211,12 +201,7 @@ def _causes(
         if is_float(first) and first.ndim and first.shape[-1] in widths:
             means.append((path, first.mean(-1)))
 
-    run(
-        work,
-        proxy.inputs,
-        [path for path, _ in work.named_modules() if path],
-        note,
-    )
+    run(work, proxy.inputs, [path for path, _ in work.named_modules() if path], note)
     return causes
 
 
@@ -268,12 +253,7 @@ def _plan(found: Discovery) -> CentringPlan:
     copies = _untied(found)
     headless = not copies and would_tie_a_head(proxy.model, proxy.config, residual_weights)
     undetermined = tuple(sorted({key for name in found.test.undetermined for key in keys.of(name)}))
-    record = make_record(
-        proxy.entries(residual_weights),
-        rms_norms(records),
-        proxy.shapes,
-        found.norms,
-    )
+    record = make_record(proxy.entries(residual_weights), rms_norms(records), proxy.shapes, found.norms)
     config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     if copies or headless:
         config["tie_word_embeddings"] = False
@@ -321,12 +301,7 @@ def would_tie_a_head(model, config, residual_weights: list[ResidualWeight]) -> b
     return centred and head is None and bool(getattr(config, "tie_word_embeddings", False))
 
 
-def _notes(
-    found: Discovery,
-    copies: tuple[Copy, ...],
-    headless: bool,
-    undetermined: tuple[str, ...],
-) -> list[str]:
+def _notes(found: Discovery, copies: tuple[Copy, ...], headless: bool, undetermined: tuple[str, ...]) -> list[str]:
     notes = list(NOTES)
     if getattr(found.proxy.config, RECORD_KEY, None) is not None:
         notes.append("It was converted before, as config.json says: weights that training has not moved stay.")

@@ -131,24 +131,12 @@ class KeyMap:
                 raise ConversionRefused(f"{key!r} of the checkpoint holds rows of the stream in an order unknown")
             axis, blocks = found
             covered += len(lengths)
-            done.append(
-                Centre(
-                    key,
-                    axis,
-                    length,
-                    None if len(blocks) == marks.shape[axis] // length else blocks,
-                )
-            )
+            done.append(Centre(key, axis, length, None if len(blocks) == marks.shape[axis] // length else blocks))
         if covered != int((group >= 0).sum()):
             raise ConversionRefused("a parameter that writes to the residual stream is only partly in the checkpoint")
         return tuple(done)
 
-    def scale(
-        self,
-        parameter: str,
-        axis: int,
-        by: str,
-    ) -> list[Scale]:
+    def scale(self, parameter: str, axis: int, by: str) -> list[Scale]:
         """A parameter times the vector `by` along `axis`; refused if either is stored in another order."""
         (by_key, *more), start = self.of(by), self.offsets[by]
         wanted = torch.arange(start, start + self.shapes[by].numel())

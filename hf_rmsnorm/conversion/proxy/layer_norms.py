@@ -80,12 +80,7 @@ def _rows(shape: torch.Size) -> torch.Tensor:
     """Rows of several sizes and means."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5
-    return rows * 10.0 ** torch.randint(
-        -3,
-        1,
-        (*shape[:-1], 1),
-        generator=generator,
-    )
+    return rows * 10.0 ** torch.randint(-3, 1, (*shape[:-1], 1), generator=generator)
 
 
 def _recognise(module: torch.nn.Module, args: tuple) -> ModelNorm | None:

@@ -67,11 +67,7 @@ class ProxyModel:
                 self.shapes[weight.parameter][weight.axis],
             )
             blocks = None if len(weight.blocks) * weight.block == here else list(weight.blocks)
-            found[weight.parameter] = {
-                "axis": weight.axis,
-                "block": there * weight.block // here,
-                "blocks": blocks,
-            }
+            found[weight.parameter] = {"axis": weight.axis, "block": there * weight.block // here, "blocks": blocks}
         return found
 
 
@@ -107,15 +103,7 @@ def make_proxy(
         except MISFITS as error:
             not_run = not_run or one_line(error)
             continue
-        return ProxyModel(
-            model,
-            plain(narrow),
-            arguments,
-            shapes,
-            factor,
-            folder,
-            inputs is None,
-        )
+        return ProxyModel(model, plain(narrow), arguments, shapes, factor, folder, inputs is None)
     raise ConversionRefused(_no_proxy(cls, _size(shapes), not_made, not_run, inputs is None))
 
 
@@ -137,13 +125,7 @@ def _fitting(name: str, value, model: PreTrainedModel):
     return value.double() if is_float(value) else value
 
 
-def _no_proxy(
-    cls,
-    size: int,
-    not_made: str,
-    not_run: str,
-    default: bool,
-) -> str:
+def _no_proxy(cls, size: int, not_made: str, not_run: str, default: bool) -> str:
     """Why there is no proxy model, and what to do."""
     if not_run and default:
         return f"{cls.__name__}: its inputs could not be made here ({not_run}): pass inputs=..."
@@ -235,13 +217,7 @@ def with_settings(config: PretrainedConfig, changes: dict) -> PretrainedConfig:
 class _NoRandomNumbers(TorchFunctionMode):
     """Leaves new tensors as they are: to draw numbers for the meta device takes most of the time there, for nothing."""
 
-    def __torch_function__(
-        self,
-        func,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func.__name__ in ("normal_", "uniform_", "trunc_normal_"):
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))

@@ -35,12 +35,7 @@ class ProofReport:
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {
-            "passed": self.passed,
-            "stock": self.stock,
-            "rms": self.rms,
-            "norms": list(self.norms),
-        }
+        return {"passed": self.passed, "stock": self.stock, "rms": self.rms, "norms": list(self.norms)}
 
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
@@ -71,39 +66,17 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
         raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
     means = input_means(converted, proxy.inputs, norms)
     rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
-    return ProofReport(
-        cls.__name__,
-        stock,
-        rms,
-        (len(chosen), len(plan.norms)),
-        means,
-    )
+    return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means)
 
 
-def run_as_rms(
-    model: torch.nn.Module,
-    inputs: dict,
-    norms: dict[str, ModelNorm],
-    chosen,
-) -> list[torch.Tensor]:
+def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm], chosen) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
     with torch.no_grad():
-        return run(
-            model,
-            inputs,
-            chosen,
-            lambda path, args, _: norms[path].as_rms(args[0]),
-        )
+        return run(model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0]))
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
-    model, wrong = loaded(
-        cls,
-        None,
-        config=copy.deepcopy(config),
-        dtype=torch.float64,
-        state_dict=dict(tensors),
-    )
+    model, wrong = loaded(cls, None, config=copy.deepcopy(config), dtype=torch.float64, state_dict=dict(tensors))
     if wrong:
         raise ConversionRefused(f"{cls.__name__} does not load what it saved: {wrong[0]!r} is missing or misshapen")
     return model.double()

@@ -29,12 +29,7 @@ def in_double():
         torch.set_default_dtype(before)
 
 
-def run(
-    model: torch.nn.Module,
-    inputs: dict,
-    paths: Iterable[str] = (),
-    hook=None,
-) -> list[torch.Tensor]:
+def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=None) -> list[torch.Tensor]:
     """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
 
     While it runs, `hook` is on the modules at `paths`, as by `hooked`.

@@ -63,14 +63,7 @@ def shift_invariance_test(model: torch.nn.Module, inputs: dict, norms: dict[str,
                 result.unreached.append(name)
             continue
         for width, means in of_means.items():
-            if means[name] is not None and _try(
-                result,
-                name,
-                width,
-                gradient,
-                means[name],
-                least[width],
-            ):
+            if means[name] is not None and _try(result, name, width, gradient, means[name], least[width]):
                 break
     return result
 
@@ -87,14 +80,7 @@ def gradients(tensors, parameters: dict[str, torch.Tensor], generator) -> dict[s
     return dict(zip(parameters, grads, strict=True))
 
 
-def _try(
-    result: ShiftTest,
-    name: str,
-    n: int,
-    gradient: torch.Tensor,
-    means: torch.Tensor,
-    least: float,
-) -> bool:
+def _try(result: ShiftTest, name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float) -> bool:
     """Whether blocks of n elements along an axis of a parameter write to the stream, and may lose their mean."""
     for axis in range(gradient.ndim):
         if gradient.shape[axis] % n:
@@ -111,14 +97,7 @@ def _try(
             margins["dependent_min"] = min(margins["dependent_min"], float(ratio[kept].min()))
         if bool(free.any()):
             margins["invariant_max"] = max(margins["invariant_max"], float(ratio[free].max()))
-            result.residual_weights.append(
-                ResidualWeight(
-                    name,
-                    axis,
-                    n,
-                    tuple(free.nonzero().flatten().tolist()),
-                )
-            )
+            result.residual_weights.append(ResidualWeight(name, axis, n, tuple(free.nonzero().flatten().tolist())))
             return True
     return False
 
@@ -131,12 +110,7 @@ def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
 def centre(model: torch.nn.Module, residual_weights: list[ResidualWeight]) -> None:
     """Subtract its mean from each block, in place."""
     for weight in residual_weights:
-        centre_(
-            model.get_parameter(weight.parameter),
-            weight.axis,
-            weight.block,
-            weight.blocks,
-        )
+        centre_(model.get_parameter(weight.parameter), weight.axis, weight.block, weight.blocks)
 
 
 @torch.no_grad()
@@ -170,24 +144,13 @@ class _Products(TorchFunctionMode):
         self.kept: list[torch.Tensor] = []  # a storage that is freed may be given to another tensor
         self.products: list[tuple[str, str]] = []
 
-    def note(
-        self,
-        path,
-        args,
-        output,
-    ):
+    def note(self, path, args, output):
         """A hook on linear modules."""
         if torch.is_tensor(output):
             self.kept.append(output)
             self.returned[output.untyped_storage().data_ptr()] = path
 
-    def __torch_function__(
-        self,
-        func,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func.__name__ in ("mul", "__mul__", "__rmul__", "multiply") and len(args) == 2:
             self._product(*args)
             self._product(*args[::-1])

@@ -63,12 +63,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
     return parts
 
 
-def _narrow(
-    config: PretrainedConfig,
-    factor: int,
-    inner: bool,
-    pictures: bool,
-) -> PretrainedConfig:
+def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) -> PretrainedConfig:
     for part in _parts(config):
         patch = vars(part).get("patch_size")
         for name, value in list(vars(part).items()):
@@ -82,12 +77,7 @@ def _narrow(
     return config
 
 
-def _narrow_value(
-    name: str,
-    value,
-    factor: int,
-    inner: bool,
-):
+def _narrow_value(name: str, value, factor: int, inner: bool):
     """A number, a list of them or the settings of a rotary embedding, narrowed; all else as it is."""
     if type(value) is int:
         return _number(name, value, factor, inner)
@@ -108,12 +98,7 @@ def _rotation(values: dict, factor: int) -> dict:
     return narrow
 
 
-def _number(
-    name: str,
-    value: int,
-    factor: int,
-    inner: bool,
-) -> int:
+def _number(name: str, value: int, factor: int, inner: bool) -> int:
     if _TOKEN.search(name):
         return value if value < VOCABULARY else value % VOCABULARY
     for pattern, most in ((_VOCABULARY, VOCABULARY), (_POSITIONS, POSITIONS)):

@@ -36,12 +36,7 @@ def _called_leaves(proxy: ProxyModel) -> set[str]:
     """Paths of the modules without children that the model calls."""
     called: set[str] = set()
     with torch.no_grad():
-        run(
-            proxy.model,
-            proxy.inputs,
-            leaves(proxy.model),
-            lambda path, args, output: called.add(path),
-        )
+        run(proxy.model, proxy.inputs, leaves(proxy.model), lambda path, args, output: called.add(path))
     return called
 
 

@@ -37,12 +37,7 @@ class PlannedAdapter(PlannedSteps):
     def __str__(self) -> str:
         return f"{len(self.centring.centre)} tensors centred, as those of the base that they change were."
 
-    def verify(
-        self,
-        src,
-        folder,
-        how,
-    ):
+    def verify(self, src, folder, how):
         if why := self._why_not_run(how):
             return Verification(True, f"the pairs were not run, {why}")
         from peft import PeftModel
@@ -63,12 +58,7 @@ class PlannedAdapter(PlannedSteps):
         add_to_card(folder, CARD_HEADING, str(self), self.made, verdict)
 
 
-def plan_adapter(
-    adapter: Checkpoint,
-    model: Checkpoint,
-    converted: Path,
-    proxy: ProxyModel,
-) -> PlannedAdapter:
+def plan_adapter(adapter: Checkpoint, model: Checkpoint, converted: Path, proxy: ProxyModel) -> PlannedAdapter:
     """The plan for an adapter of a model with this proxy; the other arguments are those of `convert_adapter`."""
     others = [name for name in adapter.others if os.path.basename(name) == ADAPTER_CONFIG]
     if others:
@@ -81,13 +71,7 @@ def plan_adapter(
 class _Planner:
     """Makes a step for each tensor of an adapter that has to be centred; refuses an adapter that is not exact then."""
 
-    def __init__(
-        self,
-        adapter: Checkpoint,
-        model: Checkpoint,
-        converted: Path,
-        proxy: ProxyModel,
-    ):
+    def __init__(self, adapter: Checkpoint, model: Checkpoint, converted: Path, proxy: ProxyModel):
         self.adapter = adapter
         self.model = model
         self.converted = converted
@@ -160,12 +144,7 @@ class _Planner:
                     return name
         return None
 
-    def _check_base(
-        self,
-        name: str,
-        home: str,
-        key: str | None,
-    ) -> None:
+    def _check_base(self, name: str, home: str, key: str | None) -> None:
         """Refuse a tensor whose place in the base the conversion has folded away or untied."""
         for scale in self.done.scale:
             if key in (scale.key, scale.by):

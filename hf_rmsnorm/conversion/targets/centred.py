@@ -51,12 +51,7 @@ class PlannedConversion(ABC):
         """The tensors and the text of config.json that are made of an open checkpoint."""
 
     @abstractmethod
-    def verify(
-        self,
-        src: str | Path,
-        folder: Path,
-        how: Running,
-    ) -> Verification:
+    def verify(self, src: str | Path, folder: Path, how: Running) -> Verification:
         """The verdict on a folder that was written."""
 
     @abstractmethod
@@ -110,12 +105,7 @@ class PlannedCentring(PlannedSteps):
             lines += _grouped({"tensors that nothing depends on, copied as they are:": [*plan.undetermined]})
         return "\n".join([*lines, *plan.notes])
 
-    def verify(
-        self,
-        src,
-        folder,
-        how,
-    ):
+    def verify(self, src, folder, how):
         return verify_folder(src, folder, how)
 
     def describe(self, folder: Path, verdict: Verification) -> None:
@@ -174,14 +164,7 @@ def plan_centring(src, proxy: ProxyModel) -> PlannedCentring:
     if not proof.passed:
         raise ConversionRefused(f"{proof}: this model is not converted, as its plan is not exact")
     made = provenance(src)
-    record = _as_before(
-        {
-            **plan.config[RECORD_KEY],
-            **made,
-            "proof": proof.to_dict(),
-        },
-        proxy,
-    )
+    record = _as_before({**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}, proxy)
     return PlannedCentring(made, replace(plan, config={**plan.config, RECORD_KEY: record}), proof)
 
 

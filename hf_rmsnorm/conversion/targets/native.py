@@ -70,12 +70,7 @@ class PlannedNative(PlannedConversion):
         metadata = {"format": "pt", RECORD_KEY: json.dumps(record, sort_keys=True)}
         return split(self.target.tensors, source, metadata), self.target.config.to_json_string()
 
-    def verify(
-        self,
-        src,
-        folder,
-        how,
-    ):
+    def verify(self, src, folder, how):
         return verify_folders(src, folder, replace(how, model_class=AutoModelForCausalLM))
 
     def describe(self, folder: Path, verdict: Verification) -> None:

@@ -63,13 +63,7 @@ def refused(source: str, target: str, reason: str) -> ConversionRefused:
 class _Builder:
     """Makes one target; `present` tells which weights and biases the source has."""
 
-    def __init__(
-        self,
-        config,
-        pair: NativePair,
-        present,
-        name: Callable[[str], str],
-    ):
+    def __init__(self, config, pair: NativePair, present, name: Callable[[str], str]):
         self.config = config
         self.pair = pair
         self.present = present
@@ -144,13 +138,7 @@ class _Builder:
         self.tensors[f"{norm}.weight"] = weight
         return self._present(f"{norm}.bias")
 
-    def _linear(
-        self,
-        linear: str,
-        shift: Stored | None,
-        has_bias: bool,
-        rows: torch.Tensor | None = None,
-    ) -> None:
+    def _linear(self, linear: str, shift: Stored | None, has_bias: bool, rows: torch.Tensor | None = None) -> None:
         """Make a linear that reads a norm, whose bias is `shift`."""
         weight = self._stored(f"{linear}.weight", rows)
         bias: Lazy | None = self._present(f"{linear}.bias", rows)
@@ -166,13 +154,7 @@ class _Builder:
             bias = bias and bias.then(Centring(0))
         self._keep(linear, weight, bias, has_bias)
 
-    def _keep(
-        self,
-        linear: str,
-        weight: Stored,
-        bias: Lazy | None,
-        has_bias: bool,
-    ) -> None:
+    def _keep(self, linear: str, weight: Stored, bias: Lazy | None, has_bias: bool) -> None:
         self.tensors[f"{linear}.weight"] = weight
         if has_bias:
             self.tensors[f"{linear}.bias"] = bias or filled(weight, 0.0)

@@ -89,10 +89,7 @@ PAIRS: dict[str, NativePair] = {
         biases=("attention_bias",),
         refusals=(("it clips queries, keys and values (clip_qkv)", lambda c: c.clip_qkv is not None),),
     ),
-    "cohere": _cohere(
-        settings=_dense_cohere(rotate_all=True),
-        refusals=((QK_NORMS, lambda c: c.use_qk_norm),),
-    ),
+    "cohere": _cohere(settings=_dense_cohere(rotate_all=True), refusals=((QK_NORMS, lambda c: c.use_qk_norm),)),
     "cohere2": _cohere(settings=_dense_cohere(rotate_all=False)),
     "cohere2_moe": _cohere(
         mlp=_gated_or_sparse,

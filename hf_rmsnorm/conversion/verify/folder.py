@@ -112,13 +112,7 @@ def _origin(folder: Path) -> str:
     return f"{cached['id'].replace('--', '/')}@{cached['commit']}" if cached else folder.name
 
 
-def add_to_card(
-    folder: Path,
-    heading: str,
-    text: str,
-    made: dict[str, str],
-    *proofs: object,
-) -> None:
+def add_to_card(folder: Path, heading: str, text: str, made: dict[str, str], *proofs: object) -> None:
     """Put a section at the end of the model card, instead of one of this heading; the proofs are set below the text."""
     card = folder / "README.md"
     # As bytes and not as text: neither line ends nor bytes that are not UTF-8 change.

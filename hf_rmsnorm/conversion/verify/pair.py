@@ -98,12 +98,7 @@ class ModelPair:
 
     def _compare_greedy(self) -> dict:
         report = verify_equivalence(
-            self.source,
-            self.result,
-            self.inputs,
-            norms=False,
-            max_new_tokens=GREEDY_TOKENS,
-            backend="reference",
+            self.source, self.result, self.inputs, norms=False, max_new_tokens=GREEDY_TOKENS, backend="reference"
         )
         greedy = report.greedy
         equal = "equal" if greedy.equal else "tie" if greedy.passed else "different"
