@@ -238,7 +238,7 @@ def convert_checkpoint(
             are run; ``"full"`` runs all texts and compares greedy tokens too.
         restart: drop the unfinished conversion of something else into the same DST.
         planned: what `plan_conversion` returned for this source, instead of target.
-        progress: called as ``progress(tensors, bytes, total_bytes)`` with what is done so far.
+        progress: called as ``progress(tensors, bytes, total_bytes)`` with the tensors and bytes written so far.
 
     Raises:
         ConversionRefused: the model cannot be converted so.

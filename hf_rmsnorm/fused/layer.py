@@ -1,4 +1,4 @@
-"""The class of a module whose forward was compiled again, and the operands of a norm that such a forward computes."""
+"""The class of a module whose forward was compiled again, and the operands of the norms in that forward."""
 
 import threading
 
@@ -16,8 +16,8 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     """(weight, bias, formula) of a patched norm that may be computed before it is called.
 
     None if the module is not patched, or has to be called. It has to be called if fusion is off, if its class defines
-    `__call__`, if a user or a manager of weights has hooked it, or if it takes a second input. Unless `restricted`, it
-    has to be called too if more than the shape of its input decides whether a kernel serves it.
+    `__call__`, if it has a hook, or if it takes a second input. Unless `restricted`, it has to be called too if more
+    than the shape of its input decides whether a kernel serves it.
     """
     if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
         return None
